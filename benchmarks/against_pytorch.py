@@ -1,4 +1,4 @@
-"""An image with its picture: a published program in PyTorch eager against lantern-rt, in turns on one host.
+"""An image with its image: a published program in PyTorch eager against lantern-rt, in turns on one host.
 
     git clone https://github.com/FoundationVision/LlamaGen
     python benchmarks/against_pytorch.py --official LlamaGen                              # GPT-B, 256 pixels
@@ -57,7 +57,7 @@ PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted
 
 @dataclass(frozen=True)
 class Image:
-    """Seconds of one image: of its tokens, and of everything else, the picture above all; passes of the target."""
+    """Seconds of one image: of its tokens, and of everything else, the image above all; passes of the target."""
 
     tokens: float
     rest: float
@@ -92,7 +92,7 @@ def official(
         begun = time.perf_counter()
         codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
         codes.cpu()  # waits for the device
-        drawn = time.perf_counter()  # the order of the codes makes no difference to what their picture costs
+        drawn = time.perf_counter()  # the order of the codes makes no difference to what their image costs
         vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
         return Image(drawn - begun, time.perf_counter() - drawn)
 

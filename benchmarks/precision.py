@@ -6,12 +6,12 @@ fp32 is the embedded model's integers turned back, so for int8 this shows what r
     python benchmarks/precision.py --only passes --rows 2 8
     python benchmarks/precision.py --smoke               # tiny: does it still run?
 
-*passes*: milliseconds of a target pass after half an image. *speed*: whole images, text and pictures included, over
+*passes*: milliseconds of a target pass after half an image. *speed*: whole images, text and images included, over
 plain decoding in float32 of the same turn. *quality*: nearness of distributions as `lantern-rt verify` has it (KL in
 nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws; and, by method,
 the excess: nats a token of what is drawn in the eyes of the fp32 target, less their expected value there,
 against that of float32's own `ar` on the same prompts and seeds; and in how many points more or less of what captions
-of unseen scenes say the judge of the recipe finds in the pictures. Bundles are made
+of unseen scenes say the judge of the recipe finds in the images. Bundles are made
 in `--work` and kept. Needs `lantern-rt[export]`. No figure fails the run.
 """
 
@@ -109,7 +109,7 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
     same: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     apart: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     excess: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
-    shown: dict[tuple[str, str], list[float]] = {key: [] for key in keys}  # of every picture, the share of right marks
+    shown: dict[tuple[str, str], list[float]] = {key: [] for key in keys}  # of every image, the share of right marks
     for first in range(0, len(prompts), together):
         request = {"prompts": prompts[first : first + together], "seed": 1000 + first}
         drawn = {key: pipelines[key[0]](**request, method=key[1]) for key in keys}

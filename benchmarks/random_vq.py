@@ -29,7 +29,7 @@ def write_vq(shape: Shape, folder: Path) -> None:
     """LlamaGen's image tokenizer."""
     state = _tokenizer(shape, 8, attention=True)
     state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
-    state["decoder.conv_out.weight"] /= 8  # about a picture's contrast; int8 is judged in levels
+    state["decoder.conv_out.weight"] /= 8  # about an image's contrast; int8 is judged in levels
     torch.save({"model": state}, folder / "vq.pt")
 
 

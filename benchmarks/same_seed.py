@@ -1,4 +1,4 @@
-"""Pictures of docs/seeds.md and docs/methods.md, halved: prompts and seeds under several methods, a row each.
+"""Images of docs/seeds.md and docs/methods.md, halved: prompts and seeds under several methods, a row each.
 
 python benchmarks/same_seed.py docs/seeds/same_seed.png
 python benchmarks/same_seed.py docs/methods/rows.png ar rows:window=8 rows:window=6 rows:window=4

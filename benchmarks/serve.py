@@ -3,9 +3,9 @@
     python benchmarks/serve.py                    # the embedded model; about ten minutes
     python benchmarks/serve.py --seconds 10 --json serve.json
 
-Offline: `Pipeline` one image at a time (`ar`), and quality `strict` in batches of 1 to 16, pictures and PNG files
+Offline: `Pipeline` one image at a time (`ar`), and quality `strict` in batches of 1 to 16, images and PNG files
 included. Closed loop: 1 to 16 clients over HTTP, each asking again as soon as it has its
-picture. Open loop: requests come at random, at 0.5 to 3 times the images a second of the best offline batch; `refused`
+image. Open loop: requests come at random, at 0.5 to 3 times the images a second of the best offline batch; `refused`
 is the share that was told to come again (429), and latencies are those of the others. The bound beside p99 is what a
 request may wait at worst: the images that share passes and the queue, at the images a second that were reached.
 Deadlines, each the time that 25 images take at saturation: the same at twice the load, with a long queue; `late` is the
@@ -44,7 +44,7 @@ GREEDY = {"like them": {}, "wide": {"method": "sjd:window=63"}, "relaxed": {"met
 
 @dataclass
 class Answers:
-    """Seconds of requests that were answered with a picture, and how many were refused."""
+    """Seconds of requests that were answered with an image, and how many were refused."""
 
     seconds: list[float] = field(default_factory=list)
     refused: int = 0

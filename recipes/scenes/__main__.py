@@ -32,7 +32,7 @@ def vq(
         str | None, typer.Option(help="128 or 256 pixels a side. [default: that of the work folder, or 256]")
     ] = None,
 ) -> None:
-    """Train the VQ tokenizer, or go on with it."""
+    """Train the VQ tokenizer, or continue its training."""
     from .vq import find_vq_size, train_vq
 
     torch.set_num_threads(threads)
@@ -48,7 +48,7 @@ def sharpen(
     batch: Batch = 16,
     device: Device = "cpu",
 ) -> None:
-    """Train the tokenizer's decoder on, against a critic; codes stay what they are."""
+    """Train the tokenizer's decoder further, against a critic; codes keep their meaning."""
     from .sharpen import train_sharpen
 
     torch.set_num_threads(threads)
@@ -69,7 +69,7 @@ def target(
         typer.Option(help="default or llamagen-b. [default: that of the target in the work folder, or default]"),
     ] = None,
 ) -> None:
-    """Train the target, or go on with it."""
+    """Train the target, or continue its training."""
     from .model import find_size
     from .target import train_target
 
@@ -86,7 +86,7 @@ def distil(
     batch: Batch = 8,
     device: Device = "cpu",
 ) -> None:
-    """Teach the target, without guidance, to draw what it draws with guidance, or go on with it."""
+    """Teach the target to draw without guidance as it draws with guidance, or continue to."""
     from .distil import train_distil
 
     torch.set_num_threads(threads)
@@ -96,11 +96,11 @@ def distil(
 @app.command()
 def samples(
     work: Work = DEFAULT_WORK,
-    count: Annotated[int, typer.Option(help="Pictures.")] = 4096,
+    count: Annotated[int, typer.Option(help="Images.")] = 4096,
     threads: Threads = 2,
     provider: Annotated[str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Let the target draw pictures for the drafter to learn from, or go on with it."""
+    """Draw images with the target for the drafter to learn from, or continue to."""
     from .drafter import write_samples
 
     write_samples(work, count, provider=provider, threads=threads)
@@ -114,7 +114,7 @@ def drafter(
     batch: Batch = 12,
     device: Device = "cpu",
 ) -> None:
-    """Train the drafter on the pictures that the target drew, or go on with it."""
+    """Train the drafter on the images that the target drew, or continue its training."""
     from .drafter import train_drafter
 
     torch.set_num_threads(threads)
@@ -123,17 +123,17 @@ def drafter(
 
 @app.command()
 def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2) -> None:
-    """Train the judge that checks pictures against prompts; a graph for `lantern-rt eval --agreement`, too."""
+    """Train the judge that checks images against prompts; a graph for `lantern-rt eval --agreement`, too."""
     from .judge import train_judge
 
     torch.set_num_threads(threads)
     train_judge(work, minutes)
 
 
-def _announce(what: str, done: int, total: int) -> None:
-    """A line when something begins."""
+def _announce(stage: str, done: int, total: int) -> None:
+    """Print a line when a stage begins."""
     if not done:
-        print(what, flush=True)
+        print(stage, flush=True)
 
 
 @app.command()
@@ -174,7 +174,7 @@ def evaluate(
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; may be repeated.")] = None,
     threads: Threads = 2,
 ) -> None:
-    """Check pictures of unseen prompts with the judge, for every method."""
+    """Check images of unseen prompts with the judge, for every method."""
     from .evaluate import METHODS, evaluate_bundle
 
     evaluate_bundle(bundle, work, output, count, method or METHODS, threads=threads)
@@ -187,7 +187,7 @@ def edits(
     count: Annotated[int, typer.Option(help="Edits.")] = 400,
     threads: Threads = 2,
 ) -> None:
-    """Have parts of pictures drawn anew, and check them with the judge."""
+    """Redraw parts of images, and check them with the judge."""
     from .edits import evaluate_edits
 
     evaluate_edits(bundle, work, count, threads)
@@ -200,10 +200,10 @@ def render(
     seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 0,
 ) -> None:
     """Draw a sheet of training scenes."""
-    from .data import render_pictures
+    from .data import render_images
     from .evaluate import contact_sheet
 
-    pictures = render_pictures(count, seed)
+    pictures = render_images(count, seed)
     contact_sheet([pictures], 8, rows=-(-count // 8)).save(output)
 
 

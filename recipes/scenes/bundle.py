@@ -25,7 +25,7 @@ from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
 
 from .checkpoints import load_checkpoint
-from .data import render_pictures
+from .data import render_images
 from .model import GUIDANCE, ScenesTarget
 from .rounding import round_target
 from .target import load_target
@@ -61,7 +61,7 @@ class Condition(nn.Module):
 
 
 class PictureDecoder(nn.Module):
-    """`codes [images, 256]` -> pictures `[images, 3, picture, picture]`."""
+    """`codes [images, 256]` -> images `[images, 3, size, size]`."""
 
     codebook: Tensor
 
@@ -77,7 +77,7 @@ class PictureDecoder(nn.Module):
 
 
 class PictureEncoder(nn.Module):
-    """Pictures `[images, 3, picture, picture]` -> `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
+    """Images `[images, 3, size, size]` -> `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
 
     def __init__(self, vq: ScenesVQ) -> None:
         super().__init__()
@@ -98,36 +98,36 @@ def write_scenes_bundle(
     drafter: bool = True,
     vq_precision: str = "fp32",
 ) -> Path:
-    """Write the bundle of a work folder's checkpoints; it has the name of its folder.
+    """Write the bundle of a work folder's checkpoints; its name is that of its folder.
 
     Args:
         work: folder of checkpoints.
         output: folder to write.
-        force: replace a bundle that is there.
-        progress: told what is being done.
-        compute: what target and drafter compute in, float32 or float16.
-        precision: what their weights are rounded to, by default no further than to the float16 that they fit.
-        drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
-        vq_precision: of the image decoder, fp32, fp16 or int8.
+        force: replace an existing bundle.
+        progress: called with each stage, the finished steps and their number.
+        compute: type of the computations of target and drafter, float32 or float16.
+        precision: type that their weights are rounded to; by default float16, which loses nothing.
+        drafter: include the drafter; without it, the bundle draws images to train one.
+        vq_precision: precision of the image decoder: fp32, fp16 or int8.
     """
     vq = load_vq(work)
     target = load_target(work)
     config = target.config
-    size = vq.config.picture
+    size = vq.config.image_size
     decoder, code_embeddings = target.fold()
     _round(vq, target)
     code_embeddings = code_embeddings.half().float()
     integers = precision == "int8"
     if integers:
         decoder = round_target(decoder, target, code_embeddings, vq)
-    else:  # as float16; weights that were restored from integers are left to be those again
+    else:  # rounded to float16; weights restored from integers keep their values
         _round(decoder)
     drafting = _read_drafter(work / "drafter", decoder, not integers) if drafter else None
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
     prefix = target.prefix(torch.from_numpy(encode_caption("a red cube on sand"))[None])[0].detach()
     codes = {"codes": generator.integers(vq.config.codes, size=(2, GRID * GRID))}
-    pictures = {"images": to_tensor(render_pictures(2, seed=1, size=size)).numpy()}
+    pictures = {"images": to_tensor(render_images(2, seed=1, size=size)).numpy()}
     picture = Value("images", ("images", 3, size, size))
     rows = ("rows", SLOTS, config.hidden_size)
     graphs = [
@@ -183,13 +183,13 @@ def write_scenes_bundle(
 
 
 def _read_drafter(folder: Path, decoder: Decoder, rounded: bool) -> LoadedDrafter:
-    """The drafter in a folder, rounded as the rest."""
-    found = read_drafter(folder, decoder)
-    weights = {name: compute_tensor(weight) for name, weight in found.drafter.state_dict().items()}
-    found.drafter.load_state_dict(weights, assign=True)
+    """Read the drafter in a folder and round its weights like the target's."""
+    loaded = read_drafter(folder, decoder)
+    weights = {name: compute_tensor(weight) for name, weight in loaded.drafter.state_dict().items()}
+    loaded.drafter.load_state_dict(weights, assign=True)
     if rounded:
-        _round(found.drafter)
-    return found
+        _round(loaded.drafter)
+    return loaded
 
 
 def _round(*modules: nn.Module) -> None:
@@ -208,13 +208,13 @@ def _round(*modules: nn.Module) -> None:
 
 
 def _prompts() -> bytes:
-    """Captions to compare with, one a line, of scenes that nothing else uses."""
+    """Return captions for comparisons, one a line, of scenes that nothing else uses."""
     rng = np.random.default_rng(PROMPTS_SEED)
     return "".join(f"{describe(sample_scene(rng), rng)}\n" for _ in range(64)).encode()
 
 
 def _tokenizer() -> bytes:
-    """The vocabulary in the layout that `lantern_rt.text.words` describes."""
+    """Return the vocabulary in the layout that `lantern_rt.text.words` describes."""
     pattern = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
     content: dict[str, Any] = {
         "version": "1.0",

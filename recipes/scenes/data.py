@@ -17,18 +17,18 @@ FEWEST = 500  # scenes worth starting processes for: a second of one core
 
 
 def draw_scenes(count: int, seed: int) -> list[Scene]:
-    """`count` scenes of a seed."""
+    """Draw `count` scenes from a seed."""
     rng = np.random.default_rng((seed, 0))
     return [sample_scene(rng) for _ in range(count)]
 
 
-def render_pictures(count: int, seed: int, size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
-    """Pictures uint8 `[count, size, size, 3]` of `draw_scenes(count, seed)`."""
+def render_images(count: int, seed: int, size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
+    """Render the images of `draw_scenes(count, seed)`: uint8 `[count, size, size, 3]`."""
     return render_scenes(draw_scenes(count, seed), size, workers)
 
 
 def render_scenes(scenes: list[Scene], size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
-    """Pictures uint8 `[scenes, size, size, 3]`, in the scenes' order."""
+    """Render images uint8 `[scenes, size, size, 3]`, in the scenes' order."""
     chunks = [scenes[i : i + CHUNK] for i in range(0, len(scenes), CHUNK)]
     pictures = np.empty((len(scenes), size, size, 3), np.uint8)
     workers = min(workers or os.cpu_count() or 1, len(chunks))

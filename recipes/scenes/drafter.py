@@ -1,4 +1,4 @@
-"""The scenes drafter: what `lantern-rt train-drafter` does, on pictures that the target draws of captions."""
+"""Train the scenes drafter like `lantern-rt train-drafter`, on images that the target draws from captions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .bundle import write_scenes_bundle
 from .data import draw_scenes
 from .vocabulary import describe
 
-SAMPLES_SEED = 700_000  # scenes of captions, nowhere else used
+SAMPLES_SEED = 700_000  # seed of the captioned scenes, used nowhere else
 
 
 def target_bundle(work: Path) -> Bundle:
-    """Open a bundle of the target alone, in the work folder; it is made anew where the target has changed."""
+    """Open a bundle of the target alone in the work folder; it is rewritten when the target has changed."""
     folder = work / "undrafted"
     hashes = {role: file_sha256(work / f"{role}.pt") for role in ("vq", "target")}
     if folder.exists():
@@ -35,7 +35,7 @@ def target_bundle(work: Path) -> Bundle:
 def write_samples(
     work: Path, count: int, shard: int = IMAGES_PER_SHARD, provider: str = "cpu", threads: int | None = None
 ) -> None:
-    """Have the target draw `count` pictures of captions; those that are there are left."""
+    """Draw `count` images of captions with the target; existing ones are kept."""
     rng = np.random.default_rng(SAMPLES_SEED)
     captions = [describe(scene, rng) for scene in draw_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(target_bundle(work), threads, provider=provider) as pipeline:
@@ -46,7 +46,7 @@ def write_samples(
 
 
 def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", seed: int = 3) -> dict[str, float]:
-    """Train the drafter on the drawn pictures, or go on with it; returns its figures."""
+    """Train the drafter on the drawn images, or continue its training; returns its measurements."""
     bundle = target_bundle(work)
     target = read_target(bundle)
     options = TrainingOptions(steps, batch, bundle.manifest.sampling.cfg_scale, seed)

@@ -1,7 +1,7 @@
-"""How well a part that is drawn anew shows what its prompt says: one of two solids is changed, by mask and prompt.
+"""Measure how well redrawn parts of images show their prompts: mask and prompt change one of two solids.
 
-Whole drawings of the same prompts say what the model can do. The lower edge of the mask is where raster order is blind:
-what is drawn there did not see what lies below it.
+Whole images of the same prompts show the model's best agreement. Raster order is blind at the lower edge of the mask:
+redrawn codes did not see the codes below them.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from .judge import Judge, judge, load_judge
 from .vocabulary import COLOURS, SHAPES, Scene, Solid, describe, sample_scene
 
 METHOD = "sjd:window=7"
-TOP = 4  # rows of codes that are drawn anew, of one half of the picture
-BOTTOM = 14
-SEED = 5000  # of edits, as far from those of whole drawings
+TOP_ROW = 4  # first row of codes that an edit draws again, in one half of the image
+BOTTOM_ROW = 14  # first row of codes below the edit
+SEED = 5000  # first seed of the edits; whole images have other seeds
 TRIES = 4
 
 
-def changed(scene: Scene, side: int, rng: np.random.Generator) -> Scene:
-    """The scene with another colour and shape of one solid."""
-    old = scene.solids[side]
-    colour = rng.choice([one for one in COLOURS if one != old.colour])
-    shape = rng.choice([one for one in SHAPES if one != old.shape])
+def change_solid(scene: Scene, side: int, rng: np.random.Generator) -> Scene:
+    """Return the scene with another colour and shape of one solid."""
+    previous = scene.solids[side]
+    colour = rng.choice([name for name in COLOURS if name != previous.colour])
+    shape = rng.choice([name for name in SHAPES if name != previous.shape])
     solids = list(scene.solids)
-    solids[side] = Solid(str(shape), str(colour), old.size, old.finish, old.x)
+    solids[side] = Solid(str(shape), str(colour), previous.size, previous.finish, previous.x)
     return replace(scene, solids=tuple(solids))
 
 
-def marks_of(critic: Judge, scene: Scene, side: int, picture: NDArray[np.uint8]) -> dict[str, bool]:
-    """What the judge finds as the scene has it: of the solid that was changed, of the other one, and around them."""
+def mark_edit(critic: Judge, scene: Scene, side: int, picture: NDArray[np.uint8]) -> dict[str, bool]:
+    """Return which attributes the judge finds as in the scene: of the changed and the kept solid, and around them."""
     (verdict,) = judge(critic, picture[None], [2])
-    found = list(verdict.solids.values())
+    found_solids = list(verdict.solids.values())
     marks = {"sky": verdict.sky == scene.sky, "ground": verdict.ground == scene.ground}
     for name, i in (("changed", side), ("kept", 1 - side)):
-        wanted = scene.solids[i]
-        colour, shape = found[i] if i < len(found) else ("", "")
-        marks |= {f"{name} colour": colour == wanted.colour, f"{name} shape": shape == wanted.shape}
+        expected_solid = scene.solids[i]
+        colour, shape = found_solids[i] if i < len(found_solids) else ("", "")
+        marks |= {f"{name} colour": colour == expected_solid.colour, f"{name} shape": shape == expected_solid.shape}
     return marks
 
 
-def step_below(picture: NDArray[np.uint8], columns: slice, cell: int) -> float:
-    """Mean difference of pixels at both sides of the mask's lower edge."""
-    lower = picture[BOTTOM * cell, columns].astype(float) - picture[BOTTOM * cell - 1, columns]
+def edge_difference(picture: NDArray[np.uint8], columns: slice, cell: int) -> float:
+    """Return the mean difference of pixels at both sides of the mask's lower edge."""
+    lower = picture[BOTTOM_ROW * cell, columns].astype(float) - picture[BOTTOM_ROW * cell - 1, columns]
     return float(np.abs(lower).mean())
 
 
 def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: int | None = None) -> dict[str, Any]:
-    """Agreement of `count` edits and of whole drawings of their prompts, and the step at the mask's lower edge."""
+    """Return the agreement of `count` edits and of whole images, and the step at the mask's lower edge."""
     pipe = Pipeline.from_bundle(bundle, threads)
     critic = load_judge(work)
     size = pipe.bundle.manifest.size()
@@ -64,31 +64,31 @@ def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: i
     cell = height // size.rows
     rng = np.random.default_rng(PROMPT_SEED)
     marks: dict[str, list[dict[str, bool]]] = {"edit": [], "best of four": [], "whole": []}
-    steps: dict[str, list[float]] = {name: [] for name in (*marks, "before")}
+    edge_steps: dict[str, list[float]] = {name: [] for name in (*marks, "before")}
     report: dict[str, Any] = {}
     for i in range(count):
         scene = sample_scene(rng, two_solids=1)
         side = i % 2
-        wanted = changed(scene, side, rng)
-        prompts = [describe(one, rng, complete=True) for one in (scene, wanted)]
-        before, whole = pipe(prompts, seed=[1000 + i, 1000 + i], method=METHOD).images
+        changed_scene = change_solid(scene, side, rng)
+        prompts = [describe(described_scene, rng, complete=True) for described_scene in (scene, changed_scene)]
+        original, whole = pipe(prompts, seed=[1000 + i, 1000 + i], method=METHOD).images
         columns = slice(width // 2, width) if side else slice(width // 2)
         mask = np.zeros((height, width), bool)
-        mask[TOP * cell : BOTTOM * cell, columns] = True
+        mask[TOP_ROW * cell : BOTTOM_ROW * cell, columns] = True
         options: Any = {"seed": SEED + i, "method": METHOD}
-        edit, best = (pipe.edit(before, mask, prompts[1], tries=n, **options).images[0] for n in (1, TRIES))
-        for name, picture in zip(steps, (edit, best, whole, before), strict=True):
-            steps[name].append(step_below(np.asarray(picture), columns, cell))
+        edit, best_edit = (pipe.edit(original, mask, prompts[1], tries=n, **options).images[0] for n in (1, TRIES))
+        for name, picture in zip(edge_steps, (edit, best_edit, whole, original), strict=True):
+            edge_steps[name].append(edge_difference(np.asarray(picture), columns, cell))
             if name in marks:
-                marks[name].append(marks_of(critic, wanted, side, np.asarray(picture)))
+                marks[name].append(mark_edit(critic, changed_scene, side, np.asarray(picture)))
         if (i + 1) % 20 == 0 or i + 1 == count:
             report = {
                 "edits": i + 1,
                 "agreement": {
-                    name: {what: interval(values) for what, values in by_name(own).items()}
-                    for name, own in marks.items()
+                    name: {attribute: interval(values) for attribute, values in by_name(attribute_marks).items()}
+                    for name, attribute_marks in marks.items()
                 },
-                "step at the lower edge": {name: round(float(np.mean(own)), 2) for name, own in steps.items()},
+                "step at the lower edge": {name: round(float(np.mean(steps)), 2) for name, steps in edge_steps.items()},
             }
             print(json.dumps(report), flush=True)
     return report

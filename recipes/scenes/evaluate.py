@@ -1,7 +1,4 @@
-"""How well a bundle draws what prompts say: agreement per method, intervals, and contact sheets.
-
-Runs the bundle as a user would, through `Pipeline`.
-"""
+"""Measure how well a bundle draws its prompts: agreement per method, intervals, and contact sheets."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ PROMPT_SEED = 920_000
 
 
 def draw_prompts(count: int, seed: int = PROMPT_SEED) -> tuple[list[Scene], list[str]]:
-    """Scenes that were never rendered for training, and complete captions of them."""
+    """Draw scenes that were never rendered for training, with complete captions."""
     rng = np.random.default_rng(seed)
     scenes = [sample_scene(rng) for _ in range(count)]
     return scenes, [describe(scene, rng, complete=True) for scene in scenes]
 
 
 def interval(marks: list[bool]) -> tuple[float, float, float]:
-    """Share of true marks with a 95 % Wilson interval, rounded to four places."""
+    """Return the share of true marks with a 95 % Wilson interval, rounded to four places."""
     count = len(marks)
     share = float(np.mean(marks))
     z = 1.96
@@ -51,9 +48,9 @@ def evaluate_bundle(
     batch: int = 8,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Agreement of every method on `count` prompts; writes `evaluation.json` and `methods.jpg` into `output`.
+    """Measure every method on `count` prompts; write `evaluation.json` and `methods.jpg` into `output`.
 
-    Also how well the judge reads the same scenes as they are rendered, and the image tokenizer gives them back.
+    The report also has the judge's marks of the rendered scenes and the PSNR of the image tokenizer.
     """
     pipe = Pipeline.from_bundle(bundle, threads)
     critic = load_judge(work)
@@ -67,21 +64,22 @@ def evaluate_bundle(
     }
     print(json.dumps(report), flush=True)
     pictures: dict[str, NDArray[np.uint8]] = {}
-    plain: list[dict[str, bool]] = []  # marks of the first method
+    first_marks: list[dict[str, bool]] = []  # marks of the first method
     requests = [{"prompts": prompts[i : i + batch], "seed": 1000 + i} for i in range(0, count, batch)]
-    contenders = [ComparedMethod(method, {"method": method}) for method in methods]
-    turns = list(run_in_turns(pipe, contenders, requests, score=False))
-    for method, runs in zip(methods, zip(*turns, strict=True), strict=True):
+    compared_methods = [ComparedMethod(method, {"method": method}) for method in methods]
+    all_runs = list(run_in_turns(pipe, compared_methods, requests, score=False))
+    for method, runs in zip(methods, zip(*all_runs, strict=True), strict=True):
         pictures[method] = np.stack([np.asarray(image) for run in runs for image in run.images])
         shares = [(len(run.images) / count, run.statistics) for run in runs]
         marks = score(critic, scenes, pictures[method])
-        plain = plain or marks
+        first_marks = first_marks or marks
         report["methods"][method] = {
             "agreement": {name: interval(values) for name, values in by_name(marks).items()},
-            f"against {methods[0]}": differences(marks, plain),
-            "tokens_per_forward_pass": 1 / sum(share / one.tokens_per_forward_pass for share, one in shares),
-            "realised_tvd_per_image": sum(share * one.realised_tvd for share, one in shares),
-            "seconds_per_image": sum(one.seconds for _, one in shares) / count,
+            f"against {methods[0]}": differences(marks, first_marks),
+            "tokens_per_forward_pass": 1
+            / sum(share / statistics.tokens_per_forward_pass for share, statistics in shares),
+            "realised_tvd_per_image": sum(share * statistics.realised_tvd for share, statistics in shares),
+            "seconds_per_image": sum(statistics.seconds for _, statistics in shares) / count,
         }
         print(method, json.dumps(report["methods"][method]), flush=True)
     output.mkdir(parents=True, exist_ok=True)
@@ -91,38 +89,38 @@ def evaluate_bundle(
 
 
 def tokenizer_psnr(pipe: Pipeline, pictures: NDArray[np.uint8]) -> float:
-    """Peak signal-to-noise ratio in dB of pictures `[n, size, size, 3]` as the bundle's tokenizer gives them back."""
+    """Return the peak signal-to-noise ratio in dB of images `[n, size, size, 3]` after encoding and decoding."""
     errors = []
     for picture in pictures:
         pixels = np.moveaxis(picture, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1  # [1, 3, size, size]
-        given = pipe.engines.vq_decoder(pipe.engines.vq_encoder(pixels))
-        errors.append(np.square((given.clip(-1, 1) - pixels) / 2).mean())
+        decoded = pipe.engines.vq_decoder(pipe.engines.vq_encoder(pixels))
+        errors.append(np.square((decoded.clip(-1, 1) - pixels) / 2).mean())
     return float(-10 * np.log10(np.mean(errors)))
 
 
 def score(critic: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> list[dict[str, bool]]:
-    """For every picture, which attributes the judge finds as the scene has them."""
+    """Return for every image which attributes the judge finds as in its scene."""
     verdicts = judge(critic, pictures, [len(scene.solids) for scene in scenes])
     return [agreement(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
 
 
 def by_name(marks: list[dict[str, bool]]) -> dict[str, list[bool]]:
-    """The marks of each attribute, over the pictures that have it."""
+    """Collect the marks of each attribute over the images that have it."""
     names = sorted({name for mark in marks for name in mark})
     return {name: [mark[name] for mark in marks if name in mark] for name in names}
 
 
-def differences(marks: list[dict[str, bool]], others: list[dict[str, bool]]) -> dict[str, tuple[float, float]]:
-    """How much larger each share is than in `others`, of the same prompts, and half the 95 % interval of that."""
-    found = {}
-    for (name, ours), theirs in zip(by_name(marks).items(), by_name(others).values(), strict=True):
-        change = np.subtract(ours, theirs, dtype=np.float64)
-        found[name] = (round(float(change.mean()), 4), round(1.96 * float(change.std()) / len(change) ** 0.5, 4))
-    return found
+def differences(marks: list[dict[str, bool]], other_marks: list[dict[str, bool]]) -> dict[str, tuple[float, float]]:
+    """Return how much larger each share is than in `other_marks` of the same prompts, and half its 95 % interval."""
+    result = {}
+    for (name, values), other_values in zip(by_name(marks).items(), by_name(other_marks).values(), strict=True):
+        change = np.subtract(values, other_values, dtype=np.float64)
+        result[name] = (round(float(change.mean()), 4), round(1.96 * float(change.std()) / len(change) ** 0.5, 4))
+    return result
 
 
 def contact_sheet(groups: list[NDArray[np.uint8]], columns: int, rows: int = 3) -> Image.Image:
-    """Pictures of the groups under each other, the same prompt and seed in one column; `rows` times."""
+    """Lay out the groups' images below each other, a column for each prompt and seed, `rows` times."""
     missing = max(0, rows * columns - len(groups[0]))
     groups = [np.pad(group, ((0, missing), (0, 0), (0, 0), (0, 0))) for group in groups]
     lines = [np.hstack(list(group[r * columns : (r + 1) * columns])) for r in range(rows) for group in groups]

@@ -1,10 +1,10 @@
-"""A judge of scenes: a small network that reads sky, ground and solids off a picture.
+"""A judge of scenes: a small network that reads sky, ground and solids off an image.
 
-It looks at 128 x 128 pixels; larger pictures are averaged down to that. It is trained on rendered pictures, half of
-them passed through the VQ tokenizer and all slightly disturbed, and is as good as its measured accuracy on fresh ones;
-agreement figures cannot be better than that.
+It looks at 128 x 128 pixels; larger images are averaged down to that size. It is trained on rendered images, half of
+them passed through the VQ tokenizer and all slightly disturbed. Agreement figures cannot be better than its measured
+accuracy on fresh images.
 
-`judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`: pictures `[n, 3, 128, 128]` in
+`judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`: images `[n, 3, 128, 128]` in
 0 .. 1 and the word ids of captions `[n, length]` -> agreement `[n]`, the mean of the probabilities that the judge gives
 to what a caption names. Captions are read in the graph, by the templates of `vocabulary.py`. The judge's weights are
 kept in that graph and nowhere else: training writes the same graph with other weights.
@@ -30,13 +30,13 @@ from .vq import load_vq, to_tensor
 
 JUDGE_FILE = "judge.onnx"
 SHIPPED_JUDGE = Path(__file__).with_name(JUDGE_FILE)
-SEEN = 128  # pixels a side of what the judge looks at
+SEEN = 128  # pixels a side of the judge's input
 ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
 FRESH_SEED = 910_000
 
 
 class Judge(nn.Module):
-    """Pictures `[n, 3, 128, 128]` -> logits for sky, ground, and per place colour and shape."""
+    """Images `[n, 3, 128, 128]` -> logits for sky, ground, and per place colour and shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Judge(nn.Module):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands in a picture: sky, ground, and by place the (colour, shape) found there."""
+    """The attributes found in an image: sky, ground, and the (colour, shape) of the solid at each place."""
 
     sky: str
     ground: str
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Class indices of scenes: sky `[n]`, ground `[n]`, colour `[n, places]`, shape `[n, places]`."""
+    """Return class indices of scenes: sky `[n]`, ground `[n]`, colour `[n, places]`, shape `[n, places]`."""
     colours = np.zeros((len(scenes), 3), np.int64)
     shapes = np.zeros((len(scenes), 3), np.int64)
     for i, scene in enumerate(scenes):
@@ -85,20 +85,20 @@ def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def judge(model: Judge, pictures: NDArray[np.uint8], solids: list[int]) -> list[Verdict]:
-    """Verdicts on pictures uint8 `[n, size, size, 3]`; `solids[i]` is how many solids picture i should hold.
+    """Judge images uint8 `[n, size, size, 3]`; `solids[i]` is the number of solids that image i should hold.
 
-    The places with the strongest evidence of a solid are taken, as many as asked for.
+    The places with the strongest evidence of a solid are taken.
     """
     verdicts = []
     sky, ground, colours, shapes = model(_to_judged(pictures))
     present = 1 - colours.softmax(-1)[..., ABSENT]
     for i, count in enumerate(solids):
         places = sorted(present[i].topk(count).indices.tolist())
-        found = {
+        solids_by_place = {
             PLACES[p]: (COLOURS[int(colours[i, p, 1:].argmax())], SHAPES[int(shapes[i, p, 1:].argmax())])
             for p in places
         }
-        verdicts.append(Verdict(SKIES[int(sky[i].argmax())], GROUNDS[int(ground[i].argmax())], found))
+        verdicts.append(Verdict(SKIES[int(sky[i].argmax())], GROUNDS[int(ground[i].argmax())], solids_by_place))
     return verdicts
 
 
@@ -106,50 +106,50 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
     """Train for `minutes`, write `work/judge.onnx`, and print its accuracy on fresh scenes."""
     torch.manual_seed(seed)
     vq = load_vq(work)
-    size = vq.config.picture
+    size = vq.config.image_size
     scenes = draw_scenes(pool, seed + 77)
     parts = []
     for i in range(0, pool, 500):
         rendered = render_scenes(scenes[i : i + 500], size)
         with torch.no_grad():
             if i < pool // 2:
-                rendered = _to_pictures(vq.decode(torch.from_numpy(vq.encode(rendered).astype(np.int64))))
-            parts.append(_to_pictures(_to_judged(rendered)))
+                rendered = _to_images(vq.decode(torch.from_numpy(vq.encode(rendered).astype(np.int64))))
+            parts.append(_to_images(_to_judged(rendered)))
     pictures = np.concatenate(parts)
-    wanted = labels(scenes)
+    targets = labels(scenes)
     model = Judge()
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
     rng = np.random.default_rng(seed)
-    start = said = time.monotonic()
+    start = last_print = time.monotonic()
     step = 0
-    while (passed := (time.monotonic() - start) / (60 * minutes)) < 1:
-        optimiser.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (1 - passed) / 0.7)
+    while (progress := (time.monotonic() - start) / (60 * minutes)) < 1:
+        optimiser.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (1 - progress) / 0.7)
         chosen = rng.integers(0, pool, batch)
         images = to_tensor(pictures[chosen])
         images = images * torch.empty(batch, 1, 1, 1).uniform_(0.92, 1.08) + 0.06 * torch.randn_like(images)
         losses = [
             F.cross_entropy(logits.flatten(0, -2), target[chosen].flatten(), label_smoothing=0.02)
-            for logits, target in zip(model(images), wanted, strict=True)
+            for logits, target in zip(model(images), targets, strict=True)
         ]
         loss = torch.stack(losses).sum()
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         optimiser.step()
         step += 1
-        if time.monotonic() - said > 30:
-            said = time.monotonic()
-            print(f"judge {said - start:4.0f} s  step {step}  loss {loss.item():.3f}", flush=True)
-    for weight in model.parameters():  # what the file keeps of them
+        if time.monotonic() - last_print > 30:
+            last_print = time.monotonic()
+            print(f"judge {last_print - start:4.0f} s  step {step}  loss {loss.item():.3f}", flush=True)
+    for weight in model.parameters():  # the file stores matrices and kernels in float16
         weight.data = weight.data.half().float() if weight.ndim > 1 else weight.data
     model.eval()
-    fresh = draw_scenes(1000, FRESH_SEED)
-    accuracy = judge_accuracy(model, fresh, render_scenes(fresh, size))
+    fresh_scenes = draw_scenes(1000, FRESH_SEED)
+    accuracy = judge_accuracy(model, fresh_scenes, render_scenes(fresh_scenes, size))
     save_judge(model, work / JUDGE_FILE)
     print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
 
 def judge_accuracy(model: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, float]:
-    """Share of attributes that the judge reads rightly, by their names in `agreement`."""
+    """Return the share of attributes that the judge reads correctly, by their names in `agreement`."""
     verdicts = [
         verdict
         for i in range(0, len(scenes), 100)
@@ -161,22 +161,22 @@ def judge_accuracy(model: Judge, scenes: list[Scene], pictures: NDArray[np.uint8
 
 
 def agreement(scene: Scene, verdict: Verdict) -> dict[str, bool]:
-    """Which attributes agree: sky, ground; for single solids colour, shape, position; for two, `pair`."""
+    """Return which attributes agree: sky, ground; for single solids colour, shape, position; for two, `pair`."""
     marks = {"sky": scene.sky == verdict.sky, "ground": scene.ground == verdict.ground}
     if len(scene.solids) == 1:
         solid = scene.solids[0]
         (place, (colour, shape)), *_ = verdict.solids.items()
         marks |= {"position": place == solid.place, "colour": colour == solid.colour, "shape": shape == solid.shape}
     else:
-        wanted = [(solid.colour, solid.shape) for solid in scene.solids]
-        found = [verdict.solids[place] for place in PLACES if place in verdict.solids]
-        marks["pair colours"] = [c for c, _ in wanted] == [c for c, _ in found]
-        marks["pair shapes"] = [s for _, s in wanted] == [s for _, s in found]
+        expected_solids = [(solid.colour, solid.shape) for solid in scene.solids]
+        found_solids = [verdict.solids[place] for place in PLACES if place in verdict.solids]
+        marks["pair colours"] = [c for c, _ in expected_solids] == [c for c, _ in found_solids]
+        marks["pair shapes"] = [s for _, s in expected_solids] == [s for _, s in found_solids]
     return marks
 
 
 def load_judge(work: Path | None = None) -> Judge:
-    """The judge of a work folder, or the one that comes with the recipe where the folder has none."""
+    """Load the judge of a work folder, or the shipped judge where the folder has none."""
     trained = work / JUDGE_FILE if work else None
     stored = _weights(onnx.load(trained if trained and trained.exists() else SHIPPED_JUDGE))
     model = Judge()
@@ -201,16 +201,16 @@ def save_judge(model: Judge, path: Path) -> None:
 
 
 def _weights(graph: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """The judge's weights in its graph, by their names in the module."""
-    own = [tensor for tensor in graph.graph.initializer if tensor.name.startswith("judge.")]
-    return {tensor.name.removeprefix("judge.").removesuffix(".half"): tensor for tensor in own}
+    """Return the judge's weights in its graph, by their names in the module."""
+    tensors = [tensor for tensor in graph.graph.initializer if tensor.name.startswith("judge.")]
+    return {tensor.name.removeprefix("judge.").removesuffix(".half"): tensor for tensor in tensors}
 
 
 def _to_judged(pictures: NDArray[np.uint8]) -> Tensor:
-    """What the judge looks at, `[n, 3, 128, 128]` in [-1, 1]."""
+    """Scale images to `[n, 3, 128, 128]` in [-1, 1], the judge's input."""
     return F.adaptive_avg_pool2d(to_tensor(pictures), SEEN)
 
 
-def _to_pictures(images: Tensor) -> NDArray[np.uint8]:
+def _to_images(images: Tensor) -> NDArray[np.uint8]:
     scaled = (images.clamp(-1, 1) + 1) * 127.5
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()

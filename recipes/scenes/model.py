@@ -1,9 +1,9 @@
 """The scenes target model: caption slots, code tables and the shared decoder.
 
 The code embedding and the output head are each a learned table plus a linear map of Fourier features of
-the code's codebook vector, so that codes that look alike start out alike; both fold into plain tables.
+the code's codebook vector. Codes that look alike start out alike; both fold into plain tables.
 
-A size is a `DecoderConfig`. It goes into every checkpoint, and what reads one takes it from there.
+A size is a `DecoderConfig`. Every checkpoint contains it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SIZES: Mapping[str, DecoderConfig] = {
 
 
 def find_size(name: str) -> DecoderConfig:
-    """The size of a name; RequestError if there is none."""
+    """Return the size with this name; RequestError if there is none."""
     if name not in SIZES:
         raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(SIZES)}")
     return SIZES[name]
 
 
 def size_name(config: DecoderConfig) -> str:
-    """The name of a target's size, whatever its codes, or its width and layers where it has none."""
+    """Return the name of a target's size, whatever its codes; its width and layers if it has no name."""
     named = (name for name, size in SIZES.items() if replace(size, vocab_size=config.vocab_size) == config)
     return next(named, f"{config.hidden_size}x{config.num_layers}")
 
@@ -96,24 +96,24 @@ class ScenesTarget(nn.Module):
         del self.decoder.head  # the head is `code_head` until `fold`
 
     def prefix(self, caption_ids: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Prefix embeddings `[rows, 24, width]`; rows marked in `dropped` lose their caption."""
+        """Return prefix embeddings `[rows, 24, width]`; rows marked in `dropped` lose their caption."""
         embeds: Tensor = self.words(caption_ids) + self.slots
         if dropped is not None:
             embeds = torch.where(dropped[:, None, None], self.uncond_embedding, embeds)
         return embeds
 
     def hidden(self, prefix: Tensor, codes: Tensor) -> Tensor:
-        """Hidden states `[rows, codes, width]` that predict each of `codes [rows, n]`."""
+        """Return hidden states `[rows, codes, width]` that predict each of `codes [rows, n]`."""
         inputs = F.embedding(codes[:, :-1], self.code_embedding())
         states = self.decoder.forward_sequences(torch.cat([prefix, inputs], 1))
         return states[:, SLOTS - 1 :]
 
     def logits(self, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Logits `[rows, 256, vocab]` of each code, without guidance; rows in `dropped [rows]` lose their caption."""
+        """Return unguided logits `[rows, 256, vocab]` of each code; rows in `dropped [rows]` lose their caption."""
         return self.hidden(self.prefix(captions, dropped), codes) @ self.code_head().T
 
     def fold(self) -> tuple[Decoder, Tensor]:
-        """The plain decoder with its head, and the code embedding table `[codes, width]`."""
+        """Return the plain decoder with its head, and the code embedding table `[codes, width]`."""
         plain = Decoder(self.config).to(self.slots.device)
         state = self.decoder.state_dict()
         state["head.weight"] = self.code_head().detach()

@@ -1,8 +1,8 @@
-"""Paint a `Scene` as a square picture, in NumPy.
+"""Paint a `Scene` as a square image, in NumPy.
 
 Everything is a function of the scene and its seed. Solids are shaded from surface normals, grounds are noise textures
 seen in perspective, skies are gradients with clouds, stars, a sun or a moon. Lengths and places are in units of which a
-picture has 128 a side, however many pixels that is; what is finer than a pixel is averaged.
+image has 128 a side, however many pixels that is; finer details are averaged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .vocabulary import Scene, Solid
 
 SIZE = 128  # units a side, and pixels where nothing else is asked for
 TEXTURE = 256  # side of the tileable textures
-LEVELS = 6  # of a texture: each averaged over twice the side of the one before
+LEVELS = 6  # versions of a texture, each averaged over twice the side of the previous
 Floats = NDArray[Any]
 
 RGB = {
@@ -51,7 +51,7 @@ LIGHT_HALF = (LIGHT + VIEWER) / np.linalg.norm(LIGHT + VIEWER)
 
 
 def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
-    """Picture of the scene, uint8 `[size, size, 3]` (height, width, RGB)."""
+    """Render the scene, uint8 `[size, size, 3]` (height, width, RGB)."""
     rng = np.random.default_rng(scene.seed)
     horizon = int(rng.integers(46, 58))
     canvas = np.empty((size, size, 3), np.float32)
@@ -74,7 +74,7 @@ def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
 
 
 def _centres(size: int) -> Floats:
-    """Where pixels of a row or column lie, in units; pixels of a picture of 128 lie at whole ones."""
+    """Return the positions of pixels of a row or column, in units; in an image of 128 they are whole numbers."""
     return np.asarray((np.arange(size, dtype=np.float32) + 0.5) * (SIZE / size) - 0.5)
 
 
@@ -83,7 +83,7 @@ def _centres(size: int) -> Floats:
 
 @lru_cache(maxsize=1)
 def _textures() -> dict[str, Floats]:
-    """Tileable textures `[levels, 256, 256]` in [0, 1]: soft and fine noise, cells, planks; each level is smoother."""
+    """Return tileable textures `[levels, 256, 256]` in [0, 1]: soft and fine noise, cells, planks, at every level."""
     rng = np.random.default_rng(7)
 
     def noise(*octaves: tuple[int, float]) -> Floats:
@@ -97,29 +97,29 @@ def _textures() -> dict[str, Floats]:
     grid = np.stack(np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE), indexing="ij"), -1)
     gap = np.abs(grid[:, :, None] - points)  # [256, 256, points, 2]
     distance = np.sort(np.hypot(*np.moveaxis(np.minimum(gap, TEXTURE - gap), -1, 0)), axis=-1)  # nearest point first
-    found = {
+    textures = {
         "soft": noise((4, 1.0), (8, 0.6), (16, 0.35), (32, 0.2)),
         "fine": noise((32, 1.0), (64, 0.9), (128, 0.5)),
         "wave": noise((8, 0.5), (16, 1.0), (32, 0.6)),
         "cells": np.clip((distance[..., 1] - distance[..., 0]) / 5.0, 0, 1).astype(np.float32),
     }
-    return {name: _levels(texture) for name, texture in found.items()}
+    return {name: _levels(texture) for name, texture in textures.items()}
 
 
 def _levels(texture: Floats) -> Floats:
-    """`[levels, 256, 256]`: level i is the texture averaged over squares of side 2**i around every texel."""
-    found = [texture]
+    """Return `[levels, 256, 256]`: level i averages the texture over squares of side 2**i around every texel."""
+    levels = [texture]
     for level in range(LEVELS - 1):
-        last = found[-1]
+        texture_level = levels[-1]
         step = 2**level
-        last = (last + np.roll(last, step, 0)) / 2
-        last = (last + np.roll(last, step, 1)) / 2
-        found.append(np.roll(last, (-(step // 2), -(step // 2)), (0, 1)))
-    return np.stack(found)
+        texture_level = (texture_level + np.roll(texture_level, step, 0)) / 2
+        texture_level = (texture_level + np.roll(texture_level, step, 1)) / 2
+        levels.append(np.roll(texture_level, (-(step // 2), -(step // 2)), (0, 1)))
+    return np.stack(levels)
 
 
 def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
-    """Smoothly interpolated tileable random values on a `cells x cells` lattice."""
+    """Return smoothly interpolated tileable random values on a `cells x cells` lattice."""
     lattice = rng.random((cells, cells)).astype(np.float32)
     at = np.arange(TEXTURE) * cells / TEXTURE
     low = at.astype(int)
@@ -130,8 +130,10 @@ def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
 
 
 def _sample(name: str, across: Floats, away: Floats) -> Floats:
-    """The texture at `across [rows, columns]` and `away [rows, 1]`, in texels: interpolated, and as smooth as a pixel
-    of that row is wide."""
+    """Interpolate the texture at `across [rows, columns]` and `away [rows, 1]`, in texels.
+
+    The level of each row is as smooth as a pixel of the row is wide.
+    """
     levels = _textures()[name]
     wide = np.abs(across[:, 1] - across[:, 0])
     high = np.abs(np.gradient(away[:, 0]))
@@ -144,13 +146,13 @@ def _sample(name: str, across: Floats, away: Floats) -> Floats:
     top = y.astype(np.int64) % TEXTURE
     flat = levels.ravel()
 
-    def row(of: Floats) -> Floats:
-        base = (level * TEXTURE + of) * TEXTURE
-        one = flat[base + left]
-        return np.asarray(one + (flat[base + (left + 1) % TEXTURE] - one) * right)
+    def row(texture_rows: Floats) -> Floats:
+        base = (level * TEXTURE + texture_rows) * TEXTURE
+        left_texels = flat[base + left]
+        return np.asarray(left_texels + (flat[base + (left + 1) % TEXTURE] - left_texels) * right)
 
-    first = row(top)
-    return np.asarray(first + (row((top + 1) % TEXTURE) - first) * below)
+    upper_row = row(top)
+    return np.asarray(upper_row + (row((top + 1) % TEXTURE) - upper_row) * below)
 
 
 def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Floats:
@@ -215,8 +217,8 @@ def _sky(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Float
         sky = _blend((0.01, 0.01, 0.07), (0.08, 0.10, 0.26), height, at)
         for row, column in rng.integers(0, (horizon, SIZE), (26, 2)):
             light = rng.uniform(0.3, 0.9)
-            above, left = np.searchsorted(at, (row - 1, column - 1))
-            near = (slice(above, above + len(at) // 64), slice(left, left + len(at) // 64))
+            above, left_pixel = np.searchsorted(at, (row - 1, column - 1))
+            near = (slice(above, above + len(at) // 64), slice(left_pixel, left_pixel + len(at) // 64))
             spread = np.exp(-1.6 * ((at[near[0], None] - row) ** 2 + (at[None, near[1]] - column) ** 2))
             sky[near] += np.float32(light) * spread[: len(sky[near])][..., None]
         return _disc(sky, at, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
@@ -241,7 +243,7 @@ def _disc(sky: Floats, at: Floats, x: float, y: float, radius: float, colour: tu
 
 
 def _shadow(canvas: Floats, x: float, foot: float, radius: float, split: int, at: Floats) -> None:
-    """A dark, soft patch to the right, away from the light, and a darker one where the solid touches the ground."""
+    """Draw a dark, soft patch to the right, away from the light, and a darker one where solid and ground touch."""
     rows = at[split:, None]
     columns = at[None]
     cast = np.hypot((columns - x - 0.48 * radius) / (1.35 * radius), (rows - foot + 0.10 * radius) / (0.30 * radius))
@@ -251,10 +253,10 @@ def _shadow(canvas: Floats, x: float, foot: float, radius: float, split: int, at
 
 
 def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scene, rng: np.random.Generator) -> None:
-    """Shade the solid at twice the resolution, average, and lay it over the canvas, its reflection first."""
+    """Draw the solid, shaded at twice the resolution and averaged, over the canvas, its reflection first."""
     size = len(canvas)
     scale = size / SIZE
-    x = (solid.x * SIZE + 0.5) * scale  # in pixels from the corner
+    x = (solid.x * SIZE + 0.5) * scale  # centre, in pixels from the corner
     y = (foot - 0.97 * radius + 0.5) * scale
     reach = int(np.ceil(radius * scale * 1.08))
     top = round(float(y)) - reach
@@ -281,7 +283,7 @@ def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scen
 
 
 def _lay(canvas: Floats, pixels: Floats, top: int, left: int) -> None:
-    """Lay premultiplied `pixels [rows, columns, 4]` over the canvas, cut at its edges."""
+    """Draw premultiplied `pixels [rows, columns, 4]` over the canvas, cut at its edges."""
     size = len(canvas)
     rows = slice(max(top, 0), min(top + pixels.shape[0], size))
     columns = slice(max(left, 0), min(left + pixels.shape[1], size))
@@ -343,7 +345,7 @@ def _star(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Float
 def _polyhedron(
     u: Floats, v: Floats, corners: Floats, faces: Sequence[tuple[int, ...]], yaw: float, pitch: float
 ) -> tuple[Floats, Floats]:
-    """Mask and normals of the faces turned to the viewer (+z), after a turn about y and a tilt about x."""
+    """Return mask and normals of the faces turned to the viewer (+z), after a turn about y and a tilt about x."""
     turn = np.array([[np.cos(yaw), 0, np.sin(yaw)], [0, 1, 0], [-np.sin(yaw), 0, np.cos(yaw)]])
     tilt = np.array([[1, 0, 0], [0, np.cos(pitch), np.sin(pitch)], [0, -np.sin(pitch), np.cos(pitch)]])
     points = corners @ turn.T @ tilt.T
@@ -362,9 +364,9 @@ def _polyhedron(
         cross = [
             (b[0] - a[0]) * (v - a[1]) - (b[1] - a[1]) * (u - a[0]) for a, b in zip(polygon, ahead, strict=True)
         ]  # one half-plane an edge
-        here = np.logical_and.reduce([c >= 0 for c in cross]) | np.logical_and.reduce([c <= 0 for c in cross])
-        inside |= here
-        normal[here] = facing
+        in_face = np.logical_and.reduce([c >= 0 for c in cross]) | np.logical_and.reduce([c <= 0 for c in cross])
+        inside |= in_face
+        normal[in_face] = facing
     return inside, normal
 
 

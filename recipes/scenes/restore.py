@@ -1,4 +1,4 @@
-"""A work folder from a bundle, so that training can go on where only the bundle is left.
+"""Make a work folder from a bundle, so that training can continue where only the bundle is left.
 
 Weights come back as the bundle has them, rounded to float16 or integers; code tables come back as plain rows.
 """
@@ -24,9 +24,9 @@ from .vq import VQ_SIZES, ScenesVQ
 
 
 def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
-    """Write `vq.pt`, `target.pt` and the folder `drafter` from a scenes bundle; refuses a work folder that is there.
+    """Write `vq.pt`, `target.pt` and the folder `drafter` from a scenes bundle; rejects an existing work folder.
 
-    only_vq: `vq.pt` alone, to train a target of another size on the same codes.
+    only_vq: write only `vq.pt`, to train a target of another size on the same codes.
     """
     check_bundle_output(work, force=False)
     opened = open_bundle(bundle)
@@ -80,8 +80,12 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     }
     tables = {"code_embedding": torch.from_numpy(bundle.code_embeddings.copy()), "code_head": stored["head.weight"].T}
     for part, table in tables.items():  # all in the learned rows, nothing in the map of features
-        own = getattr(target, part)
-        condition |= {f"{part}.rows": table, f"{part}.map": torch.zeros_like(own.map), f"{part}.features": own.features}
+        module = getattr(target, part)
+        condition |= {
+            f"{part}.rows": table,
+            f"{part}.map": torch.zeros_like(module.map),
+            f"{part}.features": module.features,
+        }
     target.load_state_dict(layers | condition | {"decoder.norm.weight": stored["norm.weight"]})
     return target
 
@@ -98,16 +102,18 @@ def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleModule:
 
 
 def _layers(stored: dict[str, Tensor], layers: int, head_dim: int) -> dict[str, Tensor]:
-    """Weights of decoder layers as the torch modules name and lay them out: the graph's are transposed, and its
-    queries carry the attention scale."""
-    found = {}
+    """Return weights of decoder layers with the names and layout of the torch modules.
+
+    The graph's weights are transposed, and its queries include the attention scale.
+    """
+    layer_weights = {}
     for i in range(layers):
         at = f"layers.{i}."
         qkv = stored[f"{at}attention.qkv.weight"].T.clone()
         qkv[: qkv.shape[1]] *= head_dim**0.5
-        found[f"{at}attention.qkv.weight"] = qkv
+        layer_weights[f"{at}attention.qkv.weight"] = qkv
         for name in ("attention.out", "ffn.gate", "ffn.up", "ffn.down"):
-            found[f"{at}{name}.weight"] = stored[f"{at}{name}.weight"].T
+            layer_weights[f"{at}{name}.weight"] = stored[f"{at}{name}.weight"].T
         norms = (f"{at}{name}.weight" for name in ("attention_norm", "ffn_norm"))
-        found |= {name: stored[name] for name in norms if name in stored}
-    return {name: weight.contiguous() for name, weight in found.items()}
+        layer_weights |= {name: stored[name] for name in norms if name in stored}
+    return {name: weight.contiguous() for name, weight in layer_weights.items()}

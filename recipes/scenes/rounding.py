@@ -1,6 +1,6 @@
-"""Rounding the target to integers so that what it gives changes least, by its inputs on scenes that nothing else uses.
+"""Round the target to integers so that its outputs on scenes that nothing else uses change least.
 
-Columns are rounded one after the other, and those still to come make up for each error as far as inputs go together
+Columns are rounded one after the other, and later columns compensate each error as far as their inputs correlate
 (GPTQ: Frantar et al., 2022). Nearest integers have three times the divergence.
 """
 
@@ -25,20 +25,22 @@ from .vq import ScenesVQ
 
 SCENES = 48
 SEED = 840_000
-_DAMPING = 0.01  # of the mean of the diagonal
+_DAMPING = 0.01  # share of the mean of the diagonal
 
 
 @torch.no_grad()
 def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor, vq: ScenesVQ) -> Decoder:
-    """The decoder with weights that integers of `--precision int8` hold without loss.
+    """Return the decoder with weights that integers of `--precision int8` represent exactly.
 
     Args:
-        decoder: of `target.fold()`, and so is code_embeddings.
-        target: for the prefixes.
+        decoder: the decoder of `target.fold()`.
+        target: computes the prefixes.
+        code_embeddings: the table of `target.fold()`.
         vq: tokenises the scenes.
     """
     rounded = copy.deepcopy(decoder)
-    codes = torch.from_numpy(tokenise(vq, SCENES, SEED).astype(np.int64)).repeat(2, 1)  # with captions and without
+    codes = torch.from_numpy(tokenise(vq, SCENES, SEED).astype(np.int64)).repeat(2, 1)
+    # Every scene comes once with a caption and once without.
     rng = np.random.default_rng(SEED)
     captions = np.stack([encode_caption(describe(scene, rng)) for scene in draw_scenes(SCENES, SEED)])
     dropped = torch.arange(2 * SCENES) >= SCENES
@@ -61,25 +63,27 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
 
 @torch.no_grad()
 def round_layer(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """Round a layer's weights for inputs `[scenes, nodes, in]`; returns what it then gives of them."""
-    known = inputs.flatten(0, 1).double()
-    moments = known.T @ known / len(known)  # [in, in]
+    """Round a layer's weights for inputs `[scenes, nodes, in]`; return its outputs after rounding."""
+    rows = inputs.flatten(0, 1).double()
+    moments = rows.T @ rows / len(rows)  # [in, in]
     moments += _DAMPING * moments.diagonal().mean() * torch.eye(len(moments))
     order = moments.diagonal().argsort(descending=True)
     inverse = torch.linalg.inv(moments[order][:, order])
-    share = torch.linalg.cholesky(inverse, upper=True)  # row i: of an error in i, over those behind it
+    influence = torch.linalg.cholesky(inverse, upper=True)  # row i: how an error in column i spreads over later columns
     weights = linear.weight.double()[:, order]
     integers, scales = quantize(weights.T.float(), "columns")
     scales = scales[0].double()
     largest = integers.abs().argmax(0)
-    most = int(integers.abs().max())
+    largest_integer = int(integers.abs().max())
     result = torch.empty_like(weights)
     for i in range(len(order)):
-        nearest = (weights[:, i] / scales).round().clamp(-most, most)
-        nearest = torch.where(largest == i, weights[:, i].sign() * most, nearest)  # or the scale would be another
+        nearest = (weights[:, i] / scales).round().clamp(-largest_integer, largest_integer)
+        nearest = torch.where(
+            largest == i, weights[:, i].sign() * largest_integer, nearest
+        )  # or the scale would be another
         result[:, i] = nearest * scales
-        error = (weights[:, i] - result[:, i]) / share[i, i]
-        weights[:, i + 1 :] -= error[:, None] * share[i, i + 1 :]
+        error = (weights[:, i] - result[:, i]) / influence[i, i]
+        weights[:, i + 1 :] -= error[:, None] * influence[i, i + 1 :]
     linear.weight.copy_(result[:, order.argsort()])
-    given: Tensor = linear(inputs)
-    return given
+    outputs: Tensor = linear(inputs)
+    return outputs

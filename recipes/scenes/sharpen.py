@@ -1,10 +1,10 @@
-"""Sharper pictures from the same codes: the tokenizer's decoder against a critic.
+"""Sharper images from the same codes: the tokenizer's decoder against a critic.
 
-A decoder that is trained for small differences draws the mean of all pictures that a code may stand for, which is soft.
-Here encoder and codebook stay as they are, so that codes keep their meaning and a target trained on them stays good;
-the decoder goes on with two more losses from a critic that learns to tell its pictures from rendered ones: the critic's
-opinion, and how far its features of the two pictures are apart. Sources: hinge loss as in Lim, Ye (2017), feature
-matching as in Salimans et al. (2016), critics of patches as in Isola et al. (2017).
+A decoder that is trained for small differences draws the mean of all images that a code may stand for, which is soft.
+Here encoder and codebook stay as they are, so that codes keep their meaning and a target trained on them stays good.
+The decoder gets two more losses from a critic that learns to tell decoded images from rendered ones. They are the
+critic's opinion, and the distance of its features of the two images. Sources: hinge loss as in Lim, Ye (2017),
+feature matching as in Salimans et al. (2016), critics of patches as in Isola et al. (2017).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lantern_rt.train.precision import mixed_precision
 
 from .checkpoints import load_checkpoint, save_checkpoint
-from .data import render_pictures
+from .data import render_images
 from .stopwatch import Stopwatch
-from .vq import endless_pictures, load_vq, picture_loss, psnr, to_tensor
+from .vq import endless_images, image_loss, load_vq, psnr, to_tensor
 
 RATE = 2e-4
 CRITIC_RATE = 4e-4
-OPINION = 0.01  # weights of the critic's losses beside `picture_loss`
-FEATURES = 0.1
+OPINION = 0.01  # weight of the critic's opinion beside `image_loss`
+FEATURES = 0.1  # weight of the distance of the critic's features
 ALONE = 60  # steps that the critic learns alone at first
-SEED = 40_000  # of pictures that the tokenizer was not trained on
+SEED = 40_000  # seed of images that the tokenizer was not trained on
 
 
 class Critic(nn.Module):
-    """Pictures `[n, 3, size, size]` -> features of every layer, opinions `[n, 1, size / 16, size / 16]` last."""
+    """Images `[n, 3, size, size]` -> features of every layer, opinions `[n, 1, size / 16, size / 16]` last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class Critic(nn.Module):
         self.opinion = spectral_norm(nn.Conv2d(widths[-1], 1, 3, padding=1))
 
     def forward(self, pictures: Tensor) -> list[Tensor]:
-        found = [F.pixel_unshuffle(pictures, 2)]
+        features = [F.pixel_unshuffle(pictures, 2)]
         for layer in self.layers:
-            found.append(F.leaky_relu(layer(found[-1]), 0.2))
-        return [*found[1:], self.opinion(found[-1])]
+            features.append(F.leaky_relu(layer(features[-1]), 0.2))
+        return [*features[1:], self.opinion(features[-1])]
 
 
 def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cpu") -> None:
@@ -60,55 +60,58 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
     adam = torch.optim.AdamW(vq.decoder.parameters(), RATE, betas=(0.5, 0.95), weight_decay=0.0)
     critic_adam = torch.optim.AdamW(critic.parameters(), CRITIC_RATE, betas=(0.5, 0.95), weight_decay=0.0)
     parts = {"decoder": vq.decoder, "critic": critic, "adam": adam, "critic_adam": critic_adam}
-    ongoing = work / "sharpen-state.pt"
-    state = load_checkpoint(ongoing) if ongoing.exists() else {}
+    state_path = work / "sharpen-state.pt"
+    state = load_checkpoint(state_path) if state_path.exists() else {}
     for name in parts.keys() & state.keys():
         parts[name].load_state_dict(state[name])
     step = state.get("step", 0)
     watch = Stopwatch(device, state.get("seconds", 0.0))
-    size = vq.config.picture
-    fresh = render_pictures(64, SEED - 1, size, workers=1)
+    size = vq.config.image_size
+    test_images = render_images(64, SEED - 1, size, workers=1)
 
     def save() -> None:
         save_checkpoint(work / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
         states = {name: part.state_dict() for name, part in parts.items()}
-        save_checkpoint(ongoing, states | {"step": step, "seconds": watch.seconds()})
+        save_checkpoint(state_path, states | {"step": step, "seconds": watch.seconds()})
 
-    rendered = endless_pictures(batch, size, SEED, step)
-    saved = said = watch.seconds()
-    while (passed := watch.seconds() / (60 * minutes)) < 1:
-        rate = min(1, (step + 1) / 50, (1 - passed) / 0.4)
+    rendered = endless_images(batch, size, SEED, step)
+    last_save = last_print = watch.seconds()
+    while (progress := watch.seconds() / (60 * minutes)) < 1:
+        rate = min(1, (step + 1) / 50, (1 - progress) / 0.4)
         adam.param_groups[0]["lr"] = RATE * rate
         critic_adam.param_groups[0]["lr"] = CRITIC_RATE * rate
         images = to_tensor(next(rendered), device)
         with mixed_precision(device):
             with torch.no_grad():
                 vectors = vq.lookup(vq.nearest(vq.encoder(images)))
-            drawn = vq.decoder(vectors).float()
-            real = critic(images)
-            false = critic(drawn.detach())
-        doubt = F.relu(1 - real[-1].float()).mean() + F.relu(1 + false[-1].float()).mean()
+            decoded = vq.decoder(vectors).float()
+            real_features = critic(images)
+            fake_features = critic(decoded.detach())
+        critic_loss = F.relu(1 - real_features[-1].float()).mean() + F.relu(1 + fake_features[-1].float()).mean()
         critic_adam.zero_grad(set_to_none=True)
-        torch.autograd.backward(doubt)
+        torch.autograd.backward(critic_loss)
         critic_adam.step()
-        loss = picture_loss(drawn, images)
+        loss = image_loss(decoded, images)
         if step >= ALONE:
             with mixed_precision(device):
-                false = critic(drawn)
-            apart = [F.l1_loss(a.float(), b.detach().float()) for a, b in zip(false[:-1], real[:-1], strict=True)]
-            loss = loss + FEATURES * torch.stack(apart).sum() - OPINION * false[-1].float().mean()
+                fake_features = critic(decoded)
+            distances = [
+                F.l1_loss(a.float(), b.detach().float())
+                for a, b in zip(fake_features[:-1], real_features[:-1], strict=True)
+            ]
+            loss = loss + FEATURES * torch.stack(distances).sum() - OPINION * fake_features[-1].float().mean()
         adam.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(vq.decoder.parameters(), 1.0)
         adam.step()
         step += 1
         now = watch.seconds()
-        if now - said > 60:
-            said = now
-            shown = f"loss {loss.item():.4f}  critic {doubt.item():.3f}  PSNR {psnr(vq, fresh):.2f} dB"
-            print(f"sharpen {now:5.0f} s  step {step}  {shown}", flush=True)
-        if now - saved > 120:
-            saved = now
+        if now - last_print > 60:
+            last_print = now
+            figures = f"loss {loss.item():.4f}  critic {critic_loss.item():.3f}  PSNR {psnr(vq, test_images):.2f} dB"
+            print(f"sharpen {now:5.0f} s  step {step}  {figures}", flush=True)
+        if now - last_save > 120:
+            last_save = now
             save()
     save()
-    print(f"sharpen done: PSNR {psnr(vq, fresh):.2f} dB")
+    print(f"sharpen done: PSNR {psnr(vq, test_images):.2f} dB")

@@ -8,10 +8,10 @@ import torch
 
 
 class Stopwatch:
-    """Seconds of work, on from those of earlier calls.
+    """Counts seconds of work, starting from the seconds of earlier calls.
 
-    On a processor they are the calling thread's own: a process that is paused, or waits for others, loses nothing of
-    the time that it was given.
+    On a processor, it counts time of the calling thread: a process that is paused or waits for others loses no training
+    time.
     """
 
     def __init__(self, device: str, before: float = 0.0) -> None:
@@ -19,5 +19,5 @@ class Stopwatch:
         self._start = self._now() - before
 
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         return self._now() - self._start

@@ -35,7 +35,7 @@ ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # solids stan
 
 
 def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.int16]:
-    """Codes `[size, 256]` of shard `index`, rendered on first use."""
+    """Return codes `[size, 256]` of shard `index`, rendered on first use."""
     path = work / f"codes-{index:04d}.npy"
     if not path.exists():
         codes = tokenise(vq, size, seed=index + 10_000)
@@ -47,9 +47,9 @@ def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.i
 
 
 def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
-    """Codes `[count, 256]` of the scenes of a seed."""
+    """Return codes `[count, 256]` of the scenes of a seed."""
     scenes = draw_scenes(count, seed)
-    size = vq.config.picture
+    size = vq.config.image_size
     parts = []
     for i in range(0, count, 1000):
         pictures = render_scenes(scenes[i : i + 1000], size, workers=torch.get_num_threads())
@@ -61,7 +61,7 @@ def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
 def batches(
     work: Path, vq: ScenesVQ, batch: int, skip: int, shard: int = SHARD
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on.
+    """Yield caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on.
 
     shard: scenes rendered at a time; the same for all calls on a work folder.
     """
@@ -79,14 +79,14 @@ def batches(
 
 
 def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
-    """Negative log-likelihood `[rows, 256]` of each code, in nats."""
+    """Return the negative log-likelihood `[rows, 256]` of each code, in nats."""
     logits = model.logits(captions, codes, dropped)
     return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view(codes.shape)
 
 
 @torch.no_grad()
 def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
-    """Mean nats per token over fresh scenes: all, sky rows, ground rows, middle rows, without caption."""
+    """Return mean nats per token over fresh scenes: all, sky rows, ground rows, middle rows, without caption."""
     losses = torch.cat([token_losses(model, captions[i : i + 32], codes[i : i + 32]) for i in range(0, len(codes), 32)])
     blank = torch.ones(32, dtype=torch.bool, device=codes.device)
     without = token_losses(model, captions[:32], codes[:32], blank)
@@ -118,9 +118,9 @@ def train_target(
 
     `compiled` passes the loss through torch.compile, which needs a C++ compiler and gave 20 % more scenes a second.
 
-    The learning rate is constant, then falls to zero over the last `cooldown` share. `target-state.pt` is what an
-    interrupted call goes on from; `target-stable.pt` is the last of it before that fall, from which a call for more
-    minutes goes on (or from `target.pt` where there is no such file); `target.pt` holds the average weights for use.
+    The learning rate is constant, then falls to zero over the last `cooldown` share. An interrupted call
+    continues from `target-state.pt`. A call for more minutes continues from `target-stable.pt`, the last state before
+    that fall, or else from `target.pt`. The last file holds the average weights for use.
     All are rewritten every four minutes.
     """
     torch.manual_seed(1)
@@ -130,15 +130,15 @@ def train_target(
     path, state = _state_to_go_on_from((ongoing, stable, finished), plan)
     config = replace(size or CONFIG, vocab_size=vq.config.codes)
     if state is not None:
-        found = DecoderConfig(**state["config"])
-        if size is not None and found != config:
+        stored_config = DecoderConfig(**state["config"])
+        if size is not None and stored_config != config:
             raise CheckpointError(
                 field=str(path),
-                found=f"a target of size {size_name(found)}",
+                found=f"a target of size {size_name(stored_config)}",
                 expected=size_name(size),
                 remedy="give another --work, or leave --size out",
             )
-        config = found
+        config = stored_config
     if state is not None and state.get("seconds", 0.0) >= 60 * minutes:
         print(f"target has had its {minutes:g} minutes")
         return
@@ -148,15 +148,15 @@ def train_target(
     muon = Muon(matrices, lr)
     adam = torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     average = copy.deepcopy(model)
-    seen = 0
+    num_seen = 0
     step = 0
-    before = 0.0
+    earlier_seconds = 0.0
     if state is not None:
         model.load_state_dict(state["model"])
         average.load_state_dict(state.get("average", state["model"]))
-        seen = state["seen"]
+        num_seen = state["seen"]
         step = state.get("step", 0)
-        before = state.get("seconds", 0.0)
+        earlier_seconds = state.get("seconds", 0.0)
         if "muon" in state:
             muon.load_state_dict(state["muon"])
             adam.load_state_dict(state["adam"])
@@ -165,7 +165,7 @@ def train_target(
     rng = np.random.default_rng(5)
     fresh_captions = torch.from_numpy(np.stack([encode_caption(describe(s, rng, complete=True)) for s in fresh_scenes]))
     fresh_captions = fresh_captions.to(device)
-    weight = ROW_WEIGHT.repeat_interleave(GRID).to(device)
+    row_weights = ROW_WEIGHT.repeat_interleave(GRID).to(device)
 
     def save() -> dict[str, float]:
         snapshot = {
@@ -173,52 +173,52 @@ def train_target(
             "average": average.state_dict(),
             "muon": muon.state_dict(),
             "adam": adam.state_dict(),
-            "seen": seen,
+            "seen": num_seen,
             "step": step,
             "seconds": watch.seconds(),
             "config": asdict(config),
             "plan": plan,
         }
         save_checkpoint(ongoing, snapshot)
-        if passed < 1 - cooldown:
+        if progress < 1 - cooldown:
             save_checkpoint(stable, snapshot)
         with mixed_precision(device):
             scores = evaluate(average, fresh_captions, fresh)
         weights = average.state_dict()
-        save_checkpoint(finished, {"model": weights, "seen": seen, "config": asdict(config), "scores": scores})
+        save_checkpoint(finished, {"model": weights, "seen": num_seen, "config": asdict(config), "scores": scores})
         return scores
 
-    losses_of = torch.compile(token_losses) if compiled else token_losses
-    watch = Stopwatch(device, before)
-    saved = said = before
-    running = torch.zeros((), device=device)
-    for captions, codes, seen in batches(work, vq, batch, seen, shard):  # noqa: B020
-        passed = watch.seconds() / (60 * minutes)
-        if passed >= 1:
+    compute_losses = torch.compile(token_losses) if compiled else token_losses
+    watch = Stopwatch(device, earlier_seconds)
+    last_save = last_print = earlier_seconds
+    running_loss = torch.zeros((), device=device)
+    for captions, codes, num_seen in batches(work, vq, batch, num_seen, shard):  # noqa: B020
+        progress = watch.seconds() / (60 * minutes)
+        if progress >= 1:
             break
-        rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
+        rate = min(1.0, (step + 1) / 60, (1 - progress) / cooldown if cooldown else 1.0)
         muon.param_groups[0]["lr"] = lr * rate
         adam.param_groups[0]["lr"] = 2e-3 * rate
         dropped = torch.rand(len(codes), device=device) < 0.1
         with mixed_precision(device):
-            losses = losses_of(model, captions.to(device), codes.to(device), dropped)
-        loss = (losses * weight).mean()
+            losses = compute_losses(model, captions.to(device), codes.to(device), dropped)
+        loss = (losses * row_weights).mean()
         update(loss, muon, adam)
         follow(average, model, min(0.995, (step + 1) / (step + 20)))
-        running.lerp_(losses.detach().mean(), max(0.02, 1 / (step + 1)))
+        running_loss.lerp_(losses.detach().mean(), max(0.02, 1 / (step + 1)))
         step += 1
         now = watch.seconds()
-        if now - said > 60:
-            said = now
-            print(f"target {now:6.0f} s  seen {seen}  rate {rate:.2f}  running loss {running:.3f}", flush=True)
-        if now - saved > 240:
-            saved = now
+        if now - last_print > 60:
+            last_print = now
+            print(f"target {now:6.0f} s  seen {num_seen}  rate {rate:.2f}  running loss {running_loss:.3f}", flush=True)
+        if now - last_save > 240:
+            last_save = now
             print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()), flush=True)
-    print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()))
+    print(f"target done: seen {num_seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()))
 
 
 def update(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
-    """Take a step of both, the latter's gradients clipped."""
+    """Take a step of both optimisers, with clipped gradients for Adam."""
     muon.zero_grad(set_to_none=True)
     adam.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
@@ -230,12 +230,12 @@ def update(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
 @torch.no_grad()
 def follow(average: ScenesTarget, model: ScenesTarget, decay: float) -> None:
     """Move the average weights towards the model's."""
-    for kept, current in zip(average.parameters(), model.parameters(), strict=True):
-        kept.lerp_(current, 1 - decay)
+    for averaged, current in zip(average.parameters(), model.parameters(), strict=True):
+        averaged.lerp_(current, 1 - decay)
 
 
 def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float]) -> tuple[Path, dict[str, Any] | None]:
-    """The checkpoint among `ongoing, stable, finished` that a run of this plan begins with, or None."""
+    """Return the checkpoint among `ongoing, stable, finished` that a run of this plan continues from, or None."""
     ongoing, stable, finished = paths
     if ongoing.exists():
         state = load_checkpoint(ongoing)
@@ -246,7 +246,7 @@ def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float])
 
 
 def load_target(work: Path, name: str = "target.pt") -> ScenesTarget:
-    """The trained target of a work folder, with its average weights."""
+    """Load the trained target of a work folder, with its average weights."""
     state = load_checkpoint(work / name)
     model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], DecoderConfig(**state["config"]))
     model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""Captions as word ids in a fixed number of slots; the ids are those of `tokenizer.json` in the bundle."""
+"""Encode captions as word ids in a fixed number of slots; `tokenizer.json` in the bundle has the same ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORD_IDS = {word: i for i, word in enumerate(WORDS)}
 
 
 def encode_caption(caption: str) -> NDArray[np.int64]:
-    """Word ids `[24]`, padded on the right; words past the last slot are dropped."""
+    """Return word ids `[24]`, padded on the right; words past the last slot are dropped."""
     words = re.findall(r"[a-z]+", caption.lower())[:SLOTS]
     ids = np.full(SLOTS, PAD, np.int64)
     ids[: len(words)] = [WORD_IDS.get(word, UNKNOWN) for word in words]

@@ -1,6 +1,6 @@
-"""What a scene can hold, and the words that say it.
+"""Describe scenes in words: the attributes of a scene, and the templates of captions.
 
-A `Scene` is the ground truth behind one picture: sky, ground and one or two solids. `describe` turns it
+A `Scene` is the ground truth behind one image: sky, ground and one or two solids. `describe` turns it
 into one of many captions; attributes may be left out, so that a prompt need not name everything. The
 words of all templates are the model's whole vocabulary.
 """
@@ -49,7 +49,7 @@ BESIDE = ("next to", "beside", "and")
 
 @dataclass(frozen=True)
 class Solid:
-    """One object. `x` is the horizontal centre in [0, 1]."""
+    """A solid object. `x` is the horizontal centre in [0, 1]."""
 
     shape: str
     colour: str
@@ -59,13 +59,13 @@ class Solid:
 
     @property
     def place(self) -> str:
-        """`left`, `middle` or `right` third of the picture."""
+        """`left`, `middle` or `right` third of the image."""
         return PLACES[min(2, int(self.x * 3))]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One or two solids (left one first) on a ground under a sky; `seed` fixes everything unnamed."""
+    """A scene: one or two solids (left one first) on a ground under a sky; `seed` fixes everything unnamed."""
 
     sky: str
     ground: str
@@ -86,7 +86,7 @@ def sample_scene(rng: np.random.Generator, two_solids: float = 0.22) -> Scene:
 
 
 def describe(scene: Scene, rng: np.random.Generator, complete: bool = False) -> str:
-    """A caption of the scene. With `complete` it names colour, shape, place, ground and sky."""
+    """Write a caption of the scene. With `complete` it names colour, shape, place, ground and sky."""
 
     def keep(probability: float) -> bool:
         return complete or bool(rng.random() < probability)
@@ -117,7 +117,7 @@ def describe(scene: Scene, rng: np.random.Generator, complete: bool = False) -> 
 
 
 def vocabulary() -> list[str]:
-    """Every word of every template, sorted: what a prompt may use."""
+    """Return every word of every template, sorted: all words that a prompt may use."""
     groups: list[object] = [SHAPES, COLOURS, SIZES, FINISHES, LEFT_OF, RIGHT_OF, BESIDE, ("a", "an", "one")]
     for table in (SHAPE_WORDS, SIZE_WORDS, FINISH_WORDS, PLACE_PHRASES, GROUND_PHRASES, SKY_PHRASES):
         groups.extend(table.values())

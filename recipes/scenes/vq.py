@@ -1,10 +1,10 @@
-"""The scenes VQ tokenizer: pictures <-> 16 x 16 codes, and its training.
+"""The scenes VQ tokenizer: images <-> 16 x 16 codes, and its training.
 
 The encoder sees a small neighbourhood of each cell, which keeps codes local and interchangeable and the
 autoregressive task easy. Codes are unit vectors of 8 numbers; the codebook follows its members by
 exponential moving averages, and codes nobody uses are moved onto encodings that are badly served.
 
-A size is a `VQConfig`. It goes into every checkpoint, and what reads one takes it from there.
+A size is a `VQConfig`. Every checkpoint contains it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from lantern_rt.train.muon import Muon
 from lantern_rt.train.precision import mixed_precision
 
 from .checkpoints import load_checkpoint, save_checkpoint
-from .data import render_pictures
+from .data import render_images
 from .stopwatch import Stopwatch
 
 CODE_DIM = 8
 GRID = 16
 RATE = 1e-3
 MUON_RATE = 0.02
-POOL = 1024  # pictures rendered at a time, and how often each is learnt from
-PASSES = 4
+POOL = 1024  # images rendered at a time
+PASSES = 4  # times that each image is learnt from
 SEATED = 80  # steps before there are codes
 
 
 @dataclass(frozen=True)
 class VQConfig:
-    """Sizes of a tokenizer; the defaults are those of the bundle that comes with the package."""
+    """Sizes of a tokenizer; the defaults are the sizes of the bundled model."""
 
-    patch: int = 4  # side in pixels of the squares that are folded into channels; pictures are 64 * patch a side
+    patch: int = 4  # side in pixels of the squares that are folded into channels; images are 64 * patch a side
     codes: int = 2048
     encoder: tuple[int, int] = (128, 256)  # channels at 32 x 32 and 16 x 16
     decoder: tuple[tuple[int, int], ...] = ((192, 3), (128, 2), (64, 1))  # channels and blocks at 16 x 16, 32 x 32, ...
 
     @property
-    def picture(self) -> int:
+    def image_size(self) -> int:
         """Pixels a side."""
         return 4 * GRID * self.patch
 
@@ -58,7 +58,7 @@ VQ_SIZES: Mapping[str, VQConfig] = {
 
 
 def find_vq_size(name: str) -> VQConfig:
-    """The size of a name; RequestError if there is none."""
+    """Return the size with this name; RequestError if there is none."""
     if name not in VQ_SIZES:
         raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(VQ_SIZES)}")
     return VQ_SIZES[name]
@@ -78,7 +78,7 @@ class Residual(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`[images, 3, picture, picture]` in [-1, 1] -> unit vectors `[images, 8, 16, 16]`."""
+    """`[images, 3, size, size]` in [-1, 1] -> unit vectors `[images, 8, 16, 16]`."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
@@ -96,21 +96,21 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Code vectors `[images, 8, 16, 16]` -> pictures `[images, 3, picture, picture]`, about [-1, 1]."""
+    """Code vectors `[images, 8, 16, 16]` -> images `[images, 3, size, size]`, about [-1, 1]."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        before = 0
+        previous_width = 0
         for width, blocks in config.decoder:
-            if before:
-                layers += [nn.Conv2d(before, 4 * width, 3, padding=1), nn.PixelShuffle(2)]
+            if previous_width:
+                layers += [nn.Conv2d(previous_width, 4 * width, 3, padding=1), nn.PixelShuffle(2)]
             else:
                 layers += [nn.Conv2d(CODE_DIM, width, 3, padding=1)]
             layers += [Residual(width) for _ in range(blocks)]
-            before = width
-        left = config.picture // (GRID * 2 ** (len(config.decoder) - 1))
-        layers += [nn.SiLU(), nn.Conv2d(before, 3 * left**2, 3, padding=1), nn.PixelShuffle(left)]
+            previous_width = width
+        upscale = config.image_size // (GRID * 2 ** (len(config.decoder) - 1))
+        layers += [nn.SiLU(), nn.Conv2d(previous_width, 3 * upscale**2, 3, padding=1), nn.PixelShuffle(upscale)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, vectors: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class ScenesVQ(nn.Module):
         self.config = config = config or VQConfig()
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-        for module in self.modules():  # residual blocks begin by handing on what they get
+        for module in self.modules():  # residual blocks start as the identity
             if isinstance(module, Residual):
                 nn.init.zeros_(module.second.weight)
         start = F.normalize(torch.randn(config.codes, CODE_DIM), dim=1)
@@ -139,22 +139,22 @@ class ScenesVQ(nn.Module):
         self.register_buffer("sums", start.clone())
 
     def nearest(self, vectors: Tensor) -> Tensor:
-        """Codes `[images, 16, 16]` of unit vectors `[images, 8, 16, 16]`."""
+        """Return codes `[images, 16, 16]` of unit vectors `[images, 8, 16, 16]`."""
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
         return (flat @ self.codebook.T).argmax(1).view(-1, GRID, GRID)
 
     def lookup(self, codes: Tensor) -> Tensor:
-        """Code vectors `[images, 8, 16, 16]` of codes `[images, 16, 16]`."""
+        """Return code vectors `[images, 8, 16, 16]` of codes `[images, 16, 16]`."""
         return self.codebook[codes].permute(0, 3, 1, 2)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Pictures `[images, 3, picture, picture]` of codes `[images, 256]` or `[images, 16, 16]`."""
+        """Return images `[images, 3, size, size]` of codes `[images, 256]` or `[images, 16, 16]`."""
         pictures: Tensor = self.decoder(self.lookup(codes.view(-1, GRID, GRID)))
         return pictures
 
     @torch.no_grad()
     def encode(self, pictures: NDArray[np.uint8], batch: int = 64) -> NDArray[np.int16]:
-        """Codes `[images, 256]` of uint8 pictures `[images, picture, picture, 3]`."""
+        """Return codes `[images, 256]` of uint8 images `[images, size, size, 3]`."""
         parts = []
         for i in range(0, len(pictures), batch):
             vectors = self.encoder(to_tensor(pictures[i : i + batch], self.codebook.device))
@@ -163,7 +163,7 @@ class ScenesVQ(nn.Module):
 
     @torch.no_grad()
     def follow(self, vectors: Tensor, codes: Tensor, decay: float = 0.98) -> None:
-        """Move each code towards the mean of its members; re-seat the unused ones."""
+        """Move each code towards the mean of its members; move unused codes onto badly served vectors."""
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
         index = codes.flatten()
         count = torch.bincount(index, minlength=self.config.codes).float()
@@ -171,22 +171,22 @@ class ScenesVQ(nn.Module):
         self.sums.lerp_(torch.zeros_like(self.sums).index_add_(0, index, flat), 1 - decay)
         unused = self.members < 0.1
         if unused.any():
-            wanted = min(int(unused.sum()), len(flat) // 4)
-            worst = (flat * self.codebook[index]).sum(1).topk(4 * wanted, largest=False).indices
-            seats = unused.nonzero()[:wanted, 0]
-            self.sums[seats] = flat[worst[torch.randperm(len(worst))[:wanted]]] * 0.5
-            self.members[seats] = 0.5
+            num_moved = min(int(unused.sum()), len(flat) // 4)
+            badly_served = (flat * self.codebook[index]).sum(1).topk(4 * num_moved, largest=False).indices
+            moved_codes = unused.nonzero()[:num_moved, 0]
+            self.sums[moved_codes] = flat[badly_served[torch.randperm(len(badly_served))[:num_moved]]] * 0.5
+            self.members[moved_codes] = 0.5
         self.codebook.copy_(F.normalize(self.sums, dim=1))
 
 
 def to_tensor(pictures: NDArray[np.uint8], device: str | torch.device = "cpu") -> Tensor:
-    """uint8 `[images, picture, picture, 3]` -> float `[images, 3, picture, picture]` in [-1, 1], channels last."""
+    """Convert uint8 `[images, size, size, 3]` to float `[images, 3, size, size]` in [-1, 1], channels last."""
     scaled = torch.from_numpy(np.ascontiguousarray(pictures)).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
 def psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
-    """Peak signal-to-noise ratio in dB of decode(encode(pictures))."""
+    """Return the peak signal-to-noise ratio in dB of decode(encode(images))."""
     with torch.no_grad(), mixed_precision(model.codebook.device):
         decoded = model.decode(torch.from_numpy(model.encode(pictures)).long().to(model.codebook.device)).cpu()
     error = ((decoded.float().clamp(-1, 1) - to_tensor(pictures)) / 2).square().mean()
@@ -207,23 +207,23 @@ def train_vq(
     `config` is that of the tokenizer in `work` or, where there is none, `VQConfig()`; CheckpointError if another is
     given.
 
-    The learning rate falls to zero over `minutes`; pictures are rendered as they are needed. The first steps train a
+    The learning rate falls to zero over `minutes`; images are rendered as they are needed. The first steps train a
     plain autoencoder, on whose encodings the codebook is then seated: quantised from the start, it collapses.
     """
     torch.manual_seed(seed)
     path = work / "vq.pt"
-    ongoing = work / "vq-state.pt"
-    begun = ongoing if ongoing.exists() else path
-    state = load_checkpoint(begun) if begun.exists() else {}
-    found = VQConfig(**state["config"]) if state else config or VQConfig()
-    if config is not None and found != config:
+    state_path = work / "vq-state.pt"
+    start_path = state_path if state_path.exists() else path
+    state = load_checkpoint(start_path) if start_path.exists() else {}
+    stored_config = VQConfig(**state["config"]) if state else config or VQConfig()
+    if config is not None and stored_config != config:
         raise CheckpointError(
-            field=str(begun),
-            found=f"a tokenizer of {found.picture} pixels a side",
-            expected=str(config.picture),
+            field=str(start_path),
+            found=f"a tokenizer of {stored_config.image_size} pixels a side",
+            expected=str(config.image_size),
             remedy="give another --work, or leave --size out",
         )
-    config = found
+    config = stored_config
     if state.get("seconds", 0.0) >= 60 * minutes:
         print(f"vq has had its {minutes:g} minutes")
         return
@@ -240,18 +240,23 @@ def train_vq(
     if "muon" in state:
         muon.load_state_dict(state["muon"])
         adam.load_state_dict(state["adam"])
-    fresh = render_pictures(64, seed + 999, config.picture, workers=1)
+    test_images = render_images(64, seed + 999, config.image_size, workers=1)
 
     def save() -> None:
-        found = {"model": model.state_dict(), "config": asdict(config)}
-        save_checkpoint(path, found)
-        more = {"muon": muon.state_dict(), "adam": adam.state_dict(), "step": step, "seconds": watch.seconds()}
-        save_checkpoint(ongoing, found | more)
+        weights = {"model": model.state_dict(), "config": asdict(config)}
+        save_checkpoint(path, weights)
+        progress_state = {
+            "muon": muon.state_dict(),
+            "adam": adam.state_dict(),
+            "step": step,
+            "seconds": watch.seconds(),
+        }
+        save_checkpoint(state_path, weights | progress_state)
 
-    rendered = endless_pictures(batch, config.picture, seed, step)
-    saved = said = watch.seconds()
-    while (passed := watch.seconds() / (60 * minutes)) < 1:
-        rate = min(1, (step + 1) / 50, (1 - passed) / 0.6)
+    rendered = endless_images(batch, config.image_size, seed, step)
+    last_save = last_print = watch.seconds()
+    while (progress := watch.seconds() / (60 * minutes)) < 1:
+        rate = min(1, (step + 1) / 50, (1 - progress) / 0.6)
         muon.param_groups[0]["lr"] = MUON_RATE * rate
         adam.param_groups[0]["lr"] = RATE * rate
         images = to_tensor(next(rendered), device)
@@ -264,50 +269,54 @@ def train_vq(
         adam.step()
         step += 1
         now = watch.seconds()
-        if now - said > 60:
-            said = now
-            print(f"vq {now:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, fresh):.2f} dB", flush=True)
-        if now - saved > 120:
-            saved = now
+        if now - last_print > 60:
+            last_print = now
+            print(
+                f"vq {now:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, test_images):.2f} dB",
+                flush=True,
+            )
+        if now - last_save > 120:
+            last_save = now
             save()
     save()
-    codes = torch.from_numpy(model.encode(fresh).astype(np.int64))
+    codes = torch.from_numpy(model.encode(test_images).astype(np.int64))
     share = torch.bincount(codes.flatten(), minlength=config.codes).double() / codes.numel()
     perplexity = torch.exp(-(share * share.clamp_min(1e-12).log()).sum()).item()
     print(
-        f"vq done: PSNR {psnr(model, fresh):.2f} dB, codes used {int((share > 0).sum())}, perplexity {perplexity:.0f}"
+        f"vq done: PSNR {psnr(model, test_images):.2f} dB, codes used {int((share > 0).sum())}, "
+        f"perplexity {perplexity:.0f}"
     )
 
 
 def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
-    """Loss of a batch; moves the codebook, which plays no part before step `SEATED`."""
+    """Return the loss of a batch, and move the codebook, which is unused before step `SEATED`."""
     with mixed_precision(images.device):
         vectors = model.encoder(images)
-    given = vectors
+    decoder_input = vectors
     commitment = vectors.new_zeros(())
     if step >= SEATED:
-        apart = vectors.detach()
+        detached = vectors.detach()
         if step == SEATED:
-            flat = apart.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
+            flat = detached.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
             model.codebook.copy_(flat[torch.randint(len(flat), (len(model.codebook),))])
             model.sums.copy_(model.codebook)
-        codes = model.nearest(apart)
+        codes = model.nearest(detached)
         quantised = model.lookup(codes)
-        model.follow(apart, codes)
-        given = vectors + (quantised - vectors).detach()
+        model.follow(detached, codes)
+        decoder_input = vectors + (quantised - vectors).detach()
         commitment = 0.25 * (vectors - quantised).square().sum(1).mean()
     with mixed_precision(images.device):
-        output = model.decoder(given)
-    loss: Tensor = picture_loss(output.float(), images) + commitment
+        output = model.decoder(decoder_input)
+    loss: Tensor = image_loss(output.float(), images) + commitment
     return loss
 
 
-def endless_pictures(batch: int, size: int, seed: int, step: int) -> Iterator[NDArray[np.uint8]]:
-    """Pictures uint8 `[batch, size, size, 3]` from a step on: endless ones, each seen `PASSES` times."""
+def endless_images(batch: int, size: int, seed: int, step: int) -> Iterator[NDArray[np.uint8]]:
+    """Yield images uint8 `[batch, size, size, 3]` endlessly, from a step on; each is yielded `PASSES` times."""
     steps = POOL * PASSES // batch
     index, done = divmod(step, steps)
     while True:
-        pictures = render_pictures(POOL, seed + 100_000 + index, size, workers=torch.get_num_threads())
+        pictures = render_images(POOL, seed + 100_000 + index, size, workers=torch.get_num_threads())
         rng = np.random.default_rng((seed, index))
         order = np.concatenate([rng.permutation(POOL) for _ in range(PASSES)])
         for i in range(done, steps):
@@ -317,15 +326,15 @@ def endless_pictures(batch: int, size: int, seed: int, step: int) -> Iterator[ND
 
 
 def load_vq(work: Path) -> ScenesVQ:
-    """The trained tokenizer of a work folder, ready for use."""
+    """Load the trained tokenizer of a work folder, ready for use."""
     state = load_checkpoint(work / "vq.pt")
     model = ScenesVQ(VQConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()
 
 
-def picture_loss(output: Tensor, images: Tensor) -> Tensor:
-    """How far pictures `[images, 3, picture, picture]` are from others, and how far their edges are."""
+def image_loss(output: Tensor, images: Tensor) -> Tensor:
+    """Return a distance of images `[images, 3, size, size]` from others: of pixels and of edges."""
     difference = output - images
     across = difference[..., 1:] - difference[..., :-1]
     down = difference[..., 1:, :] - difference[..., :-1, :]

@@ -36,10 +36,10 @@ def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sam
     """Return the target's distribution after the tokens `codes`, from the table, without any engine or runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
-    prefix = len(prompt.cond.real)
+    prefix = len(prompt.cond.is_real)
     rows = []
     for prefix_row in [prompt.cond, prompt.uncond]:
-        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.real]
+        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]
         if codes:
             hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
         rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
