@@ -55,7 +55,7 @@ def fit_images(
     Raises:
         RequestError: one image needs more memory than was free; names the memory needed, by use, and the free memory.
     """
-    tokens = max((len(real) for image in images for real in image.real), default=0)
+    tokens = max((len(real) for image in images for real in image.is_real), default=0)
     needed = _count_image_bytes(manifest, settings, tokens)
     if free is not None and sum(needed.values()) > free:
         actual = f"{_format_bytes(free)} free beside the weights"

@@ -174,7 +174,7 @@ class LocalBackend:
                 queue_seconds=queued.queue_seconds or 0.0,
                 picture_seconds=image_seconds + now - before,
             )
-            tokens = sum(int(image.real[0].sum()) for image in images)
+            tokens = sum(int(image.is_real[0].sum()) for image in images)
             yield Completion(files, last.codes, size, tokens, last.total - num_preserved, figures, num_preserved)
 
 

@@ -148,7 +148,7 @@ class _RequestHandler:
         self, backend: ImageBackend, request: GenerationRequest
     ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
-        remaining = request.deadline - (time.perf_counter() - self._record.began)
+        remaining = request.deadline - (time.perf_counter() - self._record.start_time)
         end = asyncio.get_running_loop().time() + remaining
         timed_request = request.model_copy(update={"deadline": remaining})
         async with aclosing(backend.generate(timed_request, self._record.key or self._record.client)) as updates:
