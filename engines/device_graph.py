@@ -145,7 +145,7 @@ class _DeviceWriter(DecoderWriter):
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
+        """Split and split_and_rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
@@ -284,17 +284,17 @@ class _DeviceWriter(DecoderWriter):
             scaled = graph.op("Add", scaled, self.write_weight(f"{prefix}.bias"))
         return self.to_dtype(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
 
-    def write_norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
         graph = self.graph
         scale = self.to_dtype(self.write_weight(weight))
         epsilon = self.architecture.norm_eps
-        if added is not None and "com.microsoft" in graph.domains:
-            operands = [x, added, scale]
+        if addend is not None and "com.microsoft" in graph.domains:
+            operands = [x, addend, scale]
             names = [name or f"{weight}.normed", "", "", f"{weight}.total"]
             op = "com.microsoft.SkipSimplifiedLayerNormalization"
             normed, *_, total = graph.add_node(op, operands, names, epsilon=epsilon)
         else:
-            total = x if added is None else graph.op("Add", x, added)
+            total = x if addend is None else graph.op("Add", x, addend)
             normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=epsilon, stash_type=1)
         return total, normed
 
@@ -304,10 +304,10 @@ class _DeviceWriter(DecoderWriter):
     def look_up_embeddings(self) -> str:
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops and not self.half:
-            return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
-        stored = self.weights["embed.weight"]
-        rows = self.graph.op("Gather", self.add_weight(stored), "token_ids")
-        return rows if stored.dtype == self.dtype else self.graph.cast(rows, self.dtype)
+            return self.graph.op("Gather", self.write_weight("embed.write_weight"), "token_ids")
+        stored_weight = self.weights["embed.write_weight"]
+        rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
+        return rows if stored_weight.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
     def cast_input(self, x: str) -> str:
         """Cast an input of the graph to the type that the graph computes in."""
@@ -322,25 +322,25 @@ class _DeviceWriter(DecoderWriter):
 
     def write_weight(self, name: str) -> str:
         """Add a weight and decode it if it is stored in another type; a weight stored as float32 stays float32."""
-        stored = self.weights[name]
-        if stored.name == name:
-            return self.add_weight(stored)
+        stored_weight = self.weights[name]
+        if stored_weight.name == name:
+            return self.add_weight(stored_weight)
         if name not in self.decoded_weights:
-            is_integer = stored.dtype in INTEGERS
+            is_integer = stored_weight.dtype in INTEGERS
             scales = self.weights[f"{name}.scales"] if is_integer else None
             self.decoded_weights[name] = (
-                self.decode_floats(stored) if scales is None else self.write_dequantize(stored, scales)
+                self.decode_floats(stored_weight) if scales is None else self.write_dequantize(stored_weight, scales)
             )
         return self.decoded_weights[name]
 
-    def write_dequantize(self, stored: Weight, scale: Weight) -> str:
+    def write_dequantize(self, stored_weight: Weight, scale: Weight) -> str:
         """Dequantize an integer weight, which has a scale per block of inputs or per output.
 
         With scales per output, ONNX Runtime multiplies when it loads the graph, unless the op is DequantizeLinear.
         """
-        inputs, _ = stored.shape
+        inputs, _ = stored_weight.shape
         count, *blocks = scale.shape
-        integers = self.add_weight(stored)
+        integers = self.add_weight(stored_weight)
         scales = self.decode_floats(scale)
         if blocks:
             return self.graph.op("DequantizeLinear", integers, scales, axis=0, block_size=inputs // count)
@@ -348,15 +348,15 @@ class _DeviceWriter(DecoderWriter):
             return self.graph.op("Mul", self.graph.cast(integers, self.dtype), scales)
         return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
-    def decode_floats(self, stored: Weight) -> str:
+    def decode_floats(self, stored_weight: Weight) -> str:
         """Add a floating-point weight and cast it to the type that the graph computes in."""
-        name = self.add_weight(stored)
-        return name if stored.dtype == self.dtype else self.graph.cast(name, self.dtype)
+        name = self.add_weight(stored_weight)
+        return name if stored_weight.dtype == self.dtype else self.graph.cast(name, self.dtype)
 
-    def add_weight(self, stored: Weight) -> str:
+    def add_weight(self, stored_weight: Weight) -> str:
         """Add a weight as it is stored, and return its name."""
-        self.graph.weights[stored.name] = stored.message
-        return stored.name
+        self.graph.weights[stored_weight.name] = stored_weight.message
+        return stored_weight.name
 
     def write_rotations(self) -> list[list[str]]:
         """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
@@ -402,8 +402,8 @@ class _DeviceWriter(DecoderWriter):
         The mask is tiled for query heads that share keys, except for TensorRT's op Attention.
         """
         graph = self.graph
-        added = unpack_mask(graph, "seen", MASKED[self.dtype])
+        addend = unpack_mask(graph, "seen", MASKED[self.dtype])
         if self.capacity is not None:
-            graph.op("Shape", added, name="span", start=2, end=3)
-        mask = self.to_dtype(graph.op("Unsqueeze", added, graph.ints(1)))
+            graph.op("Shape", addend, name="span", start=2, end=3)
+        mask = self.to_dtype(graph.op("Unsqueeze", addend, graph.ints(1)))
         return self.write_tiled_mask(mask) if self.has_matmul_attention or self.capacity is None else mask

@@ -73,14 +73,12 @@ class PastFirstWriter(DecoderWriter):
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.write_decoder(x, self.config.num_layers)
 
-    def write_sum_and_norm(
-        self, x: str, added: str | None, weight: str | None, name: str | None = None
-    ) -> tuple[str, str]:
+    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
         if name is not None:  # the last: outputs have rows first
-            total = x if added is None else self.graph.op("Add", x, added)
+            total = x if addend is None else self.graph.op("Add", x, addend)
             x = self.graph.transpose(total, 1, 0, 2, name=name if weight is None else None)
             return (x, x) if weight is None else self.write_norm(x, None, weight, name)
-        return super().write_sum_and_norm(x, added, weight, name)
+        return super().write_sum_and_norm(x, addend, weight, name)
 
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.linear(x, weight, self._scale_weight(weight), output)
@@ -98,8 +96,8 @@ class PastFirstWriter(DecoderWriter):
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
         return defer_tensor(lambda: compute_tensor(weight).float() * rows, weight.shape, torch.float32)
 
-    def write_norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        x = x if added is None else self.graph.op("Add", x, added)
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        x = x if addend is None else self.graph.op("Add", x, addend)
         return x, write_rms_norm(self.graph, x, weight, self.weights[weight], self.config.norm_eps, name)
 
     def write_gelu(self, x: str) -> str:
