@@ -1,9 +1,9 @@
-"""An image with its image: a published program in PyTorch eager against lantern-rt, in turns on one host.
+"""Time whole images: a published program in PyTorch eager against lantern-rt, in turns on one host.
 
     git clone https://github.com/FoundationVision/LlamaGen
     python benchmarks/against_pytorch.py --official LlamaGen                              # GPT-B, 256 pixels
     python benchmarks/against_pytorch.py --official LlamaGen --precision int8 --provider openvino-bf16
-    python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # against our own `ar` alone
+    python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # `ar` of lantern-rt alone
     python benchmarks/against_pytorch.py --precision int8 --cfg-tokens 100% 50%           # guidance for half the image
 
     git clone https://github.com/YuqingWang1029/PAR
@@ -14,10 +14,10 @@
 
     python benchmarks/against_pytorch.py --official LlamaGen --device cuda --compute float16
 
-Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
-vocabulary, float32 by default; `--compile` has it compiled by `torch.compile` as well, in the first round. How often
-drafts are accepted with random weights says nothing, so a method that guesses is given the tokens a forward pass that
-it has with the bundle `--project` (*replayed*); what a pass costs is measured, random heads included.
+Random weights of the published sizes (`--bundle`: weights of a bundle), class-conditional, guidance 4, the full
+vocabulary, float32 by default. `--compile` also measures the program compiled by `torch.compile`. Acceptance with
+random weights says nothing, so a speculative method is given the tokens a forward pass that it reaches with the bundle
+`--project` (*replayed*). The cost of a pass is measured, random heads included.
 Row-parallel decoding and `groups` take as many passes whatever the weights are. Bundles that draw in groups are timed
 beside `ar` of LlamaGen in the same size. Prints seconds and ratios to the first line, medians over rounds. Needs
 `lantern-rt[export]`; nothing is judged.
@@ -57,23 +57,24 @@ PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted
 
 @dataclass(frozen=True)
 class Image:
-    """Seconds of one image: of its tokens, and of everything else, the image above all; passes of the target."""
+    """Seconds of one image: `tokens` for its codes, `rest` mostly for its pixels; passes of the target."""
 
     tokens: float
     rest: float
-    passes: int | None = None  # of published programs: not counted
+    passes: int | None = None  # not counted for published programs
 
     @property
     def seconds(self) -> float:
         return self.tokens + self.rest
 
 
-def official(
+def published_program(
     clone: Path, size: str, shape: Shape, compiled: bool = False, device: str = "cpu", compute: str = "float32"
 ) -> Callable[[], Image]:
-    """Draws an image with the published code and random weights; compiled: its target, as its own scripts do.
+    """Return a function that draws an image with the published code and random weights.
 
-    size: the published name, such as GPT-B; compute: type of the target, whose pixels are made in float32.
+    compiled: compile the target like the program's own scripts. size: the published name, such as GPT-B.
+    compute: type of the target; pixels are made in float32.
     """
     sys.path.insert(0, str(clone))
     gpt = importlib.import_module("autoregressive.models.gpt")
@@ -89,41 +90,46 @@ def official(
 
     @torch.no_grad()
     def draw() -> Image:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
         codes.cpu()  # waits for the device
-        drawn = time.perf_counter()  # the order of the codes makes no difference to what their image costs
+        codes_time = time.perf_counter()  # the order of the codes makes no difference to what their image costs
         vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
-        return Image(drawn - begun, time.perf_counter() - drawn)
+        return Image(codes_time - start_time, time.perf_counter() - codes_time)
 
     return draw
 
 
-def ours(pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: str = "100%") -> Callable[[], Image]:
-    """Draws an image with this bundle; replayed: tokens a forward pass that it is given, None: those that it has."""
+def lantern_program(
+    pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: str = "100%"
+) -> Callable[[], Image]:
+    """Return a function that draws an image with this bundle.
+
+    replayed: tokens a forward pass to assume instead of the measured ones; None: use the measured ones.
+    """
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     guidance = {"cfg_scale": GUIDANCE, "cfg_tokens": cfg_tokens}
 
     def draw() -> Image:
-        begun = time.perf_counter()
-        found = pipeline(**request, method=method, **guidance).stats
-        rest = time.perf_counter() - begun - found.seconds
-        part = found.tokens_per_forward_pass / replayed if replayed else 1.0
-        return Image(found.seconds * part, rest, round(found.target_passes * part))
+        start_time = time.perf_counter()
+        statistics = pipeline(**request, method=method, **guidance).stats
+        rest = time.perf_counter() - start_time - statistics.seconds
+        part = statistics.tokens_per_forward_pass / replayed if replayed else 1.0
+        return Image(statistics.seconds * part, rest, round(statistics.target_passes * part))
 
     return draw
 
 
 def add_heads(bundle: Path) -> None:
-    """Random heads of the sizes that training gives them: drafts cost what they cost with those."""
+    """Add random heads of the trained sizes to a bundle: their drafts cost the same."""
     opened = open_bundle(bundle)
     rng = np.random.default_rng(0)
     shapes = head_shapes(opened.manifest.codebook_size, opened.manifest.target.hidden_size, RANK, UNITS)
     write_heads(opened, {name: rng.normal(0, 0.02, shape).astype(np.float16) for name, shape in shapes.items()})
 
 
-def tokens_a_pass(project: str, method: str) -> float | None:
-    """Those of a method with this bundle; None for one whose passes do not depend on what is drawn."""
+def measure_tokens_a_pass(project: str, method: str) -> float | None:
+    """Return the tokens a pass of a method with this bundle; None if passes do not depend on the codes."""
     if method.startswith(("ar", "rows", "groups")):
         return None
     with Pipeline.from_bundle(project) as pipeline:
@@ -131,15 +137,15 @@ def tokens_a_pass(project: str, method: str) -> float | None:
         return pipeline(**request, method=method).stats.tokens_per_forward_pass
 
 
-def take_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, list[Image]]:
-    """Rounds of one image each, every round beginning with another."""
+def measure_in_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, list[Image]]:
+    """Draw one image with each program per round, each round in another order."""
     names = [*draws]
-    found = {name: [] for name in draws}
+    images_by_name = {name: [] for name in draws}
     for index in range(rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            found[name].append(draws[name]())
-    return found
+            images_by_name[name].append(draws[name]())
+    return images_by_name
 
 
 def main() -> None:
@@ -170,40 +176,44 @@ def main() -> None:
 
         def pipeline(bundle: Path) -> Pipeline:
             providers = [arguments.device, f"vq_decoder={arguments.provider or arguments.device}"]
-            made = stack.enter_context(Pipeline.from_bundle(bundle, arguments.threads, provider=providers))
-            made.warm_up()
-            return made
+            opened = stack.enter_context(Pipeline.from_bundle(bundle, arguments.threads, provider=providers))
+            opened.warm_up()
+            return opened
 
         draws: dict[str, Callable[[], Image]] = {}
         if arguments.official:
-            where = {"device": arguments.device, "compute": arguments.compute}
-            draws[f"{program}, PyTorch eager"] = official(arguments.official, size, shape, **where)
+            placement = {"device": arguments.device, "compute": arguments.compute}
+            draws[f"{program}, PyTorch eager"] = published_program(arguments.official, size, shape, **placement)
             if arguments.compile:
-                draws[f"{program}, torch.compile"] = official(arguments.official, size, shape, compiled=True, **where)
+                draws[f"{program}, torch.compile"] = published_program(
+                    arguments.official, size, shape, compiled=True, **placement
+                )
         options = {"compute": arguments.compute, "precision": precision, "vq_precision": vq}
         bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, **options)
         if shape.family in PROGRAMS:
             plain = replace(SHAPES[size], grid=shape.grid)
             plain_bundle = random_bundle(plain, Path(folder) / "plain", **options)
-            draws[f"ar of LlamaGen, {size}"] = ours(pipeline(plain_bundle), "ar", None)
+            draws[f"ar of LlamaGen, {size}"] = lantern_program(pipeline(plain_bundle), "ar", None)
         elif not arguments.bundle:
             add_heads(bundle)
-        drawing = pipeline(bundle)
+        method_pipeline = pipeline(bundle)
         for method in arguments.methods or (["groups"] if shape.family in PROGRAMS else METHODS):
-            replayed = tokens_a_pass(arguments.project, method)
+            replayed = measure_tokens_a_pass(arguments.project, method)
             label = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
             for share in arguments.cfg_tokens:
                 part = "" if share == "100%" else f", guidance {share}"
-                draws[label + part] = ours(drawing, method, replayed, share)
-        found = take_turns(draws, arguments.rounds)
-    first = next(iter(found.values()))
+                draws[label + part] = lantern_program(method_pipeline, method, replayed, share)
+        images_by_label = measure_in_turns(draws, arguments.rounds)
+    first = next(iter(images_by_label.values()))
     print(f"{describe_processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
     print(f"  {'':46} seconds  tokens    rest   ratio  passes")
-    for label, images in found.items():
-        middle = [statistics.median(getattr(one, part) for one in images) for part in ("seconds", "tokens", "rest")]
-        ratio = statistics.median(base.seconds / one.seconds for base, one in zip(first, images, strict=True))
+    for label, images in images_by_label.items():
+        medians = [
+            statistics.median(getattr(image, part) for image in images) for part in ("seconds", "tokens", "rest")
+        ]
+        ratio = statistics.median(base.seconds / image.seconds for base, image in zip(first, images, strict=True))
         passes = images[0].passes or "-"
-        print(f"  {label:46} {middle[0]:7.2f} {middle[1]:7.2f} {middle[2]:7.2f} {ratio:7.2f} {passes:>7}")
+        print(f"  {label:46} {medians[0]:7.2f} {medians[1]:7.2f} {medians[2]:7.2f} {ratio:7.2f} {passes:>7}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What passes cost on this host, and the memory bound.
+"""Measure passes on this host, and their memory bound.
 
     python benchmarks/decode.py                            # LlamaGen-B's sizes, random weights; a minute
     python benchmarks/decode.py --shape GPT-XL --threads 1
@@ -40,7 +40,7 @@ from lantern_rt.runtime.passes import committed_mask
 
 ROWS = 2  # one image with guidance
 NODES = (2, 4, 8, 16, 32, 64)
-REPEATS = 20  # of a pass of each size
+REPEATS = 20  # repeats of a pass of each size
 PASS_COLUMNS = {
     "graph": "{graph}",
     "nodes": "{nodes:d}",
@@ -58,7 +58,7 @@ PART_COLUMNS = {
 
 
 def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS) -> dict[str, Any]:
-    """Print and return what passes of one pipeline cost; bandwidth: bytes per second."""
+    """Print and return the costs of one pipeline's passes; bandwidth: bytes per second."""
     manifest = pipeline.bundle.manifest
     size = target_bytes(pipeline.bundle)
     bound = size / bandwidth
@@ -75,12 +75,12 @@ def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS)
 
 
 def target_bytes(bundle: Bundle) -> int:
-    """Bytes of the target's weights as they are stored, which a pass reads once."""
+    """Return the bytes of the target's stored weights, which a pass reads once."""
     return sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("target"))
 
 
 def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
-    """Median seconds of a pass of target or drafter by its nodes, at a past of half an image."""
+    """Return median seconds of a pass of target or drafter by number of nodes, at a past of half an image."""
     manifest = pipeline.bundle.manifest
     engine: Engine = getattr(pipeline.engines, graph)
     past = manifest.condition.prefix + manifest.codes_per_image // 2
@@ -161,7 +161,7 @@ def part_of(operation: dict[str, Any]) -> str:
 
 
 def read_bandwidth(size: int, threads: int) -> float:
-    """Bytes per second at which `threads` threads read an array of `size` bytes, at least a megabyte; best of five.
+    """Return bytes per second of `threads` threads that read `size` bytes, at least a megabyte; best of five.
 
     The bound of a pass, which has to read all weights once. Each thread looks for the largest number of its share,
     which costs little beside reading it. An array that fits in a cache is read from there, as weights would be.

@@ -1,4 +1,4 @@
-"""What decoding asks of a GPU, and what it costs the host: ONNX Runtime's CUDA provider on libraries that only count.
+"""Count decoding's operations on a GPU and time the host: ONNX Runtime's CUDA provider on libraries that only count.
 
     tests/cuda/build.sh build/null-cuda           # needs onnxruntime-gpu, a C compiler, binutils
     python benchmarks/device.py build/null-cuda
@@ -7,8 +7,8 @@
 No GPU, no values: kernels do nothing, and every call is counted. A target with LlamaGen-XL's 36 layers, float16 and
 16,384 codes, but narrow, since operations do not depend on the width. *Operations* of a target pass and of appending
 accepted nodes: kernels, matrix products, copies; once op by op, and once its shape has come again and was recorded.
-*Steps*: what a step of each method asks for. *Host*: microseconds of the host's processor for a step with a device that
-takes no time, median, by part: calls of ONNX Runtime, building the inputs of a pass, sampling, the decode loop. Noise
+*Steps*: operations of a step of each method. *Host*: median microseconds of the host's processor for a step, with a
+device that takes no time. Parts are calls of ONNX Runtime, inputs of a pass, sampling, and the decode loop. Noise
 is apart, by 16 tokens of an image: most of it is made while a real device computes. Logits that are read come as noise;
 codes that are drawn on the device come as zeros, so that every draft is accepted. Where the host reads memory that
 nothing wrote, it may find NaN, and the row is left out.
@@ -45,7 +45,7 @@ ROWS = 2
 PAST = 200
 CODES = 16384
 WARM = 10  # steps after which shapes that come again have been recorded
-MIN_STEPS = 60  # of each row of host times
+MIN_STEPS = 60  # least number of steps for a row of host times
 REQUEST: dict[str, Any] = {"cfg_scale": 7.5, "top_k": 1000}
 
 
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def operations(pipe: Any) -> dict[str, dict[str, float]]:
-    """Counts of target passes, and of appending what was accepted: a chain, and a path of a tree."""
+    """Count operations of target passes, and of appending accepted nodes: a chain, and a path of a tree."""
     from lantern_rt.methods import Sampling
     from lantern_rt.runtime.device import SampleRequest
     from lantern_rt.runtime.noise import Noise
@@ -122,7 +122,7 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
 
 
 def target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
-    """A pass whose nodes see each other and all that the cache holds; it is run when its output is used."""
+    """Make a pass whose nodes see each other and all cached tokens; it runs when its output is used."""
     from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
@@ -132,7 +132,10 @@ def target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
 
 
 def copies(pipe: Any) -> dict[str, float]:
-    """Kernels of a pass that copy the whole cache; Emu3-8B's keys and values are 2.2 GB, 8.9 GB for all its queries."""
+    """Count kernels of a pass that copy the whole cache.
+
+    Keys and values of Emu3-8B take 2.2 GB, and 8.9 GB if copied for all its queries.
+    """
     output = target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
     with null_cuda.counting() as ops:
         _ = output.logits.value
@@ -141,7 +144,7 @@ def copies(pipe: Any) -> dict[str, float]:
 
 
 def memory(bundle: Path) -> dict[str, float]:
-    """What is held with a cache for an image and the drafter, and once ten steps have been made."""
+    """Measure memory with a drafter and a cache for an image, at first and after ten steps."""
     from lantern_rt import Pipeline
 
     with null_cuda.counting() as opened:
@@ -153,18 +156,18 @@ def memory(bundle: Path) -> dict[str, float]:
     return {"opened": opened.bytes_held / 2**20, "decoding": (opened.bytes_held + decoding.bytes_held) / 2**20}
 
 
-def count(act: Callable[[], object], before: int = 0) -> dict[str, float]:
-    """Operations of one call after some before it, and its milliseconds."""
-    for _ in range(before):
-        act()
-    began = time.perf_counter()
+def count(operation: Callable[[], object], warm_ups: int = 0) -> dict[str, float]:
+    """Count the operations of one call after `warm_ups` others, and its milliseconds."""
+    for _ in range(warm_ups):
+        operation()
+    start_time = time.perf_counter()
     with null_cuda.counting() as ops:
-        act()
-    return {**{name: getattr(ops, name) for name in COUNTS}, "ms": round(1e3 * (time.perf_counter() - began), 2)}
+        operation()
+    return {**{name: getattr(ops, name) for name in COUNTS}, "ms": round(1e3 * (time.perf_counter() - start_time), 2)}
 
 
 def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
-    """What a step asks for; the first steps left out."""
+    """Count the operations of a mean step, without the first steps."""
     running = pipe.stream(class_ids=1, **REQUEST, method=method)
     for _ in islice(running, WARM):
         pass
@@ -176,16 +179,16 @@ def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
 
 
 def host_times(pipes: dict[str, Any]) -> None:
-    """Print what a step costs the host, by part."""
+    """Print the host's time for a step, by part."""
     from host_parts import PartClock
 
     from lantern_rt import EngineError
     from lantern_rt.runtime.noise import GROUP_SIZE, Noise
 
-    began = time.thread_time()
+    start_time = time.thread_time()
     for seed in range(10):
         Noise(seed).gumbel(0, GROUP_SIZE, CODES)
-    print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - began):.0f} us")
+    print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - start_time):.0f} us")
     zeros = np.zeros((GROUP_SIZE, CODES), np.float32)
     Noise._get_group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
     parts = ("engine", "inputs", "sampling", "loop")  # noise is zeros, and takes no time
@@ -198,13 +201,13 @@ def host_times(pipes: dict[str, Any]) -> None:
         except EngineError as error:
             print(f"{label}  left out: {error.problem}", flush=True)
             continue
-        row = [statistics.median(one[part] for one in steps) for part in parts]
-        row.append(statistics.median(one.total() for one in steps))
+        row = [statistics.median(step_parts[part] for step_parts in steps) for part in parts]
+        row.append(statistics.median(step_parts.total() for step_parts in steps))
         print(label + "".join(f"{1e6 * value:10.0f}" for value in row), flush=True)
 
 
 def step_times(clock: Any, pipe: Any, method: str, images: int) -> list[Counter[str]]:
-    """Seconds of steps by part; those of the first two turns, in which recurring passes are recorded, are left out."""
+    """Return seconds of steps by part, without the first two turns, which record recurring passes."""
     turns: list[list[Counter[str]]] = []
     while sum(map(len, turns[2:])) < MIN_STEPS:
         running = pipe.stream(class_ids=[1] * images, seed=[*range(images)], **REQUEST, method=method)

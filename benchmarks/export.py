@@ -1,12 +1,12 @@
-"""What an export costs: seconds, peak memory, bytes, on random published sizes.
+"""Measure what an export costs: seconds, peak memory, bytes, on random weights of published sizes.
 
     python benchmarks/export.py --shape GPT-XL --precision fp16
     python benchmarks/export.py --shape Emu3-8B --smoke            # does it still run?
 
-The checkpoint, Anole's with a drafter, is written to disk piece by piece first; with the bundle it takes twice the
-model's size in `--work` (default `work/`, which git ignores) and is removed afterwards, but not a bundle in
-`--output`. Memory is what the process holds without mapped files (RssAnon), at its highest; that of the export is
-judged against 1.3 x the largest layer as stored in the bundle + 1.5 GB.
+The checkpoint, Anole's with a drafter, is written to disk piece by piece first. With the bundle it takes twice the
+model's size in `--work` (default `work/`, which git ignores). It is removed afterwards, but a bundle in `--output`
+is kept. Memory is the highest RssAnon of the process, which excludes mapped files. The export's memory is judged
+against 1.3 x the largest layer as stored in the bundle + 1.5 GB.
 """
 
 from __future__ import annotations
@@ -38,21 +38,25 @@ def main() -> int:
     arguments = parser.parse_args()
     tiny = {shape.family: name for name, shape in SHAPES.items() if name.startswith("tiny")}
     name = tiny[SHAPES[arguments.shape].family] if arguments.smoke else arguments.shape
-    shape, precision = SHAPES[name], arguments.precision
+    shape = SHAPES[name]
+    precision = arguments.precision
     if arguments.layers:
-        shape, name = replace(shape, num_layers=arguments.layers), f"{name}, {arguments.layers} layers"
+        shape = replace(shape, num_layers=arguments.layers)
+        name = f"{name}, {arguments.layers} layers"
     arguments.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
         start = time.perf_counter()
-        checkpoints, bundle = Path(folder) / "checkpoints", arguments.output or Path(folder) / "bundle"
+        checkpoints = Path(folder) / "checkpoints"
+        bundle = arguments.output or Path(folder) / "bundle"
 
-        def say(line: str, done: int = 0, total: int = 0) -> None:
+        def say(message: str, done: int = 0, total: int = 0) -> None:
             if not done:
-                print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {line}", flush=True)
+                print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {message}", flush=True)
 
         write_checkpoints(shape, checkpoints, drafter=shape.family == "anole")
         say(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
-        start, peak.bytes = time.perf_counter(), 0
+        start = time.perf_counter()
+        peak.bytes = 0
         export_checkpoints(shape, checkpoints, bundle, precision, progress=say)
         figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": folder_bytes(bundle)}
     allowed = 1.3 * shape.layer_parameters * STORED_BYTES[precision] + 1.5e9

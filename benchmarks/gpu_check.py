@@ -161,7 +161,7 @@ def check_model(
     bandwidth: float,
     arguments: argparse.Namespace,
 ) -> None:
-    """All steps of one model on one backend."""
+    """Run all steps of one model on one backend."""
     smoke = arguments.smoke
     title = f"{model}, {backend}"
     repeats = 2 if smoke else REPEATS
@@ -196,7 +196,7 @@ def check_model(
 
 
 def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]:
-    """Kernels of a mean step by kind."""
+    """Return the kernels of a mean step by kind."""
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     images = (pipeline.stream(**request, method=method) for _ in iter(int, 1))
     running = (step for image in images for step in image)
@@ -208,17 +208,17 @@ def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]
             parts += clock.lap()
     host = {part: 1e3 * seconds / steps for part, seconds in parts.most_common()}
     print("ms of the host, waiting included: " + ", ".join(f"{part} {ms:.3f}" for part, ms in host.items()))
-    found = gpu_profile.measure(lambda: next(running), steps, lines=14)
-    kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in found["kinds"].items())
-    print(f"wall {found['wall']:.3f} ms, busy {found['busy']:.3f} in {found['kernels']:.0f} kernels: {kinds}")
-    return found | {"host": host}
+    profile = gpu_profile.measure(lambda: next(running), steps, lines=14)
+    kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in profile["kinds"].items())
+    print(f"wall {profile['wall']:.3f} ms, busy {profile['busy']:.3f} in {profile['kernels']:.0f} kernels: {kinds}")
+    return profile | {"host": host}
 
 
 def image_row(pipeline: Pipeline, method: str, images: int, count: int) -> dict[str, Any]:
-    """Tokens of `images` images that share passes: medians over `count` batches, after one to warm up."""
+    """Draw `count` batches of `images` images that share passes, after a warm-up; return medians and counts."""
     prompts = read_bundle_prompts(pipeline.bundle, count=1)
     stats = [pipeline(**prompts.request(turn, images), method=method).stats for turn in range(count + 1)]
-    seconds = statistics.median(own.seconds for own in stats[1:])
+    seconds = statistics.median(statistics_of_turn.seconds for statistics_of_turn in stats[1:])
     last = stats[-1]
     return {
         "images/s": images / seconds,
@@ -231,7 +231,7 @@ def image_row(pipeline: Pipeline, method: str, images: int, count: int) -> dict[
 
 @contextmanager
 def without_recording(provider: str) -> Iterator[None]:
-    """Load what is loaded meanwhile without CUDA graphs."""
+    """Load pipelines in this context without CUDA graphs."""
     known = providers.PROVIDERS[provider]
     providers.PROVIDERS[provider] = known._replace(recording={}, max_recordings=0)
     try:
@@ -284,7 +284,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def device_bandwidth(size: int) -> float:
-    """Bytes per second of a copy of `size` random bytes within device memory, read and written; median of ten."""
+    """Return bytes per second, read and written, of copying `size` random bytes within device memory; median of ten."""
     if not torch.cuda.is_available():
         return 20e9
     data = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # zeros would be faster than weights

@@ -1,7 +1,7 @@
-"""Where a GPU's time goes in passes and steps of lantern-rt: kernels by kind, by PyTorch's profiler.
+"""Measure where a GPU's time goes in passes and steps of lantern-rt: kernels by kind, with PyTorch's profiler.
 
-The profiler sees every kernel of the process, also those of ONNX Runtime inside CUDA graphs that were captured after it
-was first used.
+The profiler sees every kernel of the process, even of ONNX Runtime inside CUDA graphs, if they were captured after its
+first use.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ KINDS = (  # the first whose pattern is in a kernel's name
 
 
 def prepare() -> None:
-    """Let the profiler see CUDA graphs that are captured from now on."""
+    """Use the profiler once, so that it sees CUDA graphs that are captured from now on."""
     if torch.cuda.is_available():
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.zeros(1, device="cuda")
 
 
 def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str, Any]:
-    """Milliseconds of a call: by the host's clock, of all kernels, and of kernels by kind; prints the longest ones."""
-    began = time.perf_counter()
+    """Return milliseconds of a call: wall time, all kernels, and kernels by kind; print the longest kernels."""
+    start_time = time.perf_counter()
     for _ in range(repeats):
         run()
-    wall = time.perf_counter() - began
+    wall_seconds = time.perf_counter() - start_time
     activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         for _ in range(repeats):
@@ -56,10 +56,10 @@ def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str
         kinds[next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")] += sum(values)
     longest = sorted(times, key=lambda name: -sum(times[name]))[:lines]
     for name in longest:
-        short = re.sub(r"^void |\(anonymous namespace\)::|onnxruntime::(contrib::)?(cuda::)?", "", name)[:90]
-        print(f"    {sum(times[name]):8.4f} ms {len(times[name]) / repeats:6.1f} x  {short}")
+        short_name = re.sub(r"^void |\(anonymous namespace\)::|onnxruntime::(contrib::)?(cuda::)?", "", name)[:90]
+        print(f"    {sum(times[name]):8.4f} ms {len(times[name]) / repeats:6.1f} x  {short_name}")
     return {
-        "wall": 1e3 * wall / repeats,
+        "wall": 1e3 * wall_seconds / repeats,
         "busy": kinds.total(),
         "kernels": sum(map(len, times.values())) / repeats,
         "kinds": dict(kinds.most_common()),
@@ -67,7 +67,7 @@ def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str
 
 
 def device_events(profiler: profile) -> list[dict[str, Any]]:
-    """Kernels and copies of the device that a profiler saw."""
+    """Return kernels and copies of the device that a profiler saw."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

@@ -1,4 +1,4 @@
-"""What guidance for a part of the image costs: likelihood and agreement, beside guidance for the whole image.
+"""Measure guidance for a part of the image: likelihood and agreement, compared with guidance for the whole image.
 
     git archive 49e8523 lantern_rt/bundles/scenes | tar x -C work    # the last `scenes` that needs guidance
     PYTHONPATH=. python benchmarks/guidance.py work/lantern_rt/bundles/scenes --count 400
@@ -37,18 +37,20 @@ def main() -> None:
         for start in range(0, len(prompts), BATCH):
             texts = prompts[start : start + BATCH]
             seeds = list(range(start, start + len(texts)))
-            drawn = [pipeline(texts, seed=seeds, method=METHOD, cfg_tokens=share) for share in SHARES]
-            for i, result in enumerate(drawn):
+            results_by_share = [pipeline(texts, seed=seeds, method=METHOD, cfg_tokens=share) for share in SHARES]
+            for i, result in enumerate(results_by_share):
                 scores = pipeline.likelihoods(result.codes, texts, seed=seeds, cfg_tokens="100%")
                 figures["excess"][i] += [score.nats - score.entropy for score in scores]
                 figures["agreement"][i] += (100 * judge(result.images, texts)).tolist()
-                equal = zip(result.codes, drawn[0].codes, strict=True)
-                figures["equal"][i] += [float(np.mean(own == full)) for own, full in equal]
+                equal = zip(result.codes, results_by_share[0].codes, strict=True)
+                figures["equal"][i] += [
+                    float(np.mean(partial_codes == full_codes)) for partial_codes, full_codes in equal
+                ]
     for name, values in figures.items():
         for share, figure in zip(SHARES, estimate_mean(values, 1), strict=True):
-            apart = figure["difference_to_ar"]
-            print(f"{name:10} {share:>5} {figure['value']:8.3f} {apart['value']:+8.3f}", end="")
-            print(f" [{apart['low']:+.3f}, {apart['high']:+.3f}]")
+            difference = figure["difference_to_ar"]
+            print(f"{name:10} {share:>5} {figure['value']:8.3f} {difference['value']:+8.3f}", end="")
+            print(f" [{difference['low']:+.3f}, {difference['high']:+.3f}]")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class PartClock:
             setattr(owner, name, function)
 
     def lap(self) -> Counter[str]:
-        """Seconds by part since the last lap."""
+        """Return the seconds by part since the last lap."""
         self._count()
         seconds = self._seconds
         self._seconds = Counter()

@@ -1,6 +1,6 @@
-"""What rounded weights gain and give away: passes by nodes, whole images by method, and quality in float32's eyes.
+"""Measure rounded weights: passes by nodes, whole images by method, and quality under float32.
 
-fp32 is the embedded model's integers turned back, so for int8 this shows what rounding activations does.
+fp32 holds the embedded model's integers as floats, so for int8 this shows the effect of rounding activations.
 
     python benchmarks/precision.py                       # the embedded model: all three tables; minutes
     python benchmarks/precision.py --only passes --rows 2 8
@@ -8,11 +8,11 @@ fp32 is the embedded model's integers turned back, so for int8 this shows what r
 
 *passes*: milliseconds of a target pass after half an image. *speed*: whole images, text and images included, over
 plain decoding in float32 of the same turn. *quality*: nearness of distributions as `lantern-rt verify` has it (KL in
-nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws; and, by method,
-the excess: nats a token of what is drawn in the eyes of the fp32 target, less their expected value there,
-against that of float32's own `ar` on the same prompts and seeds; and in how many points more or less of what captions
-of unseen scenes say the judge of the recipe finds in the images. Bundles are made
-in `--work` and kept. Needs `lantern-rt[export]`. No figure fails the run.
+nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws. By method, it has
+the excess and the agreement with captions of unseen scenes, compared with float32's `ar` on the same prompts and seeds.
+The excess is the mean negative log-likelihood of drawn tokens under the fp32 target, minus its expected value. The
+recipe's judge measures agreement, in points. Bundles are made in `--work` and kept. Needs `lantern-rt[export]`. No
+figure fails the run.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from recipes.scenes.restore import restore_work
 
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")
-ONE_PICTURE = ("fp32", "int8")  # where exact methods draw what `ar` draws
+SAME_IMAGE = ("fp32", "int8")  # precisions in which exact methods draw the image of `ar`
 KEY_COLUMNS = {"precision": "{precision}", "method": "{method}"}
 TOGETHER = 8  # images drawn together where time does not count
 
 
 def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path]:
-    """The embedded model in every precision and in fp32, of its integers; bundles that are there already are kept."""
+    """Write the embedded model in every precision, and in fp32 from its integers; existing bundles are kept."""
     paths = {precision: work / f"scenes-{precision}" for precision in dict.fromkeys(["fp32", *precisions])}
     missing = [precision for precision, path in paths.items() if not path.is_dir()]
     with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -76,7 +76,7 @@ def passes(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
 
 
 def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) -> None:
-    """Print how fast every method is at every precision, over plain decoding in float32 of the same turn."""
+    """Print the speed of every method at every precision, relative to plain decoding in float32 in the same turn."""
     prompts = read_bundle_prompts(pipelines["fp32"].bundle)
     runs = [(precision, ComparedMethod(method, {"method": method})) for method in methods for precision in pipelines]
     for precision, method in runs:  # shapes of passes are met once before they are timed
@@ -87,8 +87,8 @@ def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) ->
         by_turn.append({(p, method.label): run_method(pipelines[p], method, request) for p, method in runs})
     table = []
     for key in by_turn[0]:
-        gains = [one["fp32", "ar"].seconds / one[key].seconds for one in by_turn]
-        tokens = statistics.fmean(one[key].statistics.tokens_per_forward_pass for one in by_turn)
+        gains = [turn_runs["fp32", "ar"].seconds / turn_runs[key].seconds for turn_runs in by_turn]
+        tokens = statistics.fmean(turn_runs[key].statistics.tokens_per_forward_pass for turn_runs in by_turn)
         table.append({"precision": key[0], "method": key[1], "speed_up": statistics.median(gains), "tokens": tokens})
     print(f"\nwhole images one at a time, {turns} turns: median speed-up, tokens per forward pass")
     columns = {"speed-up": "{speed_up:.2f}", "tokens per pass": "{tokens:.2f}"}
@@ -96,63 +96,76 @@ def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) ->
 
 
 def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int) -> None:
-    """Print how far distributions are from float32's, how likely float32 finds what is drawn, and what a judge sees.
+    """Print the divergence from float32's distributions, the likelihood under float32, and the judge's marks.
 
     Images are drawn a few at a time, which changes none of them.
     """
     exact = pipelines["fp32"]
-    critic = load_judge()
-    together = min(images, TOGETHER)
-    scenes, prompts = draw_prompts(images // together * together)
-    twins = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
-    keys = [(p, m) for p in pipelines for m in methods if p not in ONE_PICTURE or m not in twins]
-    same: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
-    apart: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
+    judge_model = load_judge()
+    batch = min(images, TOGETHER)
+    scenes, prompts = draw_prompts(images // batch * batch)
+    same_image_methods = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
+    keys = [(p, m) for p in pipelines for m in methods if p not in SAME_IMAGE or m not in same_image_methods]
+    top_agreements: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
+    divergences: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     excess: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
-    shown: dict[tuple[str, str], list[float]] = {key: [] for key in keys}  # of every image, the share of right marks
-    for first in range(0, len(prompts), together):
-        request = {"prompts": prompts[first : first + together], "seed": 1000 + first}
-        drawn = {key: pipelines[key[0]](**request, method=key[1]) for key in keys}
-        for key, result in drawn.items():
-            excess[key] += [own.nats - own.entropy for own in exact.likelihoods(result.codes, **request, method="ar")]
+    image_marks: dict[tuple[str, str], list[float]] = {key: [] for key in keys}  # share of right marks of every image
+    for first in range(0, len(prompts), batch):
+        request = {"prompts": prompts[first : first + batch], "seed": 1000 + first}
+        results = {key: pipelines[key[0]](**request, method=key[1]) for key in keys}
+        for key, result in results.items():
+            excess[key] += [
+                values.nats - values.entropy for values in exact.likelihoods(result.codes, **request, method="ar")
+            ]
             pictures = np.stack([np.asarray(image) for image in result.images])
-            marks = score(critic, scenes[first : first + together], pictures)
-            shown[key] += [float(np.mean([*one.values()])) for one in marks]
-        plain = drawn["fp32", "ar"].codes
-        logits = {precision: conditional_logits(pipeline, request, plain) for precision, pipeline in pipelines.items()}
-        for precision, found in logits.items():
-            same[precision].append(compare_top_tokens(logits["fp32"], found))
-            apart[precision].append(measure_divergence(logits["fp32"], found))
-        print(f"{first + together} of {images} images", file=sys.stderr, flush=True)
+            marks = score(judge_model, scenes[first : first + batch], pictures)
+            image_marks[key] += [float(np.mean([*image_mark.values()])) for image_mark in marks]
+        reference_codes = results["fp32", "ar"].codes
+        logits = {
+            precision: conditional_logits(pipeline, request, reference_codes)
+            for precision, pipeline in pipelines.items()
+        }
+        for precision, logits_of_precision in logits.items():
+            top_agreements[precision].append(compare_top_tokens(logits["fp32"], logits_of_precision))
+            divergences[precision].append(measure_divergence(logits["fp32"], logits_of_precision))
+        print(f"{first + batch} of {images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []
     for precision in pipelines:
-        far = np.concatenate(apart[precision])
-        share = np.concatenate(same[precision]).mean()
-        table.append({"precision": precision, "mean_kl": far.mean(), "largest_kl": far.max(), "agreement": share})
+        divergence = np.concatenate(divergences[precision])
+        share = np.concatenate(top_agreements[precision]).mean()
+        table.append(
+            {"precision": precision, "mean_kl": divergence.mean(), "largest_kl": divergence.max(), "agreement": share}
+        )
     print(f"\ndistributions at the codes of {len(prompts)} images")
     columns = {"mean KL": "{mean_kl:.1e}", "largest KL": "{largest_kl:.1e}", "agreement": "{agreement:.1%}"}
     print_table({"precision": "{precision}"} | columns, table)
     rows: list[dict[str, Any]] = []
     for key in keys:
         row: dict[str, Any] = {"precision": key[0], "method": key[1]}
-        for name, own in {"excess": excess, "points": shown}.items():
-            more = np.subtract(own[key], own["fp32", "ar"]) * (100 if name == "points" else 1)
+        for name, values in {"excess": excess, "points": image_marks}.items():
+            more = np.subtract(values[key], values["fp32", "ar"]) * (100 if name == "points" else 1)
             row |= {name: more.mean(), f"{name}_error": 1.96 * more.std(ddof=1) / len(more) ** 0.5}
         rows.append(row)
-    right = np.mean(shown["fp32", "ar"])
-    print(f"\nof {len(prompts)} images against ar in float32 (which shows {right:.1%}): excess nats a token, points")
+    reference_share = np.mean(image_marks["fp32", "ar"])
+    print(
+        f"\nof {len(prompts)} images against ar in float32 (which shows {reference_share:.1%}): "
+        "excess nats a token, points"
+    )
     columns = {"excess": "{excess:+.4f} +- {excess_error:.4f}", "points": "{points:+.2f} +- {points_error:.2f}"}
     print_table(KEY_COLUMNS | columns, rows)
 
 
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
-    """Logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
+    """Return logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
     prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
     model = prepared.model()
     layout = prepared.plan.layout
     clock = Clock()
     prompts = zip(prepared.prompts(), codes, strict=True)
-    parts = (compute_sequence_logits(model, layout, [prompt.cond], own[:-1], clock) for prompt, own in prompts)
+    parts = (
+        compute_sequence_logits(model, layout, [prompt.cond], image_codes[:-1], clock)
+        for prompt, image_codes in prompts
+    )
     return np.concatenate([part[0] for image in parts for part in image])
 
 

@@ -1,4 +1,4 @@
-"""Bundles of published sizes with random weights: what a benchmark needs to know a model's cost.
+"""Make bundles of published sizes with random weights, for benchmarks of a model's cost.
 
 Checkpoints are written in the published files' layouts, piece by piece, and exported as a user would export them.
 """
@@ -25,24 +25,28 @@ from lantern_rt.export.registry import find_family, read_family
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
-# How much a layer adds to what enters it, how well the drafter reads its token, and how far logits spread: random
-# weights whose drafter is right about as often as a trained one, so that every path of the decode loop is walked.
-LAYER_GAIN, DRAFTER_NOISE, LOGIT_SPREAD = 0.01, 0.3, 4.0
+# Scales of a layer's outputs, of the noise in the drafter's token embedding, and of logits: random weights whose
+# drafter is right about as often as a trained drafter, so that every path of the decode loop is walked.
+LAYER_GAIN = 0.01
+DRAFTER_NOISE = 0.3
+LOGIT_SPREAD = 4.0
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-_BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cost does not
-_FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <reserved00000> would be the last
+_BLOCK = 1 << 22  # random numbers of a weight, after which they repeat
+_FIRST_CODE = 4  # Chameleon's token of code 0
+_BEGIN_OF_IMAGE = 8197  # Chameleon's token before an image
+_RESERVED = 4  # token that <reserved00000> would be
 _GLM_SPARE = 128  # ids behind GLM-Image's codes, which its head has rows for
-_RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
+_RESERVED_NAMES = range(8706, 8865)  # end of turn, row ends, and sizes in Lumina-mGPT
 _WITH_DRAFTER = ("llamagen", "anole", "lumina")
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target and of the image tokenizer (`vq_width`: of its first level).
+    """Sizes of a target and of the image tokenizer (`vq_width`: channels of its first level).
 
-    vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen, PAR and NAR, without one.
-    key_share: heads of queries that share one of keys.
+    vocab_size: size of the joint vocabulary of text and codes; None for class-conditional LlamaGen, PAR and NAR.
+    key_share: query heads per key head.
     group: cells that PAR draws in a pass; 0 for other families.
     head_size: width of a head; 0: heads together are as wide as the hidden states.
     """
@@ -128,7 +132,7 @@ def export_checkpoints(
     vq_precision: str = "fp32",
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
-    """Export what `write_checkpoints` wrote to `folder`."""
+    """Export the checkpoints that `write_checkpoints` wrote to `folder`."""
     options = {
         "target": folder / "target",
         "vq": next(folder.glob("vq*"), None),
@@ -141,7 +145,7 @@ def export_checkpoints(
 
 
 def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
-    """Write all that an export reads: folders in LANTERN's layout or a family's own, and an image tokenizer."""
+    """Write all inputs of an export: folders in LANTERN's or the family's layout, and an image tokenizer."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
@@ -188,9 +192,10 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
 
 
 def _target(shape: Shape) -> Sizes:
-    """Names and shapes of a target's weights."""
-    width, head = shape.hidden_size, shape.query_width // shape.num_heads
-    # Anole's norms of queries and keys have a row for every head, those of Lumina-mGPT one for all.
+    """Yield names and shapes of a target's weights."""
+    width = shape.hidden_size
+    head = shape.query_width // shape.num_heads
+    # Anole's norms of queries and keys have a row for every head, norms of Lumina-mGPT one row for all.
     rows = {"anole": (shape.num_heads,), "lumina": (1,), "lumina2": (1,)}.get(shape.family, ())
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
     if shape.vocab_size is None:
@@ -212,8 +217,9 @@ def _target(shape: Shape) -> Sizes:
 
 
 def _nar(shape: Shape) -> Sizes:
-    """Names and shapes of NAR's weights in the layout of the official programs."""
-    width, inner = shape.hidden_size, shape.intermediate_size
+    """Yield names and shapes of NAR's weights in the layout of the official programs."""
+    width = shape.hidden_size
+    inner = shape.intermediate_size
     yield "tok_embeddings.weight", (shape.codes, width)
     yield "cls_embedding.embedding_table.weight", (CLASSES + 1, width)
     for i in range(shape.num_layers):
@@ -230,10 +236,11 @@ def _nar(shape: Shape) -> Sizes:
 
 
 def _write_glm_image(shape: Shape, folder: Path, text: dict[str, Any]) -> None:
-    """The folder of diffusers: target, and tokenizer with digits of sizes."""
+    """Write the folder of diffusers: target, and tokenizer with digits of sizes."""
     folder.mkdir()
     pairs = shape.hidden_size // shape.num_heads // 4
-    time, row = pairs // 4, pairs * 3 // 8
+    time = pairs // 4
+    row = pairs * 3 // 8
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [time, row, pairs - time - row]}
     text |= {"rope_parameters": rope, "max_position_embeddings": 131072}
     config = {"model_type": "glm_image", "image_start_token_id": shape.codes, "text_config": text}
@@ -250,7 +257,7 @@ def _write_glm_image(shape: Shape, folder: Path, text: dict[str, Any]) -> None:
 
 
 def _glm_image(shape: Shape) -> Sizes:
-    """Names and shapes of the weights of GLM-Image's autoregressive part, without the image encoder."""
+    """Yield names and shapes of the weights of GLM-Image's autoregressive part, without the image encoder."""
     width = shape.hidden_size
     yield "model.vqmodel.quantize.embedding.weight", (shape.codes, 64)
     yield "model.language_model.embed_tokens.weight", (shape.vocab_size or 0, width)
@@ -270,7 +277,7 @@ def _glm_image(shape: Shape) -> Sizes:
 
 
 def _drafter(shape: Shape) -> Sizes:
-    """LANTERN's drafter of one layer."""
+    """Yield names and shapes of LANTERN's drafter of one layer."""
     yield "embed_tokens.weight", (shape.vocab_size or shape.codes, shape.hidden_size)
     yield "fc.weight", (shape.hidden_size, 2 * shape.hidden_size)
     yield "fc.bias", (shape.hidden_size,)
@@ -289,7 +296,7 @@ def _layer(shape: Shape, prefix: str) -> Sizes:
 
 
 def _name_tokens(shape: Shape, folder: Path) -> None:
-    """Chameleon's names of image tokens, in which a code's digits are letters (A is 0), and a small tokenizer."""
+    """Write Chameleon's names of image tokens, with letters for a code's digits (A is 0), and a small tokenizer."""
     start = "<|im_end|>" if shape.family == "lumina2" else "<s>"
     named = {start: 0, "<racm3:break>": _BEGIN_OF_IMAGE}
     named |= {f"<reserved{number:05d}>": _RESERVED + number for number in _RESERVED_NAMES}
@@ -297,7 +304,9 @@ def _name_tokens(shape: Shape, folder: Path) -> None:
     codes = {f"IMGIMG{str(code).translate(letters)}Z": _FIRST_CODE + code for code in range(shape.codes)}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocabulary_map": named | codes}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": start}))  # which starts prompts of lumina2
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": start})
+    )  # token that starts prompts of lumina2
     behind = max(named.values()) + 1
     words = {word: behind + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
     tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
@@ -306,7 +315,7 @@ def _name_tokens(shape: Shape, folder: Path) -> None:
 
 
 def _write_ranks(shape: Shape, folder: Path) -> None:
-    """Emu3's tokenizer as published, with bytes alone for a text's tokens, and its names of visual tokens."""
+    """Write Emu3's published tokenizer with only bytes as text tokens, and its names of visual tokens."""
     lines = (f"{b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
     (folder / "emu3.tiktoken").write_text("".join(lines))
     names = ["<|image token|>", "<|image start|>", "<|image end|>"]
@@ -315,7 +324,7 @@ def _write_ranks(shape: Shape, folder: Path) -> None:
 
 
 def _write_words(shape: Shape, folder: Path) -> None:
-    """A tokenizer with a word for each id before those of codes."""
+    """Write a tokenizer with a word for each id before the ids of codes."""
     count = (shape.vocab_size or 0) - shape.codes
     names = ["<unk>", "a", "red", "cube", "on", "sand", START, BEGIN]
     names += (f"word{i}" for i in range(count - len(names)))
@@ -326,28 +335,29 @@ def _write_words(shape: Shape, folder: Path) -> None:
 
 
 def _write_folder(folder: Path, sizes: Sizes, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """A configuration and a safetensors file, tensor by tensor."""
+    """Write a configuration and a safetensors file, tensor by tensor."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, object] = {}
-    at, listed = 0, list(sizes)
-    for name, size in listed:
-        end = at + torch.Size(size).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": size, "data_offsets": [at, end]}
-        at = end
+    offset = 0
+    weight_sizes = list(sizes)
+    for name, size in weight_sizes:
+        end = offset + torch.Size(size).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": size, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for seed, (name, size) in enumerate(listed, start=1):
+        for seed, (name, size) in enumerate(weight_sizes, start=1):
             block = _weight(name, size, seed).to(dtype).flatten().view(torch.uint8).numpy().data
-            left = torch.Size(size).numel() * dtype.itemsize
-            while left:
-                left -= file.write(block[:left])
+            remaining_bytes = torch.Size(size).numel() * dtype.itemsize
+            while remaining_bytes:
+                remaining_bytes -= file.write(block[:remaining_bytes])
 
 
 def _weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A weight, or the numbers that repeat in it. Tables of target and drafter are the same."""
+    """Return a weight, or the numbers that repeat in it. Tables of target and drafter are the same."""
     if "norm" in name or len(size) == 1:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
     generator = torch.Generator().manual_seed(0 if "embed" in name else seed)

@@ -18,15 +18,20 @@ from lantern_rt.export.models.vq_checkpoints import CODEBOOK
 if TYPE_CHECKING:
     from random_bundle import Shape
 
-_VQ_WIDTH = 256  # of the image tokenizers' narrowest part
+_VQ_WIDTH = 256  # channels of the image tokenizers' narrowest part
 _LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
-_COSMOS_LEVELS, _COSMOS_LATENTS, _COSMOS_DIGITS, _COSMOS_BANDS = (2, 4, 4), 16, 6, 192
-_EMU3_LEVELS, _EMU3_WIDTH, _FRAMES_LOG2 = (1, 2, 2, 4), 4, 2  # of Emu3's; its codes and latents; frames of a grid
+_COSMOS_LEVELS = (2, 4, 4)
+_COSMOS_LATENTS = 16
+_COSMOS_DIGITS = 6
+_COSMOS_BANDS = 192
+_EMU3_LEVELS = (1, 2, 2, 4)
+_EMU3_WIDTH = 4  # channels of Emu3's codes and latents
+_FRAMES_LOG2 = 2  # logarithm of the frames of a grid
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def write_vq(shape: Shape, folder: Path) -> None:
-    """LlamaGen's image tokenizer."""
+    """Write LlamaGen's image tokenizer."""
     state = _tokenizer(shape, 8, attention=True)
     state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
     state["decoder.conv_out.weight"] /= 8  # about an image's contrast; int8 is judged in levels
@@ -34,7 +39,7 @@ def write_vq(shape: Shape, folder: Path) -> None:
 
 
 def write_vqgan(shape: Shape, folder: Path) -> None:
-    """Chameleon's, in taming-transformers' layout."""
+    """Write Chameleon's image tokenizer in taming-transformers' layout."""
     top = len(_LEVELS) - 1
     state = _taming(_tokenizer(shape, _VQ_WIDTH, attention=False), top)
     folder.mkdir()
@@ -45,10 +50,10 @@ def write_vqgan(shape: Shape, folder: Path) -> None:
 
 
 def write_ibq(shape: Shape, folder: Path) -> None:
-    """Emu3.5's."""
+    """Write Emu3.5's image tokenizer."""
     folder.mkdir()
-    ours = _tokenizer(shape, _VQ_WIDTH, attention=True, blocks=4)
-    save_file(_taming(ours, len(_LEVELS) - 1), folder / "model.safetensors")
+    weights = _tokenizer(shape, _VQ_WIDTH, attention=True, blocks=4)
+    save_file(_taming(weights, len(_LEVELS) - 1), folder / "model.safetensors")
 
 
 def _movqgan_config(shape: Shape) -> VQConfig:
@@ -58,7 +63,7 @@ def _movqgan_config(shape: Shape) -> VQConfig:
 
 
 def write_movqgan(shape: Shape, folder: Path) -> None:
-    """That of Lumina-mGPT 2.0."""
+    """Write the image tokenizer of Lumina-mGPT 2.0."""
     state = _taming(dict(MoVQ(_movqgan_config(shape)).state_dict()), len(_EMU3_LEVELS) - 1)
     folder.mkdir()
     file = folder / "movqgan_270M.ckpt"
@@ -66,7 +71,7 @@ def write_movqgan(shape: Shape, folder: Path) -> None:
 
 
 def write_video_vq(shape: Shape, folder: Path) -> None:
-    """Emu3's. Where only the last slice of a kernel in time acts, it alone is written."""
+    """Write Emu3's image tokenizer; of kernels in time, only the last slice where only that slice acts."""
     video = Emu3VQ(_FRAMES_LOG2, _movqgan_config(shape))
     state = _taming(dict(video.state_dict()), len(_EMU3_LEVELS) - 1)
     for i in range(_FRAMES_LOG2):
@@ -77,7 +82,7 @@ def write_video_vq(shape: Shape, folder: Path) -> None:
 
 
 def write_cosmos(shape: Shape, folder: Path) -> None:
-    """The Cosmos tokenizer: its names, with taps in time."""
+    """Write the Cosmos tokenizer with its names and its kernels in time."""
     generator = torch.Generator().manual_seed(0)
     folder.mkdir()
     for half in ("encoder", "decoder"):
@@ -91,52 +96,61 @@ def write_cosmos(shape: Shape, folder: Path) -> None:
 
 
 def _cosmos(half: str, width: int) -> Sizes:
-    """Names and shapes of the weights of one half."""
+    """Yield names and shapes of the weights of one half."""
 
     def pair(name: str, inputs: int, outputs: int) -> Sizes:
         yield f"{name}.0.conv3d", (outputs, inputs, 1, 3, 3)
         yield f"{name}.1.conv3d", (outputs, outputs, 3, 1, 1)
 
     def block(name: str, inputs: int, outputs: int) -> Sizes:
-        for i, before in ((1, inputs), (2, outputs)):
-            yield f"{name}.norm{i}.norm", (before,)
-            yield from pair(f"{name}.conv{i}", before, outputs)
+        for i, previous_width in ((1, inputs), (2, outputs)):
+            yield f"{name}.norm{i}.norm", (previous_width,)
+            yield from pair(f"{name}.conv{i}", previous_width, outputs)
         if inputs != outputs:
             yield f"{name}.nin_shortcut.conv3d", (outputs, inputs, 1, 1, 1)
 
-    down, widths = half == "encoder", [width * level for level in _COSMOS_LEVELS]
-    inner, outer = widths[-1], _COSMOS_BANDS
-    quantiser = (_COSMOS_DIGITS, _COSMOS_LATENTS) if down else (_COSMOS_LATENTS, _COSMOS_DIGITS)
-    yield f"{'' if down else 'post_'}quant_conv.conv3d", (*quantiser, 1, 1, 1)
-    yield from pair(f"{half}.conv_in", outer if down else _COSMOS_LATENTS, width if down else inner)
-    yield from pair(f"{half}.conv_out", inner if down else widths[0], _COSMOS_LATENTS if down else outer)
-    yield f"{half}.norm_out.norm", (inner if down else widths[0],)
+    is_encoder = half == "encoder"
+    widths = [width * level for level in _COSMOS_LEVELS]
+    inner_width = widths[-1]
+    outer_width = _COSMOS_BANDS
+    quantiser = (_COSMOS_DIGITS, _COSMOS_LATENTS) if is_encoder else (_COSMOS_LATENTS, _COSMOS_DIGITS)
+    yield f"{'' if is_encoder else 'post_'}quant_conv.conv3d", (*quantiser, 1, 1, 1)
+    yield from pair(
+        f"{half}.conv_in", outer_width if is_encoder else _COSMOS_LATENTS, width if is_encoder else inner_width
+    )
+    yield from pair(
+        f"{half}.conv_out", inner_width if is_encoder else widths[0], _COSMOS_LATENTS if is_encoder else outer_width
+    )
+    yield f"{half}.norm_out.norm", (inner_width if is_encoder else widths[0],)
     for part in ("block_1", "block_2"):
-        yield from block(f"{half}.mid.{part}", inner, inner)
+        yield from block(f"{half}.mid.{part}", inner_width, inner_width)
     for i in range(2):
-        yield f"{half}.mid.attn_1.{i}.norm.norm", (inner,)
+        yield f"{half}.mid.attn_1.{i}.norm.norm", (inner_width,)
         for part in ("q", "k", "v", "proj_out"):
-            yield f"{half}.mid.attn_1.{i}.{part}.conv3d", (inner, inner, 1, 1, 1)
-    before = width if down else inner
-    for i in range(3) if down else reversed(range(3)):
-        at = f"{half}.{'down' if down else 'up'}.{i}"
-        for j in range(2 if down else 3):
-            yield from block(f"{at}.block.{j}", before, widths[i])
-            before = widths[i]
-        if i != (2 if down else 0):
-            kernels = (((1, 3, 3), (3, 1, 1)) if down else ((3, 1, 1), (1, 3, 3))) + ((1, 1, 1),)
+            yield f"{half}.mid.attn_1.{i}.{part}.conv3d", (inner_width, inner_width, 1, 1, 1)
+    previous_width = width if is_encoder else inner_width
+    for i in range(3) if is_encoder else reversed(range(3)):
+        prefix = f"{half}.{'down' if is_encoder else 'up'}.{i}"
+        for j in range(2 if is_encoder else 3):
+            yield from block(f"{prefix}.block.{j}", previous_width, widths[i])
+            previous_width = widths[i]
+        if i != (2 if is_encoder else 0):
+            kernels = (((1, 3, 3), (3, 1, 1)) if is_encoder else ((3, 1, 1), (1, 3, 3))) + ((1, 1, 1),)
             for j, kernel in enumerate(kernels, start=1):
-                yield f"{at}.{'downsample' if down else 'upsample'}.conv{j}.conv3d", (before, before, *kernel)
+                yield (
+                    f"{prefix}.{'downsample' if is_encoder else 'upsample'}.conv{j}.conv3d",
+                    (previous_width, previous_width, *kernel),
+                )
 
 
-def _taming(ours: dict[str, torch.Tensor], top: int) -> dict[str, torch.Tensor]:
-    """Weights by the names of taming-transformers; top: the last level."""
+def _taming(weights: dict[str, torch.Tensor], top: int) -> dict[str, torch.Tensor]:
+    """Name weights like taming-transformers; top: the last level."""
     state = {}
-    for name, weight in ours.items():
+    for name, weight in weights.items():
         for i, part in enumerate(("block_1", "attn_1", "block_2")):
             name = name.replace(f".mid.{i}.", f".mid.{part}.")
         name = re.sub(r"encoder\.conv_blocks\.(\d+)", r"encoder.down.\1", name)
-        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{top - int(found[1])}", name)
+        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda match: f"decoder.up.{top - int(match[1])}", name)
         state[name.replace(".res.", ".block.")] = weight
     state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
     return state

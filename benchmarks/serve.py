@@ -6,11 +6,11 @@
 Offline: `Pipeline` one image at a time (`ar`), and quality `strict` in batches of 1 to 16, images and PNG files
 included. Closed loop: 1 to 16 clients over HTTP, each asking again as soon as it has its
 image. Open loop: requests come at random, at 0.5 to 3 times the images a second of the best offline batch; `refused`
-is the share that was told to come again (429), and latencies are those of the others. The bound beside p99 is what a
+is the share that was rejected for now (429); latencies are of the other requests. The bound beside p99 is what a
 request may wait at worst: the images that share passes and the queue, at the images a second that were reached.
-Deadlines, each the time that 25 images take at saturation: the same at twice the load, with a long queue; `late` is the
-share of what was taken that was not done in time.
-Neighbours: four callers, each from an address of its own, beside a fifth that is like them, or greedy.
+Deadlines, each the time that 25 images take at saturation: the same at twice the load, with a long queue; `late` is
+the share of accepted requests that were not done in time.
+Neighbours: four callers with different addresses, beside a fifth that is like them, or greedy.
 """
 
 from __future__ import annotations
@@ -44,31 +44,34 @@ GREEDY = {"like them": {}, "wide": {"method": "sjd:window=63"}, "relaxed": {"met
 
 @dataclass
 class Answers:
-    """Seconds of requests that were answered with an image, and how many were refused."""
+    """Seconds of requests that were answered with an image, and the numbers of rejected and late requests."""
 
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
     late: int = 0
 
     def row(self, elapsed: float) -> dict[str, float]:
-        done = sorted(self.seconds) or [float("nan")]
-        percent = [done[min(len(done) - 1, int(share * len(done)))] for share in (0.5, 0.95, 0.99)]
+        sorted_seconds = sorted(self.seconds) or [float("nan")]
+        percentiles = [
+            sorted_seconds[min(len(sorted_seconds) - 1, int(share * len(sorted_seconds)))]
+            for share in (0.5, 0.95, 0.99)
+        ]
         return {
             "images_per_second": len(self.seconds) / elapsed,
-            **dict(zip(("p50", "p95", "p99"), percent, strict=True)),
+            **dict(zip(("p50", "p95", "p99"), percentiles, strict=True)),
             "refused": self.refused / max(1, self.refused + self.late + len(self.seconds)),
             "late": self.late / max(1, self.late + len(self.seconds)),
         }
 
 
-def offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, method: str | None) -> float:
-    """Images a second of batches, drawn one after the other for so long."""
+def measure_offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, method: str | None) -> float:
+    """Return images a second of batches, drawn one after the other for `seconds`."""
     rates: list[float] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    first_start = time.perf_counter()
+    while time.perf_counter() - first_start < seconds:
         start = time.perf_counter()
-        asked = [prompts[(len(rates) * size + i) % len(prompts)] for i in range(size)]
-        for image in pipe(asked, seed=[*range(size)], method=method).images:
+        batch_prompts = [prompts[(len(rates) * size + i) % len(prompts)] for i in range(size)]
+        for image in pipe(batch_prompts, seed=[*range(size)], method=method).images:
             encode_png(image, image.info)
         rates.append(size / (time.perf_counter() - start))
     return statistics.harmonic_mean(rates)
@@ -76,7 +79,7 @@ def offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, metho
 
 @contextmanager
 def server(*arguments: str) -> Iterator[tuple[str, int]]:
-    """Host and port of a server that runs meanwhile."""
+    """Run a server in this context; yield its host and port."""
     command = [sys.executable, "-m", "lantern_rt", "serve", *arguments, "--port", "0"]
     with tempfile.NamedTemporaryFile("r") as log, subprocess.Popen(command, stderr=open(log.name, "w")) as process:
         try:
@@ -84,63 +87,63 @@ def server(*arguments: str) -> Iterator[tuple[str, int]]:
             while "ready" not in text:
                 time.sleep(0.1)
                 text += log.read()
-            found = re.search(r"http://(\S+):(\d+)", text)
-            assert found is not None
-            yield found[1], int(found[2])
+            address = re.search(r"http://(\S+):(\d+)", text)
+            assert address is not None
+            yield address[1], int(address[2])
         finally:
             process.terminate()
 
 
-async def ask(
+async def request_image(
     address: tuple[str, int], prompt: str, seed: int, answers: Answers, caller: int = 1, **options: object
 ) -> None:
-    """One request on a connection of its own, from an address of the loopback."""
-    began = time.perf_counter()
+    """Send one request on a separate connection, from a loopback address for each caller."""
+    start_time = time.perf_counter()
     reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller}", 0))
     body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
     head = "POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n".encode() + body)
-    answer = await reader.read(-1)
+    response = await reader.read(-1)
     writer.close()
-    if answer.startswith(b"HTTP/1.1 200"):
-        answers.seconds.append(time.perf_counter() - began)
-    elif answer.startswith(b"HTTP/1.1 429"):
+    if response.startswith(b"HTTP/1.1 200"):
+        answers.seconds.append(time.perf_counter() - start_time)
+    elif response.startswith(b"HTTP/1.1 429"):
         answers.refused += 1
-    elif answer.startswith(b"HTTP/1.1 504"):
+    elif response.startswith(b"HTTP/1.1 504"):
         answers.late += 1
     else:
-        raise SystemExit(answer[:500].decode())
+        raise SystemExit(response[:500].decode())
 
 
 async def closed_loop(address: tuple[str, int], prompts: list[str], clients: int, seconds: float) -> dict[str, float]:
     answers = Answers()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
 
     async def client() -> None:
-        while time.perf_counter() - began < seconds:
-            await ask(address, random.choice(prompts), next(seeds), answers)
+        while time.perf_counter() - start_time < seconds:
+            await request_image(address, random.choice(prompts), next(seeds), answers)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return answers.row(time.perf_counter() - began)
+    return answers.row(time.perf_counter() - start_time)
 
 
 async def neighbours(address: tuple[str, int], seconds: float, fifth: dict[str, object]) -> dict[str, float]:
-    """Four callers with one request at a time; the fifth has four, if it is greedy."""
+    """Measure four callers with one request at a time, beside a fifth, which sends four if it is greedy."""
     answers = Answers()
-    other = Answers()
-    began = time.perf_counter()
+    greedy_answers = Answers()
+    start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
 
-    async def client(caller: int, own: Answers, **options: object) -> None:
-        while time.perf_counter() - began < seconds:
-            await ask(address, "a red cube on sand", next(seeds), own, caller, **options)
+    async def client(caller: int, caller_answers: Answers, **options: object) -> None:
+        while time.perf_counter() - start_time < seconds:
+            await request_image(address, "a red cube on sand", next(seeds), caller_answers, caller, **options)
 
-    greedy = [asyncio.create_task(client(6, other, **fifth)) for _ in range(4 if fifth else 1)]
+    greedy = [asyncio.create_task(client(6, greedy_answers, **fifth)) for _ in range(4 if fifth else 1)]
     await asyncio.gather(*(client(caller, answers) for caller in range(2, 6)))
-    row = answers.row(time.perf_counter() - began)
-    for one in greedy:
-        one.cancel()
+    row = answers.row(time.perf_counter() - start_time)
+    for greedy_task in greedy:
+        greedy_task.cancel()
     return row
 
 
@@ -148,14 +151,16 @@ async def open_loop(
     address: tuple[str, int], prompts: list[str], rate: float, seconds: float, **options: object
 ) -> dict[str, float]:
     answers = Answers()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     rng = random.Random(0)
-    asked = list[asyncio.Task[None]]()
-    while time.perf_counter() - began < seconds:
-        asked.append(asyncio.create_task(ask(address, rng.choice(prompts), len(asked), answers, **options)))
+    requests = list[asyncio.Task[None]]()
+    while time.perf_counter() - start_time < seconds:
+        requests.append(
+            asyncio.create_task(request_image(address, rng.choice(prompts), len(requests), answers, **options))
+        )
         await asyncio.sleep(rng.expovariate(rate))
-    await asyncio.gather(*asked)
-    return answers.row(time.perf_counter() - began)
+    await asyncio.gather(*requests)
+    return answers.row(time.perf_counter() - start_time)
 
 
 def main() -> None:
@@ -176,7 +181,7 @@ def main() -> None:
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()
     best = 0.0
     for size, method in [(1, "ar"), *((size, None) for size in BATCHES)]:
-        rate = offline(pipe, prompts, size, seconds, method)
+        rate = measure_offline(pipe, prompts, size, seconds, method)
         report(f"offline, {method or 'strict'}, batches of {size}", {"images_per_second": rate})
         best = max(best, rate)
     limits = ["--batch", str(TOGETHER), "--waiting", str(WAITING)]

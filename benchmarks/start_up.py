@@ -1,4 +1,4 @@
-"""How long a fresh process takes to a pipeline with all graphs loaded, of several installs in turns.
+"""Measure how long a fresh process takes to load a pipeline with all graphs, for several installs in turns.
 
     python benchmarks/start_up.py                                                    # this install, scenes
     python benchmarks/start_up.py --python .venv/bin/python --python ../before/.venv/bin/python --rounds 15
@@ -51,8 +51,8 @@ def main() -> None:
             runs[python].append(json.loads(worker.stdout) | {"process": process})
     print(f"{arguments.bundle}, {arguments.threads} thread(s), milliseconds: median (quartiles)")
     for figure in ("load", "process", "pass"):
-        for python, own in runs.items():
-            values = [run[figure] for run in own]
+        for python, install_runs in runs.items():
+            values = [run[figure] for run in install_runs]
             low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
             print(f"  {figure:8} {middle:9.2f} ({low:.2f} .. {high:.2f})  {python}")
 

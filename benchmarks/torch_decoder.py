@@ -19,7 +19,7 @@ from torch import Tensor, nn
 MODES = ("eager", "graph", "compiled")
 ROWS = 2  # one image with guidance
 SCALE = 4.0
-NODES = (2, 16, 64)  # each is compiled on its own
+NODES = (2, 16, 64)  # each number is compiled separately
 
 
 class Layer(nn.Module):
@@ -49,8 +49,8 @@ class Layer(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    first_half, second_half = x.chunk(2, -1)
+    return torch.cat([first_half * cos - second_half * sin, second_half * cos + first_half * sin], -1)
 
 
 class Decoder(nn.Module):
@@ -83,14 +83,14 @@ class Decoder(nn.Module):
 
 
 def sample(logits: Tensor) -> Tensor:
-    """Codes with guidance after the last node; with exponential noise, which a CUDA graph may contain."""
+    """Sample codes with guidance after the last node, with exponential noise, which a CUDA graph may contain."""
     conditional, unconditional = logits[:, -1]
     guided = unconditional + SCALE * (conditional - unconditional)
     return (guided.softmax(-1) / torch.empty_like(guided).exponential_()).argmax(-1, keepdim=True)
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The function as a CUDA graph."""
+def capture_graph(run: Callable[[], None]) -> Callable[[], None]:
+    """Capture the function as a CUDA graph and return its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -105,7 +105,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
 @torch.inference_mode()
 def measure(shape: Shape, mode: str, device: str, images: int = 3) -> dict[str, float]:
-    """Milliseconds of passes by nodes at half an image, and images a second by plain decoding, without pixels."""
+    """Return milliseconds of passes by nodes at half an image, and images a second of plain decoding without pixels."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(shape).eval()
@@ -117,7 +117,7 @@ def measure(shape: Shape, mode: str, device: str, images: int = 3) -> dict[str, 
         model.logits = torch.compile(model.logits, **options)
 
     def prepare(run: Callable[[], None]) -> Callable[[], None]:
-        return run if mode == "eager" or device == "cpu" else captured(run)
+        return run if mode == "eager" or device == "cpu" else capture_graph(run)
 
     def seconds(run: Callable[[], None], repeats: int = 1) -> float:
         began = time.perf_counter()

@@ -55,10 +55,10 @@ def section(name: str, model: PublishedModel) -> str:
     lines = [
         f"## {name}",
         "",
-        f"{good} {limits} Image sizes: {model.sizes} pixels. Parameters: {format_count(model.parameters)}.",
+        f"{good} {limits} Image sizes in pixels: {model.sizes}. Parameters: {format_count(model.parameters)}.",
         "",
         f"- Download: {model.download_bytes / 1e9:.1f} GB{', with a login' if model.login else ''}; finished bundle: "
-        f"{finished or 'none yet'}",
+        f"{finished or 'none to download yet'}",
         f"- Memory: {model.memory_bytes / 1e9:.1f} GB in `int8`, {2 * model.memory_bytes / 1e9:.1f} GB in `fp16`",
         f"- Licence: {model.licence}",
         "",

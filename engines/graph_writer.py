@@ -182,7 +182,7 @@ class DecoderWriter(ABC):
         self.group = group
         self.half = dtype != "float32"
 
-    def decoder(self, x: str, layers: int) -> None:
+    def write_decoder(self, x: str, layers: int) -> None:
         """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`.
 
         With two heads, only the second head reads the last layer. `hidden_states` are the first head's.
@@ -191,22 +191,22 @@ class DecoderWriter(ABC):
         addend = None
         two_heads = self.architecture.two_heads
         for i in range(layers - two_heads):
-            x, addend = self.layer(x, addend, i)
+            x, addend = self.write_layer(x, addend, i)
         if two_heads and addend is not None:
             x = graph.op("Add", x, addend)
             addend = None
         name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
         norm = "norm.weight" if self.architecture.final_norm else None
-        hidden = self.add_and_norm(x, addend, norm, name)[1]
+        hidden = self.write_sum_and_norm(x, addend, norm, name)[1]
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         if two_heads:
-            last = self.layer(x, None, layers - 1)
-            self.head(hidden, self.add_and_norm(*last, "below_norm.weight", "states_below")[1])
+            last = self.write_layer(x, None, layers - 1)
+            self.write_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
-            self.head(hidden)
+            self.write_head(hidden)
 
-    def layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
+    def write_layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
         """Write a layer.
 
         Args:
@@ -218,33 +218,33 @@ class DecoderWriter(ABC):
         """
         layer_name = f"layers.{index}"
         has_norm = index > 0 or self.architecture.input_norm
-        x, normed = self.add_and_norm(x, addend, f"{layer_name}.attention_norm.weight" if has_norm else None)
-        addend = self.norm_output(self.attention(normed, layer_name), f"{layer_name}.attention_post_norm.weight")
-        x, normed = self.add_and_norm(x, addend, f"{layer_name}.ffn_norm.weight")
-        gate = self.linear(normed, f"{layer_name}.ffn.gate")
-        up = self.linear(normed, f"{layer_name}.ffn.up")
+        x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.attention_norm.weight" if has_norm else None)
+        addend = self.write_output_norm(self.write_attention_block(normed, layer_name), f"{layer_name}.attention_post_norm.weight")
+        x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.ffn_norm.weight")
+        gate = self.write_linear(normed, f"{layer_name}.ffn.gate")
+        up = self.write_linear(normed, f"{layer_name}.ffn.up")
         active = self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
-        return x, self.norm_output(self.linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight")
+        return x, self.write_output_norm(self.write_linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight")
 
-    def attention(self, x: str, layer_name: str) -> str:
-        """Write the attention of the layer `layer_name` and return its output."""
-        query, key, value = self.rotate(self.linear(x, f"{layer_name}.attention.qkv"), layer_name)
-        return self.linear(self.attend(query, key, value, layer_name), f"{layer_name}.attention.out")
+    def write_attention_block(self, x: str, layer_name: str) -> str:
+        """Write the write_attention_block of the layer `layer_name` and return its output."""
+        query, key, value = self.split_and_rotate(self.write_linear(x, f"{layer_name}.write_attention_block.qkv"), layer_name)
+        return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.write_attention_block.out")
 
-    def head(self, hidden: str, below: str | None = None) -> None:
+    def write_head(self, hidden: str, below: str | None = None) -> None:
         """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
         name = "narrow_logits" if self.half else "logits"
         if below is not None:
-            both = self.linear(hidden, "head.right"), self.linear(below, "head.below")
+            both = self.write_linear(hidden, "head.right"), self.write_linear(below, "head.below")
             self.graph.op("Concat", *both, name=name, axis=-1)
         elif self.architecture.head_hidden:
-            self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", name)
+            self.write_linear(self.write_gelu(self.write_linear(hidden, "head.first")), "head.second", name)
         else:
-            self.linear(hidden, "head", name)
+            self.write_linear(hidden, "head", name)
         if self.half:
             self.graph.cast(name, "float32", "logits")
 
-    def linear(self, x: str, name: str, output: str | None = None) -> str:
+    def write_linear(self, x: str, name: str, output: str | None = None) -> str:
         """Write a linear layer; it has a bias if there is a weight `{name}.bias`.
 
         Args:
@@ -253,14 +253,14 @@ class DecoderWriter(ABC):
             output: name of the result; None: any name.
         """
         has_bias = f"{name}.bias" in self.weights
-        y = self.matmul(x, f"{name}.weight", None if has_bias else output)
+        y = self.write_matmul(x, f"{name}.weight", None if has_bias else output)
         if not has_bias:
             return y
-        bias = self.weight(f"{name}.bias")
+        bias = self.write_weight(f"{name}.bias")
         bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # stored as float32
         return self.graph.op("Add", y, bias, name=output)
 
-    def add_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
         """Write the residual sum and its RMS norm; without a norm, the normed sum is the sum.
 
         WebGPU does not record copies. Therefore the sum itself gets the name, instead of an Identity node's output.
@@ -275,20 +275,20 @@ class DecoderWriter(ABC):
             The names of the sum and of the normed sum.
         """
         if weight is not None:
-            return self.norm(x, addend, weight, name)
+            return self.write_norm(x, addend, weight, name)
         total = x if addend is None else self.graph.op("Add", x, addend, name=name)
         return total, total
 
-    def norm_output(self, x: str, weight: str) -> str:
+    def write_output_norm(self, x: str, weight: str) -> str:
         """Write the norm of the output `x` of attention or a feed-forward network, if outputs are normalised."""
-        return self.norm(x, None, weight, None)[1] if self.architecture.post_norms else x
+        return self.write_norm(x, None, weight, None)[1] if self.architecture.post_norms else x
 
-    def tile_mask(self, mask: str) -> str:
+    def write_tiled_mask(self, mask: str) -> str:
         """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""
         return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 
     @abstractmethod
-    def rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
+    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
         """Write the head norm and the rotary embedding of queries and keys.
 
         Args:
@@ -300,7 +300,7 @@ class DecoderWriter(ABC):
         """
 
     @abstractmethod
-    def attend(self, query: str, key: str, value: str, layer_name: str) -> str:
+    def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
         """Write attention, `[rows, nodes, hidden_size]`, and store the new keys and values.
 
         Args:
@@ -311,7 +311,7 @@ class DecoderWriter(ABC):
         """
 
     @abstractmethod
-    def matmul(self, x: str, weight: str, output: str | None) -> str:
+    def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         """Multiply `x` by a weight.
 
         Args:
@@ -320,15 +320,15 @@ class DecoderWriter(ABC):
         """
 
     @abstractmethod
-    def weight(self, name: str) -> str:
+    def write_weight(self, name: str) -> str:
         """Add a weight and return its name in a form that nodes can read."""
 
     @abstractmethod
-    def norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its norm. Args: see `add_and_norm`."""
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        """Write the residual sum and its write_norm. Args: see `write_sum_and_norm`."""
 
     @abstractmethod
-    def gelu(self, x: str) -> str:
+    def write_gelu(self, x: str) -> str:
         """Write the exact GELU."""
 
     def to_float32(self, x: str) -> str:

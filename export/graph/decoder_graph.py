@@ -61,29 +61,29 @@ class PastFirstWriter(DecoderWriter):
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
         self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
 
-    def write(self, x: str) -> None:
-        """Write all layers and outputs; `x` is the input of the first layer, `[rows, nodes, hidden_size]`."""
+    def write_graph(self, embeddings: str) -> None:
+        """Write all layers and outputs; `embeddings` is the input of the first layer, `[rows, nodes, hidden_size]`."""
         ops = self.graph
-        x = ops.transpose(x, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
+        x = ops.transpose(embeddings, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
         self.cos, self.sin, swap = self._write_rotation()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
-        self.mask = self.tile_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
+        self.mask = self.write_tiled_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
         self.swap = ops.weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
-        self.decoder(x, self.config.num_layers)
+        self.write_decoder(x, self.config.num_layers)
 
-    def add_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
         if name is not None:  # the last: outputs have rows first
             total = x if addend is None else self.graph.op("Add", x, addend)
             x = self.graph.transpose(total, 1, 0, 2, name=name if weight is None else None)
-            return (x, x) if weight is None else self.norm(x, None, weight, name)
-        return super().add_and_norm(x, addend, weight, name)
+            return (x, x) if weight is None else self.write_norm(x, None, weight, name)
+        return super().write_sum_and_norm(x, addend, weight, name)
 
-    def matmul(self, x: str, weight: str, output: str | None) -> str:
+    def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.linear(x, weight, self._scale_weight(weight), output)
 
-    def weight(self, name: str) -> str:
+    def write_weight(self, name: str) -> str:
         return self.graph.weight(name, self._scale_weight(name))
 
     def _scale_weight(self, name: str) -> Tensor:
@@ -96,11 +96,11 @@ class PastFirstWriter(DecoderWriter):
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
         return defer_tensor(lambda: compute_tensor(weight).float() * rows, weight.shape, torch.float32)
 
-    def norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
         x = x if addend is None else self.graph.op("Add", x, addend)
         return x, write_rms_norm(self.graph, x, weight, self.weights[weight], self.config.norm_eps, name)
 
-    def gelu(self, x: str) -> str:
+    def write_gelu(self, x: str) -> str:
         ops = self.graph
         root = ops.number("root_half", 0.5**0.5)
         unit = ops.number("one", 1.0)
@@ -141,8 +141,12 @@ class PastFirstWriter(DecoderWriter):
         moved_sin = ops.op("Sub", ops.op("Mul", sin, back_cos), ops.op("Mul", cos, back_sin))
         return moved_cos, moved_sin, swap
 
-    def rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.rotate`; results are `[nodes, rows, heads or num_kv_heads, head_dim]`."""
+    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
+        """Split and rotate; see `DecoderWriter.split_and_rotate`.
+
+        Returns:
+            Names of queries, keys and values, `[nodes, rows, heads or num_kv_heads, head_dim]`.
+        """
         ops = self.graph
         config = self.config
         heads = config.num_heads
@@ -182,7 +186,7 @@ class PastFirstWriter(DecoderWriter):
             y = ops.op(op, y, ops.weight(f"{layer_name}.head_norm.{part}", numbers, wide=True))
         return self.to_dtype(y)
 
-    def attend(self, query: str, key: str, value: str, layer_name: str) -> str:
+    def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
         ops = self.graph
         width = self.config.head_dim
         num_kv_heads = self.config.num_kv_heads
