@@ -145,7 +145,7 @@ class _DeviceWriter(DecoderWriter):
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and split_and_rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
+        """Split and rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
@@ -304,8 +304,8 @@ class _DeviceWriter(DecoderWriter):
     def look_up_embeddings(self) -> str:
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops and not self.half:
-            return self.graph.op("Gather", self.write_weight("embed.write_weight"), "token_ids")
-        stored_weight = self.weights["embed.write_weight"]
+            return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
+        stored_weight = self.weights["embed.weight"]
         rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
         return rows if stored_weight.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 

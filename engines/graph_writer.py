@@ -231,13 +231,9 @@ class DecoderWriter(ABC):
         )
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
-        """Write the write_attention_block of the layer `layer_name` and return its output."""
-        query, key, value = self.split_and_rotate(
-            self.write_linear(x, f"{layer_name}.write_attention_block.qkv"), layer_name
-        )
-        return self.write_linear(
-            self.write_attention(query, key, value, layer_name), f"{layer_name}.write_attention_block.out"
-        )
+        """Write the attention of the layer `layer_name` and return its output."""
+        query, key, value = self.split_and_rotate(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
+        return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
     def write_head(self, hidden: str, below: str | None = None) -> None:
         """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
@@ -335,7 +331,7 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its write_norm. Args: see `write_sum_and_norm`."""
+        """Write the residual sum and its norm. Args: see `write_sum_and_norm`."""
 
     @abstractmethod
     def write_gelu(self, x: str) -> str:
