@@ -63,10 +63,10 @@ class Sampling(FrozenModel, strict=True):
     Attributes:
         cfg_scale: guidance scale, 0 .. 1000. Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the
             unconditional row is not run.
-        cfg_tokens: number of image tokens, the first in the order of drawing, that are sampled with guidance: from 0,
+        cfg_tokens: number of image tokens, the first in generation order, that are sampled with guidance: from 0,
             or a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
             are sampled from the conditional logits. LlamaGen's `cfg_interval` of n is `cfg_tokens` of n + 2.
-        cfg_schedule: `"linear"` gives token t of n, from 1 in the order of drawing, the scale 1 + (scale - 1) t / n, as
+        cfg_schedule: `"linear"` gives token t of n, from 1 in generation order, the scale 1 + (scale - 1) t / n, as
             in RandAR. None: `"constant"`.
         cfg_final: guidance scale at the end of an image. Larger scales fall to it within the first rows, smaller scales
             are raised to it (`runtime/guidance.py`), as in Lumina-mGPT 2.0. None: the scale is constant.

@@ -57,7 +57,7 @@ class Options(GenerationOptions, total=False):
         method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
             object of `lantern_rt.methods`.
         cfg_scale: guidance scale, 0 .. 1000; 1 is off.
-        cfg_tokens: number of image tokens that are sampled with guidance, the first in the order of drawing: from 0, or
+        cfg_tokens: number of image tokens that are sampled with guidance, the first in generation order: from 0, or
             a share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
         cfg_schedule: `"linear"` lets guidance grow from 1 to its scale within an image; `"constant"` does not.
         temperature: 0 (greedy) or 0.001 .. 1000.
@@ -65,8 +65,8 @@ class Options(GenerationOptions, total=False):
         top_p: probability mass to keep, above 0 up to 1; 1 is off.
         repetition_penalty: 0.01 .. 100; 1 is off.
         size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
-        image: image to edit, or source image for bundles that take one: a Pillow image, an array, the path of a file or
-            its bytes. Without prompts, the prompt recorded in it is used.
+        image: image to edit, or source image for bundles that take source images: a Pillow image, an array, a file's
+            path or its bytes. Without prompts, the prompt recorded in it is used.
         mask: image of the same size as `image`. Cells are generated again where it is transparent or, if it has no
             transparent pixel, white. None: where `image` is transparent.
     """

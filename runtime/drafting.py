@@ -29,7 +29,7 @@ class SequenceStep(NamedTuple):
 
     @classmethod
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
-        """Append codes to a sequence, in its order of drawing, and return the step."""
+        """Append codes to a sequence, in its generation order, and return the step."""
         before = len(sequence.codes)
         sequence.append(codes)
         return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))

@@ -1,4 +1,4 @@
-"""Drawing in groups: the next group of the bundle's order in every pass, without drafts; see `groups.py`."""
+"""Generation in groups: the next group of the bundle's order in every pass, without drafts; see `groups.py`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class GroupDraft:
 
     @property
     def next_codes(self) -> Sequence[int]:
-        """The code that is drawn after each node."""
+        """The code that is generated after each node."""
         return range(self.first_code, self.first_code + len(self.structure.depths))
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
-        """All nodes; None if a code is drawn from the logits of several nodes."""
+        """All nodes; None if a code is sampled from the logits of several nodes."""
         return range(len(self.structure.depths)) if self._layout.nodes_match_draft else None
 
     def make_layout(self) -> PassLayout:
@@ -69,7 +69,7 @@ class GroupDraft:
 
 
 class GroupDrafter(Drafter):
-    """Drafter of all sequences that are drawn in groups; it has no state."""
+    """Drafter of all sequences that are generated in groups; it has no state."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
         """Return the next group of every sequence."""

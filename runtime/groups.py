@@ -1,14 +1,15 @@
-"""Layouts of images that are drawn in groups of cells, one group in a pass, by a model that was trained so.
+"""Layouts of images whose model generates groups of cells: each forward pass generates all codes of a group.
 
-PAR (arXiv 2412.15119) draws the same place of several distant regions at once. A pass reads the codes of the group
-before, and its nodes attend to each other and to everything before them. Where a group has more cells than the group
-before, the missing inputs are learned vectors, which the target embeds as the tokens behind the codes.
+PAR (arXiv 2412.15119) divides the image into regions; a group has the cell at the same place of every region. A pass
+reads the codes of the previous group. Its nodes attend to each other and to all earlier nodes. If a group has more
+cells than the previous group, learned vectors are the further inputs; their token ids follow the codebook.
 
-NAR (arXiv 2503.10696) draws the diagonals of the grid. Its target has two heads: after each code, one has logits for
-the cell to the right, the other for the cell below. A cell has the mean of the logits after its two neighbours.
+In NAR (arXiv 2503.10696) a group is a diagonal of the grid. The target has two heads: after each code, the first head
+has logits for the cell to the right, the second for the cell below. A code is sampled from the mean of the logits that
+the left and the upper neighbour give for its cell.
 
-The codes of a group are independent given everything before the group, as the model was trained. A code is the choice
-of its distribution with the noise of its cell, so an image does not depend on the other images in its passes.
+Given all earlier groups, the codes of a group are sampled independently, as the model was trained. Each is sampled
+with the noise of its cell, so an image does not depend on the other images in its passes.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from .noise import GROUP_SIZE, Noise
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layout of an image that is drawn in groups; the manifest's `OrderSpec` explains the groups."""
+    """Layout of an image that is generated in groups; the manifest's `OrderSpec` explains the groups."""
 
     groups: tuple[tuple[int, ...], ...]  # cells of each group
     first_vector_token: int  # token of the first learned vector; the others follow it
 
     @cached_property
     def cells(self) -> Ints:
-        """Cells in the order of drawing, int64 `[codes]`."""
+        """Cells in generation order, int64 `[codes]`."""
         return np.array([cell for group in self.groups for cell in group], np.int64)
 
     @cached_property
     def starts(self) -> list[int]:
-        """Number of codes drawn before each group, and at last the number of all codes, `[groups + 1]`."""
+        """Number of codes generated before each group, and at last the number of all codes, `[groups + 1]`."""
         return [0, *np.cumsum([len(group) for group in self.groups]).tolist()]
 
     @cached_property
@@ -63,8 +64,8 @@ class GroupLayout:
         """Return the noise of an image: each code has the noise of its cell."""
         return GroupNoise(seed, self)
 
-    def to_drawing_order(self, values: CellValues) -> CellValues:
-        """Return values of cells `[cells]` in the order in which the cells are drawn."""
+    def to_generation_order(self, values: CellValues) -> CellValues:
+        """Return values of cells `[cells]` in the order in which the cells are generated."""
         return values[self.cells]  # type: ignore[return-value]
 
     def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes]:
@@ -78,7 +79,7 @@ class GroupLayout:
         """Return the number of cells before the first gap once `num_known` codes are known."""
         return int(np.searchsorted(self._completing_code, num_known))
 
-    def codes_drawn_with(self, code: int) -> range:
+    def codes_generated_with(self, code: int) -> range:
         """Return the codes of the group that a code belongs to."""
         group = self.group_of(code)
         return range(self.starts[group], self.starts[group + 1])
@@ -96,11 +97,11 @@ class GroupLayout:
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
     def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the pass nodes that draw these groups: one for each of their cells.
+        """Return the pass nodes that generate these groups: one for each of their cells.
 
         Args:
             groups: consecutive groups, not the first; later groups attend to earlier groups.
-            codes: codes in the order of drawing, at least all codes before the last of `groups`.
+            codes: codes in generation order, at least all codes before the last of `groups`.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -118,14 +119,14 @@ class GroupLayout:
         return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestors)
 
     def count_nodes(self, group: int) -> int:
-        """Return the number of pass nodes that draw a group."""
+        """Return the number of pass nodes that generate a group."""
         return len(self.groups[group])
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.lay_out_known_codes`."""
         # The pass for a group reads the codes of all groups before it, so the first group without them ends the passes.
         last = next((group for group, start in enumerate(self.starts[:-1]) if start > len(codes)), len(self.groups))
-        first = 1  # group 0 is drawn after the prefix
+        first = 1  # group 0 is generated after the prefix
         while first < last:
             end = first + 1
             while end < last and sum(map(self.count_nodes, range(first, end + 1))) <= max_nodes:
@@ -150,7 +151,7 @@ class TwoHeadLayout(GroupLayout):
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, np.array([[0, 1]]))
 
     def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the pass nodes that draw these groups, see `GroupLayout.lay_out`."""
+        """Return the pass nodes that generate these groups, see `GroupLayout.lay_out`."""
         layout = super().lay_out(groups, codes)
         pairs: list[tuple[int, int]] = []
         first = 0
@@ -161,7 +162,7 @@ class TwoHeadLayout(GroupLayout):
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, logit_pairs)
 
     def count_nodes(self, group: int) -> int:
-        """Return the number of pass nodes that draw a group."""
+        """Return the number of pass nodes that generate a group."""
         return len(self.groups[group - 1])
 
     def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
@@ -182,8 +183,8 @@ class TwoHeadPass(PassLayout):
 
     nodes_match_draft: ClassVar[bool] = False
 
-    # the two logits whose mean each code is drawn from, int64 `[codes, 2]`: twice the pass node, plus 1 for the head of
-    # the cell below
+    # the two logits whose mean each code is sampled from, int64 `[codes, 2]`: twice the pass node, plus 1 for the
+    # head of the cell below
     logit_pairs: Ints
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
@@ -201,7 +202,7 @@ class TwoHeadPass(PassLayout):
 
 
 class GroupNoise(Noise):
-    """Noise of an image whose positions count in the order of drawing: each position has the noise of its cell."""
+    """Noise of an image whose positions count in generation order: each position has the noise of its cell."""
 
     def __init__(self, seed: int, layout: GroupLayout) -> None:
         super().__init__(seed)
@@ -211,7 +212,7 @@ class GroupNoise(Noise):
         """Generate the noise of cells as `Noise.gumbel` does, float32 `[count, size]`.
 
         Args:
-            first: first position, in the order of drawing; positions behind the image are cells, too.
+            first: first position, in generation order; positions behind the image are cells, too.
             count: number of positions.
             size: number of codes.
         """
@@ -220,7 +221,7 @@ class GroupNoise(Noise):
         return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, size) for cell in cells])
 
     def prepare_group(self, group: int, size: int) -> None:
-        """Generate the noise of the cells that are drawn at the positions of a group, as `Noise.prepare_group` does."""
+        """Generate and store the noise of the cells at the positions of a group, see `Noise.prepare_group`."""
         cells = self._layout.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
         for cell in cells:
             super().prepare_group(cell // GROUP_SIZE, size)

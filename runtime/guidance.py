@@ -13,7 +13,7 @@ from .sampling import apply_guidance
 
 
 class Guidance:
-    """Guidance of the codes of one image, the first in the order of drawing; later codes are sampled without.
+    """Guidance of the codes of one image, the first in generation order; later codes are sampled without.
 
     Args:
         sampling: settings with the scale, its schedule, and the number of guided codes.

@@ -1,8 +1,8 @@
-"""The layout of an image: the order in which its codes are drawn, and the nodes of forward passes over codes.
+"""The layout of an image: the order in which its codes are generated, and the nodes of forward passes over codes.
 
-Codes count from 0 in the order of drawing; cells count from 0 in raster order. Code that depends on the kind of an
-image asks its layout. `raster.py` has layouts of images whose codes are drawn one after another. `groups.py` has
-layouts of images that are drawn in groups of cells.
+Codes count from 0 in generation order; cells count from 0 in raster order. Code that depends on the kind of an
+image asks its layout. `raster.py` has layouts of images whose codes are generated one after another. `groups.py` has
+layouts of images that are generated in groups of cells.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class ImageLayout(Protocol):
     def noise(self, seed: int) -> Noise:
         """Return the noise of an image, whose positions count codes."""
 
-    def to_drawing_order(self, values: CellValues) -> CellValues:
-        """Return values of cells `[cells]` in the order in which the cells are drawn."""
+    def to_generation_order(self, values: CellValues) -> CellValues:
+        """Return values of cells `[cells]` in the order in which the cells are generated."""
 
     def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes | None]:
         """Return the cells that new codes fill.
 
         Args:
-            codes: codes that are known now, in the order of drawing.
+            codes: codes that are known now, in generation order.
             before: number of codes that were known before.
 
         Returns:
@@ -102,8 +102,8 @@ class ImageLayout(Protocol):
             all new codes with their cells; None if these are the same codes.
         """
 
-    def codes_drawn_with(self, code: int) -> range:
-        """Return the codes that are drawn together with a code, itself included: none of them sees another."""
+    def codes_generated_with(self, code: int) -> range:
+        """Return the codes that are sampled together with a code, itself included; they do not depend on each other."""
 
     def position(self, code: int) -> int:
         """Return the position of a code's token, from 0 at the first token; drafts may extend past the last code."""
@@ -112,7 +112,7 @@ class ImageLayout(Protocol):
         """Return the layout of the last node of a prefix, after which the first code is sampled."""
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over known codes, after which the logits of later codes are known, in the order of drawing.
+        """Yield passes over known codes, after which the logits of later codes are known, in generation order.
 
         Args:
             codes: known codes from the first, int64 `[count]`.

@@ -58,7 +58,7 @@ def compute_likelihood(
     """
     layout = plan.layout
     sampling = plan.sampling
-    codes = layout.to_drawing_order(codes)
+    codes = layout.to_generation_order(codes)
     guidance = Guidance(sampling, layout)
     nats = np.empty(len(codes))
     entropy = np.empty(len(codes))
@@ -66,13 +66,13 @@ def compute_likelihood(
     for logits in compute_sequence_logits(model, layout, prompt.rows(plan.num_rows), codes[:-1], Clock()):
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
-        # Codes that are drawn together do not depend on each other.
-        preceding_codes = [codes[: layout.codes_drawn_with(code).start] for code in part.tolist()]
+        # Codes that are generated together do not depend on each other.
+        preceding_codes = [codes[: layout.codes_generated_with(code).start] for code in part.tolist()]
         guided = guidance.mix(apply_repetition_penalty(logits, preceding_codes, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
         entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
-    chosen = np.s_[:] if counted_cells is None else layout.to_drawing_order(counted_cells)
+    chosen = np.s_[:] if counted_cells is None else layout.to_generation_order(counted_cells)
     return Likelihood(float(nats[chosen].mean()), float(entropy[chosen].mean()))
 
 
@@ -92,8 +92,8 @@ def recompute_logits(
 
     Args:
         model: model with its target engine.
-        preceding_codes: codes that the distribution depends on, in the order of drawing, `[count]`.
-        code: number of the code in the order of drawing.
+        preceding_codes: codes that the distribution depends on, in generation order, `[count]`.
+        code: number of the code in generation order.
         clock: clock of the forward passes.
 
     Returns:
@@ -102,20 +102,20 @@ def recompute_logits(
     layout = sequence.layout
     rows = sequence.rows[: sequence.guidance.count_rows(code)]
     (last,) = deque(compute_sequence_logits(model, layout, rows, preceding_codes, clock), maxlen=1)
-    # The last pass ends with the codes that are drawn together with `code`, so its index counts from the end.
-    logits = last[:, [code - layout.codes_drawn_with(code).stop]]
+    # The last pass ends with the codes that are generated together with `code`, so its index counts from the end.
+    logits = last[:, [code - layout.codes_generated_with(code).stop]]
     return sequence.guidance.mix(apply_repetition_penalty(logits, [preceding_codes], sequence.sampling), [code])
 
 
 def compute_sequence_logits(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Ints, clock: Clock
 ) -> Iterator[Floats]:
-    """Yield the logits of every code that the first `codes` of an image are enough for, in the order of drawing.
+    """Yield the logits of every code that the first `codes` of an image are enough for, in generation order.
 
     Args:
         model: model with its target engine.
         rows: rows of one prompt.
-        codes: known codes in the order of drawing, `[count]`.
+        codes: known codes in generation order, `[count]`.
         clock: clock of the forward passes.
 
     Yields:

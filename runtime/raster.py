@@ -23,7 +23,7 @@ MAX_BATCH_NODES = 64  # maximum number of nodes in a pass over several grid rows
 
 @dataclass(frozen=True)
 class RasterLayout:
-    """Layout of an image whose codes are drawn one after another, and follow one another in the cache."""
+    """Layout of an image whose codes are generated one after another, and follow one another in the cache."""
 
     num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
@@ -43,15 +43,15 @@ class RasterLayout:
         """Return the noise of an image."""
         return Noise(seed)
 
-    def to_drawing_order(self, values: CellValues) -> CellValues:
-        """Return values of cells `[cells]`: they are drawn in raster order."""
+    def to_generation_order(self, values: CellValues) -> CellValues:
+        """Return values of cells `[cells]`: they are generated in raster order."""
         return values
 
     def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes | None]:
         """Return the new codes, see `ImageLayout.place_codes`; raster order leaves no gaps."""
         return np.array(codes[before:], np.int64), None
 
-    def codes_drawn_with(self, code: int) -> range:
+    def codes_generated_with(self, code: int) -> range:
         """Return the code alone."""
         return range(code, code + 1)
 

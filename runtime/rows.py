@@ -322,7 +322,7 @@ class RowDrafter(Drafter):
         self._grids: dict[ImageSequence, Grid] = {}
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[Draft]:
-        """Return the next pass of every sequence; the codes of a smaller grid are drawn one after another before."""
+        """Return the next pass of every sequence; codes of a smaller grid are generated before, one after another."""
         drafts: list[Draft] = []
         for sequence in sequences:
             if len(sequence.codes) <= sequence.raster.first_codes:

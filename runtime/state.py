@@ -131,11 +131,11 @@ class ImageSequence:
     prompt: Prompt
     seed: int  # 0 .. 2^64 - 1
     rows: Sequence[PrefixRow] = field(init=False)  # prefix rows, the conditional row first
-    preserved: Ints | None = field(init=False)  # see `Prompt`, but in the order of drawing
+    preserved: Ints | None = field(init=False)  # see `Prompt`, but in generation order
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
     guidance: Guidance = field(init=False)
     noise: Noise = field(init=False)
-    # codes generated or preserved so far, in the order of drawing
+    # codes generated or preserved so far, in generation order
     codes: list[int] = field(init=False, default_factory=list)
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
@@ -157,12 +157,12 @@ class ImageSequence:
         self._window = AdaptiveWindow(plan.nodes - 1) if adapts else None
         self.preserved = self.prompt.preserved
         if self.preserved is not None:
-            self.preserved = plan.layout.to_drawing_order(self.preserved)
+            self.preserved = plan.layout.to_generation_order(self.preserved)
             self.statistics.preserved = int((self.preserved >= 0).sum())
 
     @property
     def raster(self) -> RasterLayout:
-        """Layout of an image whose codes are drawn one after another."""
+        """Layout of an image whose codes are generated one after another."""
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
 

@@ -143,7 +143,7 @@ def make_chain(tokens: Sequence[int], num_preserved: int | None = None, proposal
     Args:
         tokens: the root first.
         num_preserved: number of preserved tokens below the root, which are not drafts; None: all.
-        proposal: distributions that children were drawn from.
+        proposal: distributions that children were sampled from.
     """
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int64)
     num_preserved = len(tokens) - 1 if num_preserved is None else num_preserved
