@@ -49,7 +49,7 @@ def pipe() -> Pipeline:
         return Pipeline.from_bundle("scenes", provider="cuda")
 
 
-def test_without_cudnn_opening_a_bundle_says_so_not_the_first_picture() -> None:
+def test_without_cudnn_opening_a_bundle_says_so_not_the_first_image() -> None:
     with pytest.raises(EngineError) as caught:
         Pipeline.from_bundle("scenes", provider="cuda")
     assert caught.value.remedy.startswith("install cuDNN")

@@ -255,7 +255,7 @@ def test_a_bundle_can_be_read_by_others(tmp_path: Path) -> None:
     assert goal.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_an_export_refuses_what_is_there_before_reading_anything(
+def test_an_export_rejects_what_is_there_before_reading_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]

@@ -183,7 +183,7 @@ def check_bytes(picture: NDArray[np.float32], expected: NDArray[np.uint8]) -> No
     assert (found == expected).mean() > 0.998
 
 
-def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> None:
+def test_codes_become_the_recorded_vectors_layers_and_images(bundle: Path) -> None:
     path = bundle / "vq_decoder.onnx"
     reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
     by_code, conv_in = reading["post_quant_conv.weight"], reading["decoder.conv_in.weight"]
@@ -201,7 +201,7 @@ def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> 
                 assert_close(picture + HALF_LEVEL, ARRAYS["run2_pixels"])
 
 
-def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
+def test_an_image_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
     found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
     assert_close(found["pre_quant"][0], ARRAYS["vq_pre_quant"])

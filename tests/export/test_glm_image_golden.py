@@ -210,7 +210,7 @@ def changed_part(folder: Path, part: str, name: str, edit: Any) -> Path:
         (PARTS[1], "tokenizer.json", lambda c: c["model"]["vocab"].update(far=900), "'far'", "id 900 at most 441"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(
+def test_a_checkpoint_that_does_not_fit_is_rejected_by_its_field(
     tmp_path: Path, part: str, name: str, edit: Any, field: str, words: str
 ) -> None:
     error = error_of(CheckpointError, read_glm_image, changed_part(tmp_path, part, name, edit), grid=2)
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(
     assert [word for word in words.split() if word not in said] == []
 
 
-def test_a_part_alone_is_refused() -> None:
+def test_a_part_alone_is_rejected() -> None:
     error = error_of(CheckpointError, read_glm_image, FOLDER / PARTS[0])
     assert error.expected == "a folder with vision_language_encoder and processor"
 

@@ -111,7 +111,7 @@ def test_what_was_fetched_once_is_there_without_the_hub(fetches: Fetches) -> Non
     assert fetches.offline == fetches.online
 
 
-def test_what_is_not_there_is_refused(fetches: Fetches) -> None:
+def test_what_is_not_there_is_rejected(fetches: Fetches) -> None:
     expected = (
         "Repository Not Found",
         "Revision Not Found",
@@ -154,7 +154,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
 
 
 @pytest.mark.parametrize("place", ["hf:owner/shards", "hf:owner/target"])
-def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_its_download(
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_rejected_before_its_download(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     sizes = {name: 10**17 for name in REPOSITORIES[place[3:]] if name.endswith(".safetensors")}
@@ -261,7 +261,7 @@ ELSEWHERE = [f"hf:owner/target{file}@{name}" for file in ("", "/x.pt") for name 
 
 
 @pytest.mark.parametrize("text", [*MALFORMED, *ELSEWHERE])
-def test_a_malformed_reference_is_refused(text: str) -> None:
+def test_a_malformed_reference_is_rejected(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"expected hf:owner/name, hf:owner/name/file"):
         fetch(text)
 
@@ -300,9 +300,7 @@ def program(endpoint: str, tmp_path: Path) -> Iterator[Program]:
 
 
 @pytest.mark.slow
-def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
-    program: Program, tmp_path: Path
-) -> None:
+def test_a_pushed_bundle_draws_its_cards_images_elsewhere_and_without_the_hub(program: Program, tmp_path: Path) -> None:
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
     assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
     there = REPOSITORIES["owner/pushed"]
@@ -325,7 +323,7 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
 
 
 @pytest.mark.slow
-def test_a_bundle_of_codes_is_pushed_without_pictures(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_codes_is_pushed_without_images(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
     assert program("push", glm_image_bundle, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
     there = REPOSITORIES["owner/pushed"]
     assert not [name for name in there if name.startswith("samples/")]
@@ -336,7 +334,7 @@ def test_a_bundle_of_codes_is_pushed_without_pictures(program: Program, glm_imag
     assert (code, out) == (0, str(tmp_path / "fox.npz"))
 
 
-def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path: Path) -> None:
+def test_what_somebody_changed_on_the_hub_is_rejected(program: Program, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
     files = REPOSITORIES["owner/pushed"] = {path.name: path.read_bytes() for path in folder.iterdir()}
     right = files["target.onnx"]
@@ -352,7 +350,7 @@ def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path:
 
 
 @pytest.mark.slow
-def test_refusals_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path) -> None:
+def test_rejections_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
     stranger = tmp_path / "stranger.png"
     assert program(

@@ -83,7 +83,7 @@ def test_a_checkpoint_becomes_an_image_elsewhere_and_a_second_run_changes_nothin
         assert one.tobytes() == other.tobytes()
 
 
-def test_what_may_not_be_published_is_refused_by_name_and_an_error_leaves_the_others(hub: str, tmp_path: Path) -> None:
+def test_what_may_not_be_published_is_rejected_by_name_and_an_error_leaves_the_others(hub: str, tmp_path: Path) -> None:
     host = Host(hub, tmp_path)
     missing = row(host) | {"files": row(host)["files"] | {"vq": "hf:owner/nothing/vq.pt"}}
     closed = row(host) | {"licence": "not stated"}

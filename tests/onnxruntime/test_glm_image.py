@@ -141,7 +141,7 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
     ],
     ids=lambda value: "-".join(value[:1] + value[3:4]) if isinstance(value, list) else "",
 )
-def test_commands_that_need_images_refuse_in_one_line(
+def test_commands_that_need_images_reject_in_one_line(
     program: Any, glm_image_bundle: Path, tmp_path: Path, command: list[str], said: str
 ) -> None:
     Image.new("RGBA", (64, 64)).save(tmp_path / "picture.png")
@@ -289,7 +289,7 @@ def test_run_writes_the_codes_of_an_image_that_has_a_source(
         ({"token_ids": [1, 2, 3], "prompts": None}, "token_ids"),
     ],
 )
-def test_what_does_not_fit_a_source_image_is_refused_by_its_field(
+def test_what_does_not_fit_a_source_image_is_rejected_by_its_field(
     pipes: Pipelines, options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = pipes(False)
@@ -303,7 +303,7 @@ def test_what_does_not_fit_a_source_image_is_refused_by_its_field(
     assert caught.value.field == field
 
 
-def test_edits_refuse_a_bundle_that_takes_source_images(pipes: Pipelines) -> None:
+def test_edits_reject_a_bundle_that_takes_source_images(pipes: Pipelines) -> None:
     with pytest.raises(RequestError, match="generates whole images from an image"):
         pipes(False).edit(Image.new("RGBA", (64, 64)), prompts="a red fox")
 
@@ -318,7 +318,7 @@ def test_python_programs_get_codes_without_images_from_asynchronous_pipelines(gl
     assert asyncio.run(generate()) == TRACES[1]["generated_ids"][:-1]
 
 
-def test_an_image_is_refused_and_codes_are_not(pipes: Pipelines) -> None:
+def test_an_image_is_rejected_and_codes_are_not(pipes: Pipelines) -> None:
     *_, step = pipes(False).stream("a fox", size="64x64")
     with pytest.raises(RequestError, match="has no image decoder"):
         step.image(0)

@@ -82,7 +82,7 @@ def test_a_source_image_in_base64_gives_the_codes_of_the_pipeline(glm: RunningSe
         assert (status, answer["error"]["param"]) == (400, field)
 
 
-def test_a_bundle_without_source_images_refuses_one(start: Callable[..., RunningServer]) -> None:
+def test_a_bundle_without_source_images_rejects_one(start: Callable[..., RunningServer]) -> None:
     status, answer = post(start("scenes"), CODES, {"prompt": "a red cube on sand", "image": "AAAA"})
     assert (status, answer["error"]["param"]) == (400, "image")
     assert "takes no source image" in answer["error"]["message"]
@@ -166,7 +166,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "value", "field"), WRONG, ids=str)
-def test_a_wrong_call_of_sglang_is_refused_in_one_line_that_names_the_field(
+def test_a_wrong_call_of_sglang_is_rejected_in_one_line_that_names_the_field(
     glm: RunningServer, path: tuple[Any, ...], value: Any, field: str
 ) -> None:
     for batch in (False, True):
@@ -182,14 +182,14 @@ def test_a_wrong_call_of_sglang_is_refused_in_one_line_that_names_the_field(
     wait_until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") == 0)
 
 
-def test_lists_of_different_lengths_and_too_many_images_are_refused(glm: RunningServer) -> None:
+def test_lists_of_different_lengths_and_too_many_images_are_rejected(glm: RunningServer) -> None:
     calls = [sglang_body(GREEDY[0])] * 11
     assert post(glm, "/generate", join_bodies(*calls))[1]["error"]["message"] == "n: found 11, expected at most 10"
     body = join_bodies(*calls[:2]) | {"sampling_params": calls[:1]}
     assert post(glm, "/generate", body)[0] == 400
 
 
-def test_a_bundle_of_one_grid_refuses_sglang(tiny: RunningServer) -> None:
+def test_a_bundle_of_one_grid_rejects_sglang(tiny: RunningServer) -> None:
     status, answer = post(tiny, "/generate", sglang_body(GREEDY[0]))
     assert (status, "does not draw a small grid" in answer["error"]["message"]) == (400, True)
 
@@ -224,7 +224,7 @@ def test_codes_are_those_of_the_pipeline_as_json_as_a_file_and_as_a_stream(
     assert len(kinds) == steps[-1][1]["first_codes"] + size.rows * size.columns == size.codes
 
 
-def test_codes_refuse_the_fields_of_pictures_and_pictures_are_refused_where_there_are_codes(
+def test_codes_reject_the_fields_of_images_and_images_are_rejected_where_there_are_codes(
     tiny: RunningServer, glm: RunningServer
 ) -> None:
     for field in ({"output_format": "png"}, {"partial_images": 1}, {"response_format": "url"}):

@@ -94,7 +94,9 @@ def test_a_body_that_nobody_reads_ends_its_connection(tiny: RunningServer) -> No
 
 
 @pytest.mark.parametrize("length", ["0", "4", "999"])
-def test_a_request_with_two_lengths_is_refused_and_what_follows_is_no_request(tiny: RunningServer, length: str) -> None:
+def test_a_request_with_two_lengths_is_rejected_and_what_follows_is_no_request(
+    tiny: RunningServer, length: str
+) -> None:
     hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     sent = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n".encode()
     sent += f"content-length: {length}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
@@ -124,7 +126,7 @@ def test_a_body_may_have_a_thousand_small_chunks_or_many_larger_ones(
     assert answer.count(b"HTTP/1.1 200") == 3
 
 
-def test_a_body_of_many_small_chunks_is_refused(tiny: RunningServer) -> None:
+def test_a_body_of_many_small_chunks_is_rejected(tiny: RunningServer) -> None:
     with tiny.connect(CHUNKED + chunks(b" " * 1100, 1)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 400"
     assert "Traceback" not in tiny.log

@@ -70,7 +70,7 @@ def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
         ("[::1", 403),
     ],
 )
-def test_names_of_other_sites_are_refused_on_loopback(host: str, status: int) -> None:
+def test_names_of_other_sites_are_rejected_on_loopback(host: str, status: int) -> None:
     for path in ("/", "/v1/models", "/livez"):
         assert make_client().get(path, headers={"host": host}).status_code == status
     assert make_client(hosts=()).get("/livez", headers={"host": host}).status_code == 200
@@ -90,7 +90,7 @@ def test_a_server_on_loopback_knows_the_names_that_it_was_told(
     server.kill()
 
 
-def test_a_running_server_refuses_foreign_forms(tiny: RunningServer) -> None:
+def test_a_running_server_rejects_foreign_forms(tiny: RunningServer) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x", "origin": "https://evil.example"}
     assert tiny.request("POST", EDITS, b"--x--", headers)[0] == 403
     assert tiny.request("GET", "/v1/models", headers={"host": "evil.example"})[0] == 403

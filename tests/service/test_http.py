@@ -52,7 +52,7 @@ JSON = {"content-type": "application/json"}
         (b'{"prompt": "red cube", "method": "sjd:window=1000000"}', JSON, 400),
     ],
 )
-def test_a_wrong_body_is_refused_in_one_line(
+def test_a_wrong_body_is_rejected_in_one_line(
     tiny: RunningServer, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     answer_status, send_to_backend, text = tiny.request("POST", GENERATIONS, body, headers)
@@ -219,7 +219,7 @@ def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several
         assert answer["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
 
 
-def test_a_refusal_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
+def test_a_rejection_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
     scenes: RunningServer, tiny: RunningServer
 ) -> None:
     status, answer = scenes.post({"prompt": "a red dog on sand"})
@@ -263,7 +263,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
-def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, status: int) -> None:
+def test_nothing_is_kept_of_a_body_that_is_rejected(kind: str, pieces: int, status: int) -> None:
     state = ServerState(Limits(body_timeout=0.05))
     state.backends = {"slow": None}  # type: ignore[dict-item]
     first_piece = format_form({"image": b"none"}).partition(b"none")[0] if kind == "edits" else b"{"

@@ -24,7 +24,7 @@ def test_head_has_the_headers_of_get_and_no_body(tiny: RunningServer, path: str)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("HEAD", GENERATIONS, 405), ("HEAD", "/nothing", 404)])
-def test_head_is_refused_as_get_is(tiny: RunningServer, method: str, path: str, status: int) -> None:
+def test_head_is_rejected_as_get_is(tiny: RunningServer, method: str, path: str, status: int) -> None:
     assert tiny.request(method, path)[0] == tiny.request("GET", path)[0] == status
 
 
@@ -39,7 +39,7 @@ def test_a_slash_at_the_end_leads_to_the_path_without_it(tiny: RunningServer) ->
 
 
 @pytest.mark.parametrize("name", ["image", "image[]"])
-def test_a_picture_in_a_list_of_one_is_that_picture(tiny: RunningServer, name: str) -> None:
+def test_an_image_in_a_list_of_one_is_that_image(tiny: RunningServer, name: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (24, 24)).save(file, "PNG")
     parts = [(f'name="{name}"; filename="a.png"', file.getvalue()), ('name="prompt"', b"red cube")]
@@ -74,7 +74,7 @@ def test_text_around_words_does_not_change_the_image(tiny: RunningServer, prompt
 
 
 @pytest.mark.parametrize("prompt", ["r\u00e9d", "\uff52\uff45\uff44 cube", "<script>red</script>", "", "\0"])
-def test_text_of_other_words_is_refused_in_one_printable_line(tiny: RunningServer, prompt: str) -> None:
+def test_text_of_other_words_is_rejected_in_one_printable_line(tiny: RunningServer, prompt: str) -> None:
     status, answer = tiny.post({"prompt": prompt})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     assert answer["error"]["message"].isprintable()

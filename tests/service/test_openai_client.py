@@ -94,7 +94,7 @@ def test_without_a_seed_images_differ(tiny_client: openai.OpenAI) -> None:
     assert decode_file(answers[0].data[0]) != decode_file(answers[1].data[0])
 
 
-def test_a_stream_shows_partial_pictures_before_the_whole_one(
+def test_a_stream_shows_partial_images_before_the_whole_one(
     scenes_client: openai.OpenAI, scenes_pipe: Pipeline
 ) -> None:
     options = {"seed": 3, "method": "ar"}
@@ -276,7 +276,7 @@ def test_an_edit_is_the_file_that_the_pipeline_gives(
     np.testing.assert_array_equal(decode_pixels(decode_file(answer.data[0]))[:, 160:], np.asarray(before)[:, 160:])
 
 
-def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
+def test_an_edit_streams_images_in_which_only_what_is_drawn_is_grey(
     scenes_client: openai.OpenAI, before: Image.Image
 ) -> None:
     fields: dict[str, Any] = {"image": encode_png(before, {}), "mask": TRANSPARENT, "prompt": CONE}
@@ -332,7 +332,7 @@ def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, befor
     assert large.value.status_code == 413
 
 
-def test_forms_that_are_none_are_refused(scenes: RunningServer) -> None:
+def test_forms_that_are_none_are_rejected(scenes: RunningServer) -> None:
     for kind, body, status in (
         ("application/json", b"{}", 415),
         ("multipart/form-data", b"--x\r\n", 400),

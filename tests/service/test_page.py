@@ -29,7 +29,7 @@ from lantern_rt.text.words import ANY_WORDS
 pytestmark = IN_A_BROWSER
 
 
-def test_a_picture_grows_before_it_is_done(page: Page) -> None:
+def test_an_image_grows_before_it_is_done(page: Page) -> None:
     page.evaluate("""() => {
         window.seen = new Set();
         const look = () => window.seen.add(document.querySelector(".stage img")?.src ?? "");
@@ -61,7 +61,7 @@ def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
     expect(page.locator(".over")).to_be_visible()
 
 
-def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> None:
+def test_exact_methods_give_the_same_image_and_are_compared(page: Page) -> None:
     draw(page, "sjd", "ar")
     expect(page.locator("#status")).to_contain_text(re.compile("(times|about) as fast as"))
     expect(page.locator("#status")).to_contain_text("Same image, byte for byte.")
@@ -105,7 +105,7 @@ def test_times_are_compared_where_they_differ(
     assert factor_row == factors
 
 
-def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
+def test_a_relaxed_method_may_draw_another_image(page: Page) -> None:
     page.select_option("#method", "lantern++")
     page.fill("#method-parameters", "lambda=3")
     draw(page, "lantern++", "ar")
@@ -114,7 +114,7 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
     expect(page.locator("h2").first).to_have_text("lantern++:lambda=3")
 
 
-def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
+def test_cancelling_stops_the_image_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
     page.select_option("#method", "ar")
     others = Thread(target=scenes.post, args=({"prompt": "a cube", "method": "ar", "n": 3},))
     others.start()  # beside which it is slow, but does not wait
@@ -279,7 +279,7 @@ def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, s
     expect(page.locator("#error")).to_contain_text("model: found 'classes'")
 
 
-def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: RunningServer) -> None:
+def test_the_curl_command_draws_the_image_that_is_saved(page: Page, scenes: RunningServer) -> None:
     page.fill("#seed", "7")
     draw(page, "sjd")
     with page.expect_download() as download:

@@ -127,7 +127,7 @@ def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
     assert pickle.loads(pickle.dumps(BusyError("full", 7))).seconds == 7
 
 
-def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_refused(
+def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_rejected(
     replica: Replica, tiny_pipe: Pipeline
 ) -> None:
     async def complete(request: DrawingRequest) -> Completion:

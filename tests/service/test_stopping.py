@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other_socket:
         port = other_socket.getsockname()[1]
         assert run_program(["serve", "--port", str(port)]) == 2
@@ -147,7 +147,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["no/such/bundle"], "bundle 'no/such/bundle'"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(
+def test_wrong_options_are_rejected_in_one_line(
     arguments: list[str], message_start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["serve", *arguments]) == 2

@@ -49,7 +49,7 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
         np.testing.assert_allclose(logits, guessed[i], **close)
 
 
-def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_they_are(
+def test_heads_learn_are_written_into_the_bundle_and_leave_exact_images_as_they_are(
     c2i_bundle: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "bundle"
@@ -70,7 +70,9 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_the
         np.testing.assert_array_equal(alone, among)
 
 
-def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_refused(c2i_bundle: Path, tmp_path: Path) -> None:
+def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_rejected(
+    c2i_bundle: Path, tmp_path: Path
+) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     tables = TrainedHeads(read_heads_target(bundle), 0).export_tables()

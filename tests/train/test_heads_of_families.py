@@ -129,7 +129,7 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
                     np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
 
 
-def test_pictures_of_every_size_are_those_of_plain_decoding(trained: Trained) -> None:
+def test_images_of_every_size_are_those_of_plain_decoding(trained: Trained) -> None:
     with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
         assert pipeline.bundle.manifest.drafters[0] == "heads"
         for size in pipeline.bundle.manifest.all_sizes:
