@@ -105,7 +105,7 @@ def original(folder: Path) -> Original:
 
 
 def picture(rows: int, columns: int, seed: int = 0) -> Image.Image:
-    """A picture of coloured spots, as large as an image of this many cells."""
+    """Draw coloured spots, as large as an image of this many cells."""
     pixels = np.random.default_rng(seed).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     return Image.fromarray(pixels).resize((32 * columns, 32 * rows), Image.Resampling.BICUBIC)
 

@@ -19,7 +19,9 @@ IN_A_BROWSER = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NE
 QUIET = ("--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
          "--no-first-run --no-sandbox")  # fmt: skip
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-CODES, SECONDS, REMEMBERED = 256, 60, 24
+CODES = 256
+SECONDS = 60
+REMEMBERED = 24
 
 
 def open_browser() -> Iterator[Browser]:
@@ -33,7 +35,9 @@ def open_browser() -> Iterator[Browser]:
 def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page]:
     """Open the page, ready to draw; at the end, no request has left the server and no script has failed."""
     context = browser.new_context(**options)
-    page, errors, addresses = context.new_page(), [], []
+    page = context.new_page()
+    errors = []
+    addresses = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
     page.on("request", lambda request: addresses.append(request.url))

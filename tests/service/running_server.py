@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and bare HTTP to talk to it."""
+"""Run a real server in a separate process, and talk bare HTTP to it."""
 
 from __future__ import annotations
 

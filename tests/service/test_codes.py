@@ -170,7 +170,8 @@ def test_a_wrong_call_of_sglang_is_rejected_in_one_line_that_names_the_field(
     glm: RunningServer, path: tuple[Any, ...], value: Any, field: str
 ) -> None:
     for batch in (False, True):
-        right, wrong = sglang_body(GREEDY[0]), copy_json(sglang_body(GREEDY[0]), *path, value=value)
+        right = sglang_body(GREEDY[0])
+        wrong = copy_json(sglang_body(GREEDY[0]), *path, value=value)
         if batch and (path == ("input_ids",) or path == ("image_data",) or path == ("text",)):
             continue
         status, answer = post(glm, "/generate", join_bodies(right, wrong) if batch else wrong)

@@ -48,7 +48,7 @@ def list_expressions() -> list[str]:
     """Return every PromQL expression of panels, alerts, and the variable of the dashboard."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     alerts = [rule["expr"] for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]]
-    return [*panels, *alerts, *(one["query"] for one in DASHBOARD["templating"]["list"])]
+    return [*panels, *alerts, *(variable["query"] for variable in DASHBOARD["templating"]["list"])]
 
 
 @pytest.fixture(scope="module")

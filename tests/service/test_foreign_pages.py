@@ -14,7 +14,7 @@ from lantern_rt.serve.state import Limits, ServerState
 
 OWN = "http://localhost:8000"
 UI = "https://ui.example"
-ANSWERED = 503  # by a server whose models are not there yet: whoever sent it may ask
+ANSWERED = 503  # status of an allowed request, as no model is loaded
 
 
 def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
@@ -28,7 +28,7 @@ def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localh
         ({"origin": OWN}, ANSWERED),
         ({"origin": OWN, "sec-fetch-site": "same-origin"}, ANSWERED),
         ({"sec-fetch-site": "none"}, ANSWERED),
-        ({"origin": UI, "sec-fetch-site": "same-origin"}, ANSWERED),  # of a proxy that changes the host
+        ({"origin": UI, "sec-fetch-site": "same-origin"}, ANSWERED),  # from a proxy that changes the host
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://localhost:3000"}, 403),
         ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 403),

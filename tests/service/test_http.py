@@ -296,7 +296,7 @@ def test_nothing_is_kept_of_a_body_that_is_rejected(kind: str, pieces: int, stat
 
 
 async def send_to_backend(backend: Any, content: Any) -> list[Any]:
-    """Return what the endpoint sends for a body, or to a client that never sends one."""
+    """Return the endpoint's messages for a body, or for a client that never sends a body."""
     state = ServerState(Limits(body_timeout=0.05))
     state.backends = {"slow": backend}
     messages = await send_to_app(ImagesEndpoint(state), GENERATIONS, content)
@@ -305,7 +305,7 @@ async def send_to_backend(backend: Any, content: Any) -> list[Any]:
 
 
 async def send_to_app(app: Any, path: str, content: Any = None) -> list[Any]:
-    """Return what an application sends for a request with this body, or without one."""
+    """Return an application's messages for a request with or without a body."""
     bodies = iter([json.dumps(content).encode()] if content else [])
     messages: list[Any] = []
 

@@ -67,7 +67,7 @@ def test_an_image_in_a_list_of_one_is_that_image(tiny: RunningServer, name: str)
     ],
 )
 def test_text_around_words_does_not_change_the_image(tiny: RunningServer, prompt: str) -> None:
-    options = {"seed": 1, "method": "ar", "output_format": "jpeg"}  # which records no prompt
+    options = {"seed": 1, "method": "ar", "output_format": "jpeg"}  # JPEG files record no prompt
     status, answer = tiny.post({"prompt": prompt, **options})
     assert status == 200
     assert answer["data"] == tiny.post({"prompt": "red cube", **options})[1]["data"]

@@ -242,7 +242,9 @@ def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> Non
 
 # ---------------------------------------------------------------- edits and variations
 
-CONE, SIDE, CELL = "a large yellow cone left of a small blue cube on grass", 256, 16
+CONE = "a large yellow cone left of a small blue cube on grass"
+SIDE = 256
+CELL = 16
 MASK = np.zeros((SIDE, SIDE), bool)
 MASK[64:128, 16:96] = True
 

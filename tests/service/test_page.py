@@ -156,7 +156,8 @@ def test_every_request_has_a_new_seed_until_one_is_kept(page: Page) -> None:
         expect(page.locator(".how")).to_contain_text(f"Seed {seed}, sjd")
         return seed
 
-    first_seed, second_seed = request_seed(), request_seed()
+    first_seed = request_seed()
+    second_seed = request_seed()
     assert first_seed != second_seed
     page.click(".keep")
     expect(page.locator("#random")).not_to_be_checked()

@@ -48,7 +48,7 @@ def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
     page.focus(".change")
     page.keyboard.press("Enter")
     expect(page.locator(".mask")).to_be_focused()
-    for key, times in (("ArrowDown", 9), ("ArrowRight", 40), ("ArrowLeft", 4)):  # as far as the last column
+    for key, times in (("ArrowDown", 9), ("ArrowRight", 40), ("ArrowLeft", 4)):  # to the last column
         for _ in range(times):
             page.keyboard.press(key)
     page.keyboard.press("Space")

@@ -47,7 +47,8 @@ class Application(RunningServer):
     """An application that the cluster serves at a path, used like any other server."""
 
     def __init__(self, address: str, root: str) -> None:
-        self.address, self.root = address, root
+        self.address = address
+        self.root = root
 
 
 class Served:
@@ -97,7 +98,7 @@ class Served:
         return len(self.processes(name))
 
     def log(self) -> str:
-        """Return what the ingresses wrote."""
+        """Return the logs of the ingresses."""
         logs = Path(self.cluster.head_node.get_session_dir_path()) / "logs"
         return "".join(file.read_text() for file in logs.glob("worker-*.err"))
 
@@ -185,7 +186,9 @@ def test_when_a_node_dies_its_requests_are_drawn_elsewhere_and_give_the_same_ima
     expected = [
         scenes_pipe(request["prompt"], seed=request["seed"], method=request["method"] or "ar") for request in requests
     ]
-    steps_begun, step_count, lost_before = Event(), count(), cluster.log().count("lost a replica")
+    steps_begun = Event()
+    step_count = count()
+    lost_before = cluster.log().count("lost a replica")
 
     def draw(request: dict[str, Any]) -> dict[str, Any]:
         if request["seed"] % 2:

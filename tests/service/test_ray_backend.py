@@ -57,7 +57,8 @@ class Replicas:
     """Stands in for a handle: each request goes to a replica that dies after that many updates, or fails at once."""
 
     def __init__(self, replica: Any, *failures: int | Exception, error: Exception | None = None) -> None:
-        self._replica, self._dies = replica, iter(failures)
+        self._replica = replica
+        self._dies = iter(failures)
         self._error = error or ActorUnavailableError("lost", b"1" * 16)
         self.responses: list[Response] = []
         self.generate = self

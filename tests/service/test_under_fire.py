@@ -49,7 +49,9 @@ class Crowd:
     async def visit(self) -> None:
         """Send one request of a random kind."""
         kind = self.rng.choices(("whole", "stream", "leave", "wrong", "late"), (6, 3, 3, 1, 1))[0]
-        method, prompt, seed = self.rng.choice(METHODS), self.rng.choice(PROMPTS), self.rng.choice(SEEDS)
+        method = self.rng.choice(METHODS)
+        prompt = self.rng.choice(PROMPTS)
+        seed = self.rng.choice(SEEDS)
         body_fields: dict[str, Any] = {"prompt": prompt, "seed": seed, "method": method}
         if kind == "whole":
             body_fields["n"] = self.rng.choice((1, 1, 2))
@@ -127,10 +129,12 @@ def test_no_image_is_lost_or_mixed_up_and_nothing_is_kept(
         for seed in range(len(SEEDS) + 4)
     }
     server = start(tiny_folder, "--threads", 1, "--batch", 6, "--waiting", 12)
-    process, crowd = psutil.Process(server.process.pid), Crowd(server, expected, visits)
+    process = psutil.Process(server.process.pid)
+    crowd = Crowd(server, expected, visits)
     asyncio.run(crowd.come(visits // 4, 16))
     wait_until_idle(server)
-    memory_before, images_before = measure_memory(process.pid), crowd.images
+    memory_before = measure_memory(process.pid)
+    images_before = crowd.images
     asyncio.run(crowd.come(visits - visits // 4, 16))
     wait_until_idle(server)
     memory_growth = measure_memory(process.pid) - memory_before
@@ -151,4 +155,6 @@ def measure_memory(process: int) -> float:
 
 def wait_until_idle(server: RunningServer) -> None:
     """Wait until no image is being drawn and none waits."""
-    wait_until(lambda: sum(server.metric(f"lantern_images_{one}", model="tiny") for one in ("running", "waiting")) == 0)
+    wait_until(
+        lambda: sum(server.metric(f"lantern_images_{state}", model="tiny") for state in ("running", "waiting")) == 0
+    )
