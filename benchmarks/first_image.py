@@ -60,13 +60,15 @@ def main() -> None:
             seconds, size = time.perf_counter() - start, COMPLETED.total() / 1e6
             print(f"{label}: {size:.0f} MB, {seconds:.1f} s, {cpu_seconds() - cpu:.1f} s of all cores", flush=True)
             COMPLETED.clear()
-            return home / "bundles" / f"{name}@{published.default_precision()}"
+            return home / "bundles" / f"{name}@{published.choose_default_precision()}"
 
         bundle = open_bundle(measure("export", sys.executable))
         files = {path.name: path.read_bytes() for path in bundle.folder.iterdir()}
         REPOSITORIES["owner/finished"] = files
         finished = {"reference": f"hf:owner/finished@{COMMIT}", "digest": bundle.digest}
-        row["bundles"] = {published.default_precision(): finished | {"download_bytes": sum(map(len, files.values()))}}
+        row["bundles"] = {
+            published.choose_default_precision(): finished | {"download_bytes": sum(map(len, files.values()))}
+        }
         measure("finished bundle", arguments.python)
 
 

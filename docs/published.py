@@ -11,25 +11,34 @@ from lantern_rt.published import PublishedModel
 
 HEAD = """# Published models, one by one
 
-Made by `docs/published.py` from `published.json`. [Models](models.md) has them in a table, and how to
-export each family. Memory is for one image, estimated from sizes. No published weights were at hand, so no
-seconds were measured.
+`docs/published.py` makes this page from `published.json`. [Models](models.md) has the models in a table, and says how
+to export each family. Memory is for one image, estimated from sizes. We had no published weights, so no seconds were
+measured.
 """
 # Each family: subjects that it draws well by its training, and its limits.
 FAMILIES = {
-    "llamagen": ("One object of ImageNet's classes in the middle of the image.", "Class ids instead of prompts."),
-    "text": ("Captions such as those of web images.", "Prompts are cut to 120 tokens; the text encoder is most of it."),
-    "anole": ("Prompts of any subject.", "Its weights are a fine-tuned Chameleon, for research only."),
-    "janus": ("Prompts of any subject.", "One size."),
-    "lumina": ("Prompts of any subject, in many shapes.", "2,304 tokens an image."),
-    "lumina2": ("Prompts of any subject, in many shapes.", "9,216 tokens an image."),
-    "glm_image": (
-        "Prompts of any subject, in many shapes, with diffusers as the second stage.",
-        "Writes tokens, not images.",
+    "llamagen": (
+        "It generates one object of ImageNet's classes in the middle of the image.",
+        "It takes class ids, not prompts.",
     ),
-    "emu3": ("Prompts of any subject, in ten shapes.", "8,100 tokens an image."),
-    "emu35": ("Prompts of any subject, in many shapes.", "The largest download and memory."),
-    "simplear": ("Prompts of any subject in 1024 pixels; a small download.", "4,096 tokens an image."),
+    "text": (
+        "It takes prompts like the captions of web images.",
+        "Prompts are cut to 120 tokens. Most of the download is the text encoder.",
+    ),
+    "anole": ("It takes prompts of any subject.", "It is a fine-tuned Chameleon, whose weights are for research only."),
+    "janus": ("It takes prompts of any subject.", "It has one image size."),
+    "lumina": ("It takes prompts of any subject, and has many image shapes.", "An image has 2,304 tokens."),
+    "lumina2": ("It takes prompts of any subject, and has many image shapes.", "An image has 9,216 tokens."),
+    "glm_image": (
+        "It takes prompts of any subject, and has many image shapes.",
+        "It generates tokens, from which diffusers makes images as a second stage.",
+    ),
+    "emu3": ("It takes prompts of any subject, and has ten image shapes.", "An image has 8,100 tokens."),
+    "emu35": (
+        "It takes prompts of any subject, and has many image shapes.",
+        "It needs the largest download and most memory.",
+    ),
+    "simplear": ("It takes prompts of any subject, and is a small download.", "An image has 4,096 tokens."),
 }
 
 
@@ -46,10 +55,10 @@ def section(name: str, model: PublishedModel) -> str:
     lines = [
         f"## {name}",
         "",
-        f"{good} {limits} {model.sizes} pixels, {format_count(model.parameters)} parameters.",
+        f"{good} {limits} Image sizes in pixels: {model.sizes}. Parameters: {format_count(model.parameters)}.",
         "",
         f"- Download: {model.download_bytes / 1e9:.1f} GB{', with a login' if model.login else ''}; finished bundle: "
-        f"{finished or 'none yet'}",
+        f"{finished or 'none to download yet'}",
         f"- Memory: {model.memory_bytes / 1e9:.1f} GB in `int8`, {2 * model.memory_bytes / 1e9:.1f} GB in `fp16`",
         f"- Licence: {model.licence}",
         "",

@@ -47,20 +47,20 @@ def numpy_types(
     actual: Mapping[str, tuple[str, Sequence[object]]],
     expected: Sequence[Tensor],
     make_error: Callable[[str, str, str], LanternError],
-    only: bool,
+    reject_others: bool,
 ) -> DTypes:
     """Return the NumPy types of a graph's tensors after comparing them with their declarations.
 
     Args:
         actual: type and sizes of the graph's tensors by name; free sizes are not integers.
         make_error: function that makes an error of a tensor's name, its actual form and its expected form.
-        only: whether the graph must have no other tensors.
+        reject_others: whether the graph must have no other tensors.
 
     Raises:
         LanternError: error made by `make_error` for the first tensor that differs.
     """
     declared = {tensor.name: tensor for tensor in expected}
-    for name in [*declared, *(sorted(actual.keys() - declared.keys()) if only else ())]:
+    for name in [*declared, *(sorted(actual.keys() - declared.keys()) if reject_others else ())]:
         tensor = declared.get(name)
         dtype, sizes = actual.get(name, ("", ()))
         # A declared free size must be free in the graph; a declared number must be equal or free there.

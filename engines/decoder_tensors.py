@@ -76,18 +76,18 @@ def rows_dtype(dtype: str) -> str:
 
 
 def _keys_and_values(
-    when: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
+    name_prefix: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
 ) -> list[Tensor]:
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
-    return [Tensor(f"{when}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
+    return [Tensor(f"{name_prefix}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
 
 
-def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
+def kv_dtype(source: object, dtypes: DTypes) -> type[np.floating[Any]]:
     """Return the type of all keys and values. Raises: BundleError: they have two types."""
     kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kinds) > 1:
         both = "keys and values of both float16 and float32"
-        raise BundleError(field=str(where), found=both, expected="one type", remedy="export the bundle again")
+        raise BundleError(field=str(source), found=both, expected="one type", remedy="export the bundle again")
     return np.float16 if np.float16 in kinds else np.float32
 
 

@@ -235,18 +235,18 @@ class DeviceEngine(ABC):
         hidden = batch.hidden
         block = cache.block_handle.block
 
-        def make(recurs: bool = True) -> BoundPass:
+        def make(is_recurring: bool = True) -> BoundPass:
             placed = dict(zip(self._past, self._pool.tensors(block), strict=True))
             placed |= {name.replace("past", "present", 1): value for name, value in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            return BoundPass(self._graph, self.device, feeds, placed, recurs)
+            return BoundPass(self._graph, self.device, feeds, placed, is_recurring)
 
-        recurs = hidden is None or (
+        is_recurring = hidden is None or (
             isinstance(hidden, HiddenView) and getattr(hidden.source, "block_handle", None) is not None
         )
-        if nodes > MAX_BOUND_NODES or batch.embeds is not None or not recurs:
-            return make(recurs=False), None
+        if nodes > MAX_BOUND_NODES or batch.embeds is not None or not is_recurring:
+            return make(is_recurring=False), None
         shape = (nodes, words, id(feeds.get("hidden")))
         return self._pool.get_bound_pass(block, shape, make), cache.block_handle
 

@@ -96,7 +96,7 @@ def make_device_graph(
             raise BundleError(field=str(path), found="more layers", expected=str(spec.num_layers), remedy=EXPORT_AGAIN)
         dtype = "float32" if basic_ops and dtype == "bfloat16" else dtype
         writer = _DeviceWriter(path, weights, spec, dtype, basic_ops, capacity, max_nodes, multi_head)
-        return writer.write(is_drafter)
+        return writer.write_graph(is_drafter)
 
 
 class _DeviceWriter(DecoderWriter):
@@ -127,25 +127,25 @@ class _DeviceWriter(DecoderWriter):
         self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
         self.interleaved = int(self.architecture.rope_style == "interleaved")
 
-    def write(self, is_drafter: bool) -> DeviceGraph:
+    def write_graph(self, is_drafter: bool) -> DeviceGraph:
         """Write the whole graph of a target or, if `is_drafter` is set, of a drafter."""
         graph = self.graph
         spec = self.spec
         if is_drafter:
             states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
             joint = [self.look_up_embeddings(), self.cast_input(graph.op("Gather", states, "hidden_ids"))]
-            x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
+            x = self.write_linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = self.cast_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_mask()
         self.rotations = self.write_rotations()
         self.part_indices = graph.part_indices("write", self.parts[0]) if self.capacity is None else ""
-        self.decoder(x, spec.num_layers)
+        self.write_decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
-    def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
+    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
+        """Split and split_and_rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
@@ -153,8 +153,10 @@ class _DeviceWriter(DecoderWriter):
         epsilon = self.architecture.head_norm_eps
         if epsilon is not None:
             sizes = graph.ints((parts - 1) * width, width)
-            both, value = graph.add_node("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
-            both = self.norm_heads(both, f"{at}.attention.head_norm", self.heads + num_kv_heads, epsilon)
+            both, value = graph.add_node(
+                "Split", [joint, sizes], [f"{layer_name}.unturned", f"{layer_name}.value"], axis=-1
+            )
+            both = self.norm_heads(both, f"{layer_name}.attention.head_norm", self.heads + num_kv_heads, epsilon)
             joint = graph.op("Concat", both, value, axis=-1)
         # Parts become nodes, [rows, nodes * parts, width], so that one op rotates all. Values are rotated by no angle.
         split = graph.reshape(joint, 0, -1, width)
@@ -162,11 +164,11 @@ class _DeviceWriter(DecoderWriter):
             split = graph.op("RotaryEmbedding", split, *rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
         rotated = graph.reshape(split, 0, -1, parts * width)
         sizes = graph.ints((parts - 2) * width, width, width)
-        names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
+        names = [f"{layer_name}.query", f"{layer_name}.new_key", f"{layer_name}.new_value"]
         query, key, value = graph.add_node("Split", [rotated, sizes], names, axis=-1)
         return query, key, value
 
-    def attend(self, query: str, key: str, value: str, at: str) -> str:
+    def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
         """Write attention, and store new keys and values in the cache.
 
         With a capacity, nodes are written to consecutive columns, for which TensorRT has kernels. TensorRT's op
@@ -177,13 +179,13 @@ class _DeviceWriter(DecoderWriter):
             query: name of the queries, `[rows, nodes, heads * head_dim]`.
             key: name of the new keys.
             value: name of the new values.
-            at: prefix of the layer's names.
+            layer_name: prefix of the layer's names.
         """
         graph = self.graph
         width = self.spec.head_dim
         num_kv_heads = self.spec.num_kv_heads
         presents: list[str] = []
-        cache = at.replace("layers", "key_values")
+        cache = layer_name.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):  # before attention: nodes attend to them
             if self.capacity is None:
                 present = graph.scatter_parts(f"past_{name}", self.part_indices, new, self.parts, f"present_{name}")
@@ -194,15 +196,15 @@ class _DeviceWriter(DecoderWriter):
                 presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
         scale = self.architecture.attention_scale
         if self.has_matmul_attention:
-            return self.matmul_attention(query, presents[0], presents[1], scale)
+            return self.write_matmul_attention(query, presents[0], presents[1], scale)
         if self.capacity is None:
-            return self.fused_attention(query, presents, scale)
+            return self.write_fused_attention(query, presents, scale)
         query = self.split_heads(query, self.heads)
         if scale == 1.0:
             query = graph.op("Mul", query, self.add_scalar(width**0.5))
         return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
 
-    def fused_attention(self, query: str, presents: list[str], scale: float) -> str:
+    def write_fused_attention(self, query: str, presents: list[str], scale: float) -> str:
         """Write the op Attention or MultiHeadAttention.
 
         Query heads that share keys become further nodes, as CUDA would otherwise copy the keys for every query head.
@@ -231,7 +233,7 @@ class _DeviceWriter(DecoderWriter):
             mixed = graph.reshape(mixed, 0, 0, self.heads * width)
         return mixed
 
-    def matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
+    def write_matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
         """Write attention as matmuls. Query heads that share keys are joined along the axis of nodes.
 
         Args:
@@ -277,35 +279,35 @@ class _DeviceWriter(DecoderWriter):
         ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
         op = "RMSNormalization" if self.architecture.rms_head_norm else "LayerNormalization"
         normed = graph.op(op, x, ones, axis=-1, epsilon=epsilon)
-        scaled = graph.op("Mul", normed, self.weight(f"{prefix}.weight"))
+        scaled = graph.op("Mul", normed, self.write_weight(f"{prefix}.weight"))
         if not self.architecture.rms_head_norm:
-            scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
+            scaled = graph.op("Add", scaled, self.write_weight(f"{prefix}.bias"))
         return self.to_dtype(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
 
-    def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
         graph = self.graph
-        scale = self.to_dtype(self.weight(weight))
+        scale = self.to_dtype(self.write_weight(weight))
         epsilon = self.architecture.norm_eps
-        if added is not None and "com.microsoft" in graph.domains:
-            operands = [x, added, scale]
+        if addend is not None and "com.microsoft" in graph.domains:
+            operands = [x, addend, scale]
             names = [name or f"{weight}.normed", "", "", f"{weight}.total"]
             op = "com.microsoft.SkipSimplifiedLayerNormalization"
             normed, *_, total = graph.add_node(op, operands, names, epsilon=epsilon)
         else:
-            total = x if added is None else graph.op("Add", x, added)
+            total = x if addend is None else graph.op("Add", x, addend)
             normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=epsilon, stash_type=1)
         return total, normed
 
-    def gelu(self, x: str) -> str:
+    def write_gelu(self, x: str) -> str:
         return self.graph.op("Gelu", x)
 
     def look_up_embeddings(self) -> str:
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops and not self.half:
-            return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
-        stored = self.weights["embed.weight"]
-        rows = self.graph.op("Gather", self.add_weight(stored), "token_ids")
-        return rows if stored.dtype == self.dtype else self.graph.cast(rows, self.dtype)
+            return self.graph.op("Gather", self.write_weight("embed.write_weight"), "token_ids")
+        stored_weight = self.weights["embed.write_weight"]
+        rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
+        return rows if stored_weight.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
     def cast_input(self, x: str) -> str:
         """Cast an input of the graph to the type that the graph computes in."""
@@ -315,30 +317,30 @@ class _DeviceWriter(DecoderWriter):
         """Return a constant number in the type that the graph computes in."""
         return self.to_dtype(self.graph.constant(np.array(value, np.float32)))
 
-    def matmul(self, x: str, weight: str, output: str | None) -> str:
-        return self.graph.op("MatMul", x, self.weight(weight), name=output)
+    def write_matmul(self, x: str, weight: str, output: str | None) -> str:
+        return self.graph.op("MatMul", x, self.write_weight(weight), name=output)
 
-    def weight(self, name: str) -> str:
+    def write_weight(self, name: str) -> str:
         """Add a weight and decode it if it is stored in another type; a weight stored as float32 stays float32."""
-        stored = self.weights[name]
-        if stored.name == name:
-            return self.add_weight(stored)
+        stored_weight = self.weights[name]
+        if stored_weight.name == name:
+            return self.add_weight(stored_weight)
         if name not in self.decoded_weights:
-            is_integer = stored.dtype in INTEGERS
+            is_integer = stored_weight.dtype in INTEGERS
             scales = self.weights[f"{name}.scales"] if is_integer else None
             self.decoded_weights[name] = (
-                self.decode_floats(stored) if scales is None else self.dequantize(stored, scales)
+                self.decode_floats(stored_weight) if scales is None else self.write_dequantize(stored_weight, scales)
             )
         return self.decoded_weights[name]
 
-    def dequantize(self, stored: Weight, scale: Weight) -> str:
+    def write_dequantize(self, stored_weight: Weight, scale: Weight) -> str:
         """Dequantize an integer weight, which has a scale per block of inputs or per output.
 
         With scales per output, ONNX Runtime multiplies when it loads the graph, unless the op is DequantizeLinear.
         """
-        inputs, _ = stored.shape
+        inputs, _ = stored_weight.shape
         count, *blocks = scale.shape
-        integers = self.add_weight(stored)
+        integers = self.add_weight(stored_weight)
         scales = self.decode_floats(scale)
         if blocks:
             return self.graph.op("DequantizeLinear", integers, scales, axis=0, block_size=inputs // count)
@@ -346,15 +348,15 @@ class _DeviceWriter(DecoderWriter):
             return self.graph.op("Mul", self.graph.cast(integers, self.dtype), scales)
         return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
-    def decode_floats(self, stored: Weight) -> str:
+    def decode_floats(self, stored_weight: Weight) -> str:
         """Add a floating-point weight and cast it to the type that the graph computes in."""
-        name = self.add_weight(stored)
-        return name if stored.dtype == self.dtype else self.graph.cast(name, self.dtype)
+        name = self.add_weight(stored_weight)
+        return name if stored_weight.dtype == self.dtype else self.graph.cast(name, self.dtype)
 
-    def add_weight(self, stored: Weight) -> str:
+    def add_weight(self, stored_weight: Weight) -> str:
         """Add a weight as it is stored, and return its name."""
-        self.graph.weights[stored.name] = stored.message
-        return stored.name
+        self.graph.weights[stored_weight.name] = stored_weight.message
+        return stored_weight.name
 
     def write_rotations(self) -> list[list[str]]:
         """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
@@ -375,7 +377,7 @@ class _DeviceWriter(DecoderWriter):
         parts = self.group + 2
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):
-            table = graph.op("Slice", self.to_float32(self.weight(name)), *slices[:2], graph.ints(1), slices[2])
+            table = graph.op("Slice", self.to_float32(self.write_weight(name)), *slices[:2], graph.ints(1), slices[2])
             # At least one row is added behind the table, for the angle 0: cosine 1 and sine 0.
             pads = graph.ints(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
@@ -400,8 +402,8 @@ class _DeviceWriter(DecoderWriter):
         The mask is tiled for query heads that share keys, except for TensorRT's op Attention.
         """
         graph = self.graph
-        added = unpack_mask(graph, "seen", MASKED[self.dtype])
+        addend = unpack_mask(graph, "seen", MASKED[self.dtype])
         if self.capacity is not None:
-            graph.op("Shape", added, name="span", start=2, end=3)
-        mask = self.to_dtype(graph.op("Unsqueeze", added, graph.ints(1)))
-        return self.tile_mask(mask) if self.has_matmul_attention or self.capacity is None else mask
+            graph.op("Shape", addend, name="span", start=2, end=3)
+        mask = self.to_dtype(graph.op("Unsqueeze", addend, graph.ints(1)))
+        return self.write_tiled_mask(mask) if self.has_matmul_attention or self.capacity is None else mask

@@ -70,9 +70,9 @@ class GraphWriter:
             `outputs`.
         """
         domain, _, op = op.rpartition(".")
-        parts = [_field(1, name) for name in inputs] + [_field(2, name) for name in outputs]
-        parts += [_field(3, outputs[0]), _field(4, op), _field(7, domain)]
-        parts += [_field(5, _attribute(name, value)) for name, value in attributes.items()]
+        parts = [_encode_field(1, name) for name in inputs] + [_encode_field(2, name) for name in outputs]
+        parts += [_encode_field(3, outputs[0]), _encode_field(4, op), _encode_field(7, domain)]
+        parts += [_encode_field(5, _encode_attribute(name, value)) for name, value in attributes.items()]
         self.nodes.append(b"".join(parts))
         return outputs
 
@@ -91,7 +91,7 @@ class GraphWriter:
     def constant(self, array: NDArray[Any], name: str | None = None) -> str:
         """Add a constant and return its name."""
         name = name or f"constant_{len(self.weights)}"
-        self.weights[name] = _tensor(array, name)
+        self.weights[name] = _encode_tensor(array, name)
         return name
 
     def ints(self, *values: int) -> str:
@@ -141,12 +141,15 @@ class GraphWriter:
 
     def to_bytes(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], name: str = "graph") -> bytes:
         """Return the model as the bytes of an ONNX file."""
-        parts = [_field(1, node) for node in self.nodes] + [_field(2, name)]
-        parts += [_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
-        parts += [_field(11, _value(tensor)) for tensor in inputs]
-        parts += [_field(12, _value(tensor)) for tensor in outputs]
-        opsets = [_field(8, _field(1, domain) + _field(2, number)) for domain, number in self.domains.items()]
-        return _field(1, _IR_VERSION) + _field(7, b"".join(parts)) + b"".join(opsets)
+        parts = [_encode_field(1, node) for node in self.nodes] + [_encode_field(2, name)]
+        parts += [_encode_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
+        parts += [_encode_field(11, _encode_value(tensor)) for tensor in inputs]
+        parts += [_encode_field(12, _encode_value(tensor)) for tensor in outputs]
+        opsets = [
+            _encode_field(8, _encode_field(1, domain) + _encode_field(2, number))
+            for domain, number in self.domains.items()
+        ]
+        return _encode_field(1, _IR_VERSION) + _encode_field(7, b"".join(parts)) + b"".join(opsets)
 
 
 class DecoderWriter(ABC):
@@ -179,69 +182,69 @@ class DecoderWriter(ABC):
         self.group = group
         self.half = dtype != "float32"
 
-    def decoder(self, x: str, layers: int) -> None:
+    def write_decoder(self, x: str, layers: int) -> None:
         """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`.
 
         With two heads, only the second head reads the last layer. `hidden_states` are the first head's.
         """
         graph = self.graph
-        added = None
+        addend = None
         two_heads = self.architecture.two_heads
         for i in range(layers - two_heads):
-            x, added = self.layer(x, added, i)
-        if two_heads and added is not None:
-            x = graph.op("Add", x, added)
-            added = None
+            x, addend = self.write_layer(x, addend, i)
+        if two_heads and addend is not None:
+            x = graph.op("Add", x, addend)
+            addend = None
         name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
         norm = "norm.weight" if self.architecture.final_norm else None
-        hidden = self.add_and_norm(x, added, norm, name)[1]
+        hidden = self.write_sum_and_norm(x, addend, norm, name)[1]
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         if two_heads:
-            last = self.layer(x, None, layers - 1)
-            self.head(hidden, self.add_and_norm(*last, "below_norm.weight", "states_below")[1])
+            last = self.write_layer(x, None, layers - 1)
+            self.write_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
-            self.head(hidden)
+            self.write_head(hidden)
 
-    def layer(self, x: str, added: str | None, index: int) -> tuple[str, str]:
+    def write_layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
         """Write a layer.
 
         Args:
             x: name of the residual stream.
-            added: name of the output of the previous layer's feed-forward part; None: `x` includes it.
+            addend: name of the output of the previous layer's feed-forward part; None: `x` includes it.
 
         Returns:
             The names of the residual stream and of the output of the feed-forward part.
         """
-        at = f"layers.{index}"
+        layer_name = f"layers.{index}"
         has_norm = index > 0 or self.architecture.input_norm
-        x, normed = self.add_and_norm(x, added, f"{at}.attention_norm.weight" if has_norm else None)
-        added = self.norm_output(self.attention(normed, at), f"{at}.attention_post_norm.weight")
-        x, normed = self.add_and_norm(x, added, f"{at}.ffn_norm.weight")
-        gate = self.linear(normed, f"{at}.ffn.gate")
-        up = self.linear(normed, f"{at}.ffn.up")
+        x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.attention_norm.weight" if has_norm else None)
+        addend = self.write_output_norm(self.write_attention_block(normed, layer_name), f"{layer_name}.attention_post_norm.weight")
+        x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.ffn_norm.weight")
+        gate = self.write_linear(normed, f"{layer_name}.ffn.gate")
+        up = self.write_linear(normed, f"{layer_name}.ffn.up")
         active = self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
-        return x, self.norm_output(self.linear(active, f"{at}.ffn.down"), f"{at}.ffn_post_norm.weight")
+        return x, self.write_output_norm(self.write_linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight")
 
-    def attention(self, x: str, at: str) -> str:
-        """Write the attention of the layer `at` and return its output."""
-        query, key, value = self.rotate(self.linear(x, f"{at}.attention.qkv"), at)
-        return self.linear(self.attend(query, key, value, at), f"{at}.attention.out")
+    def write_attention_block(self, x: str, layer_name: str) -> str:
+        """Write the write_attention_block of the layer `layer_name` and return its output."""
+        query, key, value = self.split_and_rotate(self.write_linear(x, f"{layer_name}.write_attention_block.qkv"), layer_name)
+        return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.write_attention_block.out")
 
-    def head(self, hidden: str, below: str | None = None) -> None:
+    def write_head(self, hidden: str, below: str | None = None) -> None:
         """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
         name = "narrow_logits" if self.half else "logits"
         if below is not None:
-            both = self.linear(hidden, "head.right"), self.linear(below, "head.below")
+            both = self.write_linear(hidden, "head.right"), self.write_linear(below, "head.below")
             self.graph.op("Concat", *both, name=name, axis=-1)
         elif self.architecture.head_hidden:
-            self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", name)
+            self.write_linear(self.write_gelu(self.write_linear(hidden, "head.first")), "head.second", name)
         else:
-            self.linear(hidden, "head", name)
+            self.write_linear(hidden, "head", name)
         if self.half:
             self.graph.cast(name, "float32", "logits")
 
-    def linear(self, x: str, name: str, output: str | None = None) -> str:
+    def write_linear(self, x: str, name: str, output: str | None = None) -> str:
         """Write a linear layer; it has a bias if there is a weight `{name}.bias`.
 
         Args:
@@ -250,21 +253,21 @@ class DecoderWriter(ABC):
             output: name of the result; None: any name.
         """
         has_bias = f"{name}.bias" in self.weights
-        y = self.matmul(x, f"{name}.weight", None if has_bias else output)
+        y = self.write_matmul(x, f"{name}.weight", None if has_bias else output)
         if not has_bias:
             return y
-        bias = self.weight(f"{name}.bias")
+        bias = self.write_weight(f"{name}.bias")
         bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # stored as float32
         return self.graph.op("Add", y, bias, name=output)
 
-    def add_and_norm(self, x: str, added: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
         """Write the residual sum and its RMS norm; without a norm, the normed sum is the sum.
 
         WebGPU does not record copies. Therefore the sum itself gets the name, instead of an Identity node's output.
 
         Args:
             x: name of the residual stream.
-            added: name of the output of the previous attention or feed-forward part; None: the sum is `x`.
+            addend: name of the output of the previous attention or feed-forward part; None: the sum is `x`.
             weight: name of the norm's weight; None: no norm.
             name: name of the normed sum; None: any name.
 
@@ -272,43 +275,43 @@ class DecoderWriter(ABC):
             The names of the sum and of the normed sum.
         """
         if weight is not None:
-            return self.norm(x, added, weight, name)
-        total = x if added is None else self.graph.op("Add", x, added, name=name)
+            return self.write_norm(x, addend, weight, name)
+        total = x if addend is None else self.graph.op("Add", x, addend, name=name)
         return total, total
 
-    def norm_output(self, x: str, weight: str) -> str:
+    def write_output_norm(self, x: str, weight: str) -> str:
         """Write the norm of the output `x` of attention or a feed-forward network, if outputs are normalised."""
-        return self.norm(x, None, weight, None)[1] if self.architecture.post_norms else x
+        return self.write_norm(x, None, weight, None)[1] if self.architecture.post_norms else x
 
-    def tile_mask(self, mask: str) -> str:
+    def write_tiled_mask(self, mask: str) -> str:
         """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""
         return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 
     @abstractmethod
-    def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
+    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
         """Write the head norm and the rotary embedding of queries and keys.
 
         Args:
             joint: name of the joint projection to queries, keys and values.
-            at: prefix of the names of the layer's weights.
+            layer_name: prefix of the names of the layer's weights.
 
         Returns:
             The names of queries, keys and values.
         """
 
     @abstractmethod
-    def attend(self, query: str, key: str, value: str, at: str) -> str:
+    def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
         """Write attention, `[rows, nodes, hidden_size]`, and store the new keys and values.
 
         Args:
             query: name of the queries.
             key: name of the new keys.
             value: name of the new values.
-            at: prefix of the layer's names.
+            layer_name: prefix of the layer's names.
         """
 
     @abstractmethod
-    def matmul(self, x: str, weight: str, output: str | None) -> str:
+    def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         """Multiply `x` by a weight.
 
         Args:
@@ -317,15 +320,15 @@ class DecoderWriter(ABC):
         """
 
     @abstractmethod
-    def weight(self, name: str) -> str:
+    def write_weight(self, name: str) -> str:
         """Add a weight and return its name in a form that nodes can read."""
 
     @abstractmethod
-    def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its norm. Args: see `add_and_norm`."""
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        """Write the residual sum and its write_norm. Args: see `write_sum_and_norm`."""
 
     @abstractmethod
-    def gelu(self, x: str) -> str:
+    def write_gelu(self, x: str) -> str:
         """Write the exact GELU."""
 
     def to_float32(self, x: str) -> str:
@@ -347,39 +350,44 @@ def column_shape(width: int) -> tuple[int, int]:
     return width // part, part
 
 
-def _attribute(name: str, value: Attribute) -> bytes:
+def _encode_attribute(name: str, value: Attribute) -> bytes:
     if isinstance(value, float):
-        return _field(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _field(20, _FLOAT)
+        return (
+            _encode_field(1, name) + _encode_varint(2 << 3 | 5) + struct.pack("<f", value) + _encode_field(20, _FLOAT)
+        )
     if isinstance(value, int):
-        return _field(1, name) + _field(3, value) + _field(20, _INT)
+        return _encode_field(1, name) + _encode_field(3, value) + _encode_field(20, _INT)
     if isinstance(value, str):
-        return _field(1, name) + _field(4, value) + _field(20, _STRING)
+        return _encode_field(1, name) + _encode_field(4, value) + _encode_field(20, _STRING)
     if isinstance(value, np.ndarray):
-        return _field(1, name) + _field(5, _tensor(value, "")) + _field(20, _TENSOR)
-    return _field(1, name) + b"".join(_field(8, each) for each in value) + _field(20, _INTS)
+        return _encode_field(1, name) + _encode_field(5, _encode_tensor(value, "")) + _encode_field(20, _TENSOR)
+    return _encode_field(1, name) + b"".join(_encode_field(8, each) for each in value) + _encode_field(20, _INTS)
 
 
-def _tensor(array: NDArray[Any], name: str) -> bytes:
-    dims = b"".join(_field(1, size) for size in array.shape)
+def _encode_tensor(array: NDArray[Any], name: str) -> bytes:
+    dims = b"".join(_encode_field(1, size) for size in array.shape)
     return (
-        dims + _field(2, TYPES[array.dtype.name]) + _field(8, name) + _field(9, np.ascontiguousarray(array).tobytes())
+        dims
+        + _encode_field(2, TYPES[array.dtype.name])
+        + _encode_field(8, name)
+        + _encode_field(9, np.ascontiguousarray(array).tobytes())
     )
 
 
-def _value(tensor: Tensor) -> bytes:
+def _encode_value(tensor: Tensor) -> bytes:
     axes = [axis or f"{tensor.name}.{i}" for i, axis in enumerate(tensor.shape)]
-    shape = b"".join(_field(1, _field(1 if isinstance(axis, int) else 2, axis)) for axis in axes)
-    kind = _field(1, TYPES[tensor.dtypes[0]])
-    return _field(1, tensor.name) + _field(2, _field(1, kind + _field(2, shape)))
+    shape = b"".join(_encode_field(1, _encode_field(1 if isinstance(axis, int) else 2, axis)) for axis in axes)
+    kind = _encode_field(1, TYPES[tensor.dtypes[0]])
+    return _encode_field(1, tensor.name) + _encode_field(2, _encode_field(1, kind + _encode_field(2, shape)))
 
 
-def _field(number: int, content: int | str | bytes) -> bytes:
+def _encode_field(number: int, content: int | str | bytes) -> bytes:
     """Encode a field of a protobuf message: an integer, text, or the bytes of another message."""
     if isinstance(content, int):
-        return _varint(number << 3) + _varint(content % (1 << 64))  # negative numbers as two's complement
+        return _encode_varint(number << 3) + _encode_varint(content % (1 << 64))  # negative numbers as two's complement
     data = content.encode() if isinstance(content, str) else content
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(data)) + data
 
 
-def _varint(value: int) -> bytes:
-    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
+def _encode_varint(value: int) -> bytes:
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _encode_varint(value >> 7)

@@ -61,12 +61,12 @@ class Engines:
         self._bundle = bundle
         self.threads = choose_thread_count(threads)
         self.backend, drafter_backend, self.image_backend = (
-            folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
+            folder.manifest.backend if folder else f"onnxruntime-{providers.provider_for(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
         )
         check_matmul_support(bundle, self.backend, drafter_backend)
         if drafter_backend != self.backend:
-            self.backend += f",drafter={providers.of('drafter')}"
+            self.backend += f",drafter={providers.provider_for('drafter')}"
         self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
         spec = bundle.manifest.target
         # Sums of integers (int8) are exact, and matmuls with integer weights round activations to 8 bits.

@@ -232,7 +232,9 @@ def verify_bundle(
             if role == "vq_decoder" and manifest.vq_precision != "fp32":
                 report.add_images(role, results)
             else:
-                report.add_graph(role, results, precisions.of(role), choose_tolerance(graph) if graph else 0.0)
+                report.add_graph(
+                    role, results, precisions.precision_of(role), choose_tolerance(graph) if graph else 0.0
+                )
     return report
 
 

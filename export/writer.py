@@ -105,7 +105,7 @@ def export_model(
             **{"name": name or output.resolve().name, **fields},
             format_version=FORMAT_VERSION,
             neighbors=neighbors,
-            files={role: FileEntry.of(path, count) for role, path in paths.items()},
+            files={role: FileEntry.from_file(path, count) for role, path in paths.items()},
         )
         target_hash = manifest.files.get("target.data", manifest.files["target"]).sha256
         if model.drafts_for not in (None, target_hash):
@@ -166,9 +166,11 @@ def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -
     drafter = model.fields.get("drafter")
     return {
         **model.fields,
-        "target": target.model_copy(update={"precision": precisions.of("target"), "dtype": precisions.compute}),
+        "target": target.model_copy(
+            update={"precision": precisions.precision_of("target"), "dtype": precisions.compute}
+        ),
         "vq_precision": precisions.vq,
-        "drafter": drafter and drafter.model_copy(update={"precision": precisions.of("drafter")}),
+        "drafter": drafter and drafter.model_copy(update={"precision": precisions.precision_of("drafter")}),
         "provenance": {
             "exporter": f"lantern-rt {__version__}",
             "sources": sources,

@@ -284,8 +284,10 @@ class AsyncPipeline:
         _ = self.pipeline.engines  # raises in a forked process, which has none of the threads
 
 
-async def _run_in_thread(executor: ThreadPoolExecutor, function: Callable[[], R], discard: Callable[[R], None]) -> R:
-    """Run a function in a thread. If this task is cancelled, the thread passes the function's result to `discard`.
+async def _run_in_thread(
+    executor: ThreadPoolExecutor, function: Callable[[], R], discard_result: Callable[[R], None]
+) -> R:
+    """Run a function in a thread. If this task is cancelled, the thread passes its result to `discard_result`.
 
     It does so before it runs another function.
     """
@@ -293,12 +295,12 @@ async def _run_in_thread(executor: ThreadPoolExecutor, function: Callable[[], R]
     try:
         return await asyncio.wrap_future(running)
     except asyncio.CancelledError:
-        running.add_done_callback(partial(_discard_result, discard))
+        running.add_done_callback(partial(_discard_result, discard_result))
         raise
     finally:
         del running  # its error would keep the images in the frames of its traceback alive
 
 
-def _discard_result(discard: Callable[[R], None], running: Future[R]) -> None:
+def _discard_result(discard_result: Callable[[R], None], running: Future[R]) -> None:
     if not running.cancelled() and running.exception() is None:
-        discard(running.result())
+        discard_result(running.result())

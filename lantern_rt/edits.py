@@ -36,12 +36,12 @@ class Edit:
 
     Attributes:
         pixels: uint8 `[height, width, 3]`.
-        regenerated: cells to generate again, bool `[rows, columns]`.
+        regenerated_cells: cells to generate again, bool `[rows, columns]`.
         preserved: tokens of preserved cells, -1 in the others, int64 `[cells]`; None before `encode`.
     """
 
     pixels: NDArray[np.uint8]
-    regenerated: Bools
+    regenerated_cells: Bools
     preserved: Ints | None = field(init=False, default=None)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
@@ -52,7 +52,7 @@ class Edit:
         """
         if self.preserved is None:
             codes = encoder(to_encoder_input(self.pixels))[0]
-            self.preserved = np.where(self.regenerated.ravel(), -1, codes)
+            self.preserved = np.where(self.regenerated_cells.ravel(), -1, codes)
         return self.preserved
 
     def complete(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
@@ -66,8 +66,8 @@ class Edit:
         A token also changes pixels around its cell, so that a sharp edge would be visible.
         """
         height, width, _ = self.pixels.shape
-        cell = height // len(self.regenerated)
-        grown = self.regenerated.repeat(cell, 0).repeat(width // self.regenerated.shape[1], 1)
+        cell = height // len(self.regenerated_cells)
+        grown = self.regenerated_cells.repeat(cell, 0).repeat(width // self.regenerated_cells.shape[1], 1)
         weight = np.zeros((height, width), np.float32)
         for _ in range(cell):
             weight += grown
@@ -82,7 +82,7 @@ class Edit:
     @property
     def digest(self) -> str:
         """SHA-256 hash of the pixels and of the regenerated cells, in hexadecimal."""
-        return hashlib.sha256(self.pixels.tobytes() + self.regenerated.tobytes()).hexdigest()
+        return hashlib.sha256(self.pixels.tobytes() + self.regenerated_cells.tobytes()).hexdigest()
 
 
 def to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
@@ -227,16 +227,16 @@ def prepare_edit(
         if mask is not None:
             raise RequestError("given with keep_rows", field="mask", remedy="give one of them")
         num_rows = check_int("keep_rows", keep_rows, 0, 1, size.rows - 1)
-        regenerated = np.repeat(np.arange(size.rows)[:, None] >= num_rows, size.columns, 1)
+        regenerated_cells = np.repeat(np.arange(size.rows)[:, None] >= num_rows, size.columns, 1)
     else:
         hole = ImageOps.fit(_read_mask(original, mask), (width, height), Image.Resampling.BOX)
         cells = np.asarray(hole).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
-        regenerated = cells.max((1, 3)) > 0  # [rows, columns]
-        if not regenerated.any():
+        regenerated_cells = cells.max((1, 3)) > 0  # [rows, columns]
+        if not regenerated_cells.any():
             actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
             raise RequestError(field="mask", found=actual, expected=expected)
-    return Edit(np.array(crop_to_cover(original, (width, height))), regenerated)
+    return Edit(np.array(crop_to_cover(original, (width, height))), regenerated_cells)
 
 
 def check_edits(manifest: Manifest) -> None:

@@ -21,7 +21,7 @@ from .engines.kv_cache import COLUMN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
 from .prompts import ImageRequest
-from .requests import Settings, resolve_settings
+from .requests import GenerationSettings, resolve_settings
 from .runtime.drafters import count_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
@@ -33,14 +33,14 @@ _BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channe
 _POLL_SECONDS = 0.01  # interval of `PeakMemory`
 
 
-def choose_largest_settings(manifest: Manifest) -> Settings:
+def choose_largest_settings(manifest: Manifest) -> GenerationSettings:
     """Return the settings that need the most memory per image: with the EAGLE drafter if the bundle has it."""
     method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})
 
 
 def fit_images(
-    manifest: Manifest, images: Sequence[ImageRequest], settings: Settings, max_rows: int, free: int | None
+    manifest: Manifest, images: Sequence[ImageRequest], settings: GenerationSettings, max_rows: int, free: int | None
 ) -> int:
     """Compute the maximum number of images per forward pass.
 
@@ -55,7 +55,7 @@ def fit_images(
     Raises:
         RequestError: one image needs more memory than was free; names the memory needed, by use, and the free memory.
     """
-    tokens = max((len(real) for image in images for real in image.real), default=0)
+    tokens = max((len(real) for image in images for real in image.is_real), default=0)
     needed = _count_image_bytes(manifest, settings, tokens)
     if free is not None and sum(needed.values()) > free:
         actual = f"{_format_bytes(free)} free beside the weights"
@@ -68,7 +68,7 @@ def fit_images(
     return max(1, min(MAX_IMAGES, rows, budget // sum(count_image_bytes(manifest, settings).values())))
 
 
-def count_image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = None) -> dict[str, int]:
+def count_image_bytes(manifest: Manifest, settings: GenerationSettings, prefix: int | None = None) -> dict[str, int]:
     """Estimate the memory for decoding one image.
 
     Args:
@@ -93,7 +93,7 @@ def count_image_bytes(manifest: Manifest, settings: Settings, prefix: int | None
     return caches | {"passes": 2 * max(prefill, verification)}
 
 
-def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) -> None:
+def check_memory(bundle: Bundle, settings: GenerationSettings, prefix: int | None = None) -> None:
     """Raise an error if the weights and one image need more memory than is free.
 
     Args:
@@ -117,7 +117,7 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
         )
 
 
-def _count_image_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
+def _count_image_bytes(manifest: Manifest, settings: GenerationSettings, prefix: int) -> dict[str, int]:
     pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
     return count_image_bytes(manifest, settings, prefix) | {"image decoding": _BYTES_PER_PIXEL * pixels}
 
@@ -134,7 +134,7 @@ def _format_uses(needed: Mapping[str, int]) -> str:
     return f"{_format_bytes(sum(needed.values()))} ({parts})"
 
 
-def _uses_drafter_graph(settings: Settings) -> bool:
+def _uses_drafter_graph(settings: GenerationSettings) -> bool:
     return "eagle" in settings.method.needs.drafters
 
 

@@ -34,7 +34,7 @@ from .output.images import attach_record, grey_out, image_from_pixels, make_blan
 from .output.progress import progress_bars
 from .prepared import PreparedRequest, load_model, make_plan
 from .prompts import ImageRequest, load_bundle_tokenizer
-from .requests import Request, Settings, check_request, resolve_settings
+from .requests import GenerationSettings, Request, check_request, resolve_settings
 from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
@@ -336,7 +336,7 @@ class Pipeline:
         """
         return self._decode(self.prepare(request))
 
-    def adapt_settings(self, settings: Settings) -> Settings:
+    def adapt_settings(self, settings: GenerationSettings) -> GenerationSettings:
         """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
 
         An exact window is limited to the maximum number of nodes in a forward pass of the engines.
@@ -370,7 +370,7 @@ class Pipeline:
         figures = step.stats.tokens_per_forward_pass, step.stats.seconds
         _LOG.info("%s: %d images, %.2f tokens per forward pass, %.2f s", settings.method, len(images), *figures)
 
-    def decode_image(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:
+    def decode_image(self, images: Sequence[ImageRequest], settings: GenerationSettings, i: int, cells: Ints) -> Image:
         """Decode image i of a request from its tokens.
 
         Args:

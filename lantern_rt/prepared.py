@@ -14,7 +14,7 @@ from .bundle.manifest import Manifest
 from .errors import BundleError
 from .methods import MethodConfig, MethodNeeds
 from .prompts import ImageRequest
-from .requests import Settings
+from .requests import GenerationSettings
 from .runtime.drafters import count_nodes
 from .runtime.engine import Ints
 from .runtime.likelihood import Likelihood, compute_likelihood
@@ -39,7 +39,7 @@ class PreparedRequest:
     bundle: Bundle
     engines: Engines
     images: Sequence[ImageRequest]
-    settings: Settings
+    settings: GenerationSettings
     plan: DecodePlan
     max_images: int
 
@@ -63,14 +63,16 @@ class PreparedRequest:
             codes: tokens of each image, int64 `[cells]`.
         """
         edits = [image.edit for image in self.images]
-        masks = [None if edit is None or edit.regenerated.all() else ~edit.regenerated.ravel() for edit in edits]
+        masks = [
+            None if edit is None or edit.regenerated_cells.all() else ~edit.regenerated_cells.ravel() for edit in edits
+        ]
         model = self.model()
         return [
             compute_likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)
         ]
 
 
-def make_plan(manifest: Manifest, settings: Settings, engines: Engines, adaptive: bool = False) -> DecodePlan:
+def make_plan(manifest: Manifest, settings: GenerationSettings, engines: Engines, adaptive: bool = False) -> DecodePlan:
     """Return how images are generated on some engines.
 
     Args:
@@ -104,14 +106,16 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         image, *others = group
         cond, uncond = engines.condition(image.inputs if edit is None else edit.complete(image.inputs))
         uncond = uncond if negative_row is None else negative_row
-        if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
+        if [(1, len(real)) for real in image.is_real] != [cond.shape[:2], uncond.shape[:2]]:
             problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
             problem = "gave NaN or infinity, its weights are damaged"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         nothing = (None, None)
-        rows = zip((cond[0], uncond[0]), image.real, image.tokens or nothing, image.positions or nothing, strict=True)
+        rows = zip(
+            (cond[0], uncond[0]), image.is_real, image.tokens or nothing, image.positions or nothing, strict=True
+        )
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
 

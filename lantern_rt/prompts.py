@@ -35,7 +35,7 @@ class ImageRequest:
     Attributes:
         label: prompt, class id or token ids; None for embeddings.
         inputs: inputs of the condition graph by name, `[1, ...]`.
-        real: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
+        is_real: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
         tokens: token ids of the conditional and the unconditional row, int64 `[prefix]`; None if the condition graph
             does not read ids of a joint vocabulary.
         seed: random seed, 0 .. 2**64 - 1.
@@ -48,7 +48,7 @@ class ImageRequest:
 
     label: Label
     inputs: dict[str, NDArray[Any]]
-    real: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    is_real: tuple[NDArray[np.bool_], NDArray[np.bool_]]
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
     negative: ImageRequest | None = None
@@ -156,8 +156,8 @@ def _add_negative_prompts(
         tokens = None
         if request.tokens and negative_request.tokens:
             tokens = (request.tokens[0], negative_request.tokens[0])
-        real = (request.real[0], negative_request.real[0])
-        replaced.append(replace(request, real=real, tokens=tokens, negative=negative_request))
+        real = (request.is_real[0], negative_request.is_real[0])
+        replaced.append(replace(request, is_real=real, tokens=tokens, negative=negative_request))
     return replaced
 
 
@@ -250,7 +250,7 @@ def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: S
     return replace(
         request,
         inputs={**request.inputs, "token_ids": ids[None]},
-        real=(np.ones(len(ids), np.bool_), request.real[1]),
+        is_real=(np.ones(len(ids), np.bool_), request.is_real[1]),
         tokens=(ids, uncond),
         positions=(positions, before(len(uncond), 0)),
         edit=source,

@@ -128,7 +128,7 @@ def find_model(name: str) -> PublishedModel:
     return models[name]
 
 
-def cache_folder() -> Path:
+def models_cache_folder() -> Path:
     """Return the folder of cached bundles. Raises: OutputError: the user has no home folder."""
     if chosen := os.environ.get("LANTERN_RT_CACHE"):
         return Path(chosen)
@@ -138,7 +138,7 @@ def cache_folder() -> Path:
     return base / "lantern-rt"
 
 
-def default_precision() -> str:
+def choose_default_precision() -> str:
     """Return the precision of cached bundles on this host: `fp16` with an NVIDIA GPU, else `int8`."""
     return "fp16" if detect_provider(import_onnxruntime()) == "cuda" else "int8"
 
@@ -165,12 +165,12 @@ def cached_bundle(name: str) -> Path | None:
 
 
 def _bundle_folder(name: str) -> Path:
-    return cache_folder() / f"{name}@{default_precision()}"
+    return models_cache_folder() / f"{name}@{choose_default_precision()}"
 
 
 @contextmanager
 def _reading_cache() -> Iterator[Path]:
-    folder = cache_folder()
+    folder = models_cache_folder()
     with reading(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
         with suppress(FileNotFoundError):
             folder.stat()  # methods of Path ignore other errors since Python 3.13
@@ -194,7 +194,7 @@ def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBun
         export: whether to export it in any case.
     """
     model = find_model(name)
-    finished = model.bundles.get(default_precision()) if model.bundles and not export else None
+    finished = model.bundles.get(choose_default_precision()) if model.bundles and not export else None
     return finished or model
 
 
@@ -216,7 +216,7 @@ def check_host(name: str, export: bool = False) -> None:
         require_library(library, "export", "cpu,export")
     from huggingface_hub import constants, get_token
 
-    needed = max(source.export_bytes, model.memory_bytes * (2 if default_precision() == "fp16" else 1))
+    needed = max(source.export_bytes, model.memory_bytes * (2 if choose_default_precision() == "fp16" else 1))
     check_free_memory(needed, "use a smaller model")
     try:
         folder = _bundle_folder(name)
@@ -228,7 +228,7 @@ def check_host(name: str, export: bool = False) -> None:
     remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
     with reading(hub, "a folder of checkpoints", OutputError, remedy):
         downloaded = sum(_downloaded_bytes(hub, repository) for repository in source.repositories)
-        check_disks([(hub, source.download_bytes - downloaded), (cache_folder(), source.bundle_bytes)], remedy)
+        check_disks([(hub, source.download_bytes - downloaded), (models_cache_folder(), source.bundle_bytes)], remedy)
     if source.login and get_token() is None:
         pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
@@ -253,12 +253,12 @@ def export_published(name: str, progress: Progress | None = None) -> Path:
 
     check_host(name, export=True)
     folder = _bundle_folder(name)
-    with _locked(folder, progress or ignore_progress):
+    with _lock_output(folder, progress or ignore_progress):
         if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
             with convert_output_errors(folder):
                 folder.unlink()
         if cached_bundle(name) is None:  # else by the program that had the lock
-            export_bundle(name, folder, default_precision(), progress)
+            export_bundle(name, folder, choose_default_precision(), progress)
     return folder
 
 
@@ -290,7 +290,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
 
 
 @contextmanager
-def _locked(output: Path, report: Progress) -> Iterator[None]:
+def _lock_output(output: Path, report: Progress) -> Iterator[None]:
     """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
     from filelock import FileLock, Timeout
 

@@ -49,7 +49,7 @@ def draw_seed() -> int:
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """Everything that determines an image besides prompt, seed and bundle.
 
     Attributes:
@@ -88,10 +88,10 @@ class Request:
     """
 
     images: list[ImageRequest]
-    settings: Settings
+    settings: GenerationSettings
 
 
-def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings:
+def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> GenerationSettings:
     """Validate the settings of a request and complete them from the bundle's defaults.
 
     Args:
@@ -117,7 +117,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     if method is None:
         quality = quality or "strict"
         method = _preset_method(manifest, quality)
-    return Settings(resolve_method(manifest, method), sampling, size, quality)
+    return GenerationSettings(resolve_method(manifest, method), sampling, size, quality)
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ def _recorded_subject(info: Mapping[Any, Any]) -> dict[str, str | int]:
 def _prepare_subjects(
     manifest: Manifest,
     tokenizer: PromptTokenizer | None,
-    settings: Settings,
+    settings: GenerationSettings,
     values: Mapping[str, Any],
     negative: Any,
     room: int = 0,

@@ -15,7 +15,7 @@ from PIL.Image import Image
 from .bundle.files import Bundle
 from .bundle.manifest import Size
 from .prompts import ImageRequest, Label
-from .requests import Settings
+from .requests import GenerationSettings
 from .runtime.decode import Step
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
@@ -43,7 +43,7 @@ class Result:
     seeds: list[int]
     prompts: list[Label]
     stats: Statistics
-    settings: Settings
+    settings: GenerationSettings
 
     def __repr__(self) -> str:
         made = f"codes of {len(self.codes)} images"
@@ -76,7 +76,7 @@ class StreamStep(Step):
     new_codes: list[Ints]
     codes: list[Ints]
     cells: list[Ints]
-    settings: Settings
+    settings: GenerationSettings
     decode_image: Callable[[int, Ints], Image]
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ def split_grids(size: Size, codes: Ints) -> tuple[Ints, Ints]:
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
-def encode_codes(bundle: Bundle, settings: Settings, image: ImageRequest, codes: Ints) -> bytes:
+def encode_codes(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
     """Return an .npz file with the codes of an image, its recipe, and the codes of a smaller first grid.
 
     Args:
@@ -152,7 +152,7 @@ class StreamState:
         self.counts = [0] * num_images
         self._cells = [np.full(num_cells, -1, np.int64)] * num_images
 
-    def add(self, step: Step, settings: Settings, decode_image: Callable[[int, Ints], Image]) -> StreamStep:
+    def add(self, step: Step, settings: GenerationSettings, decode_image: Callable[[int, Ints], Image]) -> StreamStep:
         """Add the tokens of a step and build the public `StreamStep`.
 
         Args:
@@ -175,7 +175,7 @@ class StreamState:
         )
 
 
-def recipe_fields(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
+def recipe_fields(bundle: Bundle, settings: GenerationSettings, image: ImageRequest) -> dict[str, str]:
     """Build the recipe of an image: the text fields of its `info` and PNG file that allow generating it again.
 
     Args:

@@ -230,15 +230,17 @@ class Service:
     def _reject_queued(self) -> None:
         """Reject requests that would miss deadlines or exceed shares."""
         queued = dict.fromkeys(self._requests[sequence.index] for sequence in self._batches.waiting)
-        waiting = [request for request in queued if request.waits]
+        waiting = [request for request in queued if request.is_waiting]
         rejected: dict[ServiceRequest, Exception] = {}
         with self._changed:
             self._num_callers = self.capacity.count_callers()
             excess = self.capacity.images - self.capacity.total
             held = self.capacity.images_by_caller
             share = self.capacity.total / max(1, len(held))
-            for request in sorted(waiting, key=lambda request: (held[request.caller], request.arrived), reverse=True):
-                end = request.arrived + request.deadline
+            for request in sorted(
+                waiting, key=lambda request: (held[request.caller], request.arrival_time), reverse=True
+            ):
+                end = request.arrival_time + request.deadline
                 if self.capacity.is_late(request.reserved_images, end) or (excess > 0 and held[request.caller] > share):
                     rejected[request] = self.capacity.busy_error(1, request.reserved_images)
                     excess -= request.reserved_images
@@ -276,7 +278,7 @@ class Service:
             steps.setdefault(self._requests[part.sequence], []).append(part)
         for request, request_parts in steps.items():
             if request.queue_seconds is None:
-                request.queue_seconds = began - request.arrived
+                request.queue_seconds = began - request.arrival_time
             self._send_step(request, request_parts)
         for sequence in chosen.batch.failed_sequences:
             if (failed_request := self._requests.get(sequence.index)) is not None and sequence.error is not None:

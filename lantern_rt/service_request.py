@@ -23,8 +23,8 @@ class ServiceRequest:
     listener: Listener
     steps: bool  # whether the listener receives every step
     caller: str
-    deadline: float  # time limit in seconds after `arrived`
-    arrived: float = field(default_factory=time.perf_counter)
+    deadline: float  # time limit in seconds after `arrival_time`
+    arrival_time: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # time before the first forward pass
     reserved_images: int = 0  # images that count toward the capacity; 0 after the end or a cancellation
     sequences: list[state.ImageSequence] = field(default_factory=list)
@@ -37,7 +37,7 @@ class ServiceRequest:
         self.stream_state = StreamState(len(self.prepared.images), self.prepared.plan.layout.num_codes)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether the request is neither cancelled nor ended, and no image has begun."""
         return bool(self.reserved_images) and not any(sequence.codes for sequence in self.sequences)
 

@@ -106,14 +106,14 @@ class SharedBatches:
         group = self._turns.next_group(callers)
         return NextPass(self._batches[group], group, joining[group], callers)
 
-    def record(self, done: NextPass, began: float) -> None:
+    def record(self, finished_pass: NextPass, start_time: float) -> None:
         """Record the time of a forward pass that ends now; images that joined in it do not wait any more.
 
         Args:
-            began: time at its begin, by `time.perf_counter`.
+            start_time: time at its begin, by `time.perf_counter`.
         """
-        self._turns.record_pass(done.group, time.perf_counter() - began, done.callers)
-        if done.joining_sequences:
+        self._turns.record_pass(finished_pass.group, time.perf_counter() - start_time, finished_pass.callers)
+        if finished_pass.joining_sequences:
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
     def _waiting_by_group(self, num_callers: int, limit: int) -> dict[int, list[ImageSequence]]:
@@ -122,7 +122,7 @@ class SharedBatches:
         held = Counter(map(self._caller_of, active))
         share = max(1, self._max_images // num_callers) if num_callers > 1 else limit
         order = fair_order([(self._caller_of(sequence), sequence) for sequence in self.waiting], held, share)
-        groups = [self._group(sequence, num_callers) for sequence in order]
+        groups = [self._assign_group(sequence, num_callers) for sequence in order]
         used = {group for group, batch in enumerate(self._batches) if batch.active_sequences}
         # `select_next_sequences` limits the images of one group; this limits them over all groups.
         if len(used.union(groups)) > 1:
@@ -132,7 +132,7 @@ class SharedBatches:
             waiting.setdefault(group, []).append(sequence)
         return waiting
 
-    def _group(self, sequence: ImageSequence, num_callers: int) -> int:
+    def _assign_group(self, sequence: ImageSequence, num_callers: int) -> int:
         """Return the number of the batch that an image joins.
 
         Batch 0 is for all callers. With several callers, images are decoded in other batches, by number of nodes, if

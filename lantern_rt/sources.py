@@ -34,7 +34,7 @@ class SourceImage:
     start: int
     codes: Ints | None = field(init=False, default=None)
     preserved: ClassVar[Ints | None] = None
-    regenerated: ClassVar[Bools] = np.ones((1, 1), np.bool_)
+    regenerated_cells: ClassVar[Bools] = np.ones((1, 1), np.bool_)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
         """Encode the image once.

@@ -85,7 +85,7 @@ class Relaxation:
     k: int  # number of neighbours considered
     delta: float | None = None  # bound in (0, 1) on p(A)
     lambda_: float | None = None  # bound > 1 on (p(x) + p(A)) / p(x)
-    # Codes that a rejection removes from p: `aggregated` (x and A), or as the published code does, `neighborhood`
+    # Codes that a rejection removes from p: `aggregation_set` (x and A), or as the published code does, `neighborhood`
     # (k + 1 neighbours, removed from q instead if the draft was sampled)
     residual: Residual = "aggregated"
 
@@ -104,9 +104,9 @@ class Relaxation:
 
     def find_aggregation_set(self, p: Probabilities, token: int) -> Codes:
         """Return A, the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
-        near = self.neighbors[token, : self.k]
+        nearest_codes = self.neighbors[token, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
-        return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
+        return nearest_codes[: int(p[nearest_codes].cumsum().searchsorted(bound, "right"))]
 
 
 def walk_relaxed(
@@ -148,9 +148,9 @@ def walk_relaxed(
             draft = 1.0 if q is None else float(q[token])
             if draft <= 0:
                 continue
-            aggregated = relaxation.find_aggregation_set(p, token)
+            aggregation_set = relaxation.find_aggregation_set(p, token)
             exact = min(1.0, float(p[token]) / draft)  # a(x) of the module's docstring
-            relaxed = min(1.0, float(p[token] + p[aggregated].sum()) / draft)  # a'(x)
+            relaxed = min(1.0, float(p[token] + p[aggregation_set].sum()) / draft)  # a'(x)
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
@@ -159,10 +159,10 @@ def walk_relaxed(
                     relaxed_nodes.append(child)
                 break
             if relaxation.residual == "neighborhood":
-                near = relaxation.neighbors[token, : relaxation.k + 1]
-                p = _lantern_code_residual(p, q, token, near if len(aggregated) else aggregated)
+                nearest_codes = relaxation.neighbors[token, : relaxation.k + 1]
+                p = _lantern_code_residual(p, q, token, nearest_codes if len(aggregation_set) else aggregation_set)
             else:
-                p = residual_distribution(p, q, token, aggregated)
+                p = residual_distribution(p, q, token, aggregation_set)
             if q is not None and child != siblings[-1]:
                 # Siblings were sampled without replacement, so the next one came from q without this token.
                 q = q.copy()
@@ -173,7 +173,9 @@ def walk_relaxed(
     return Acceptance(path, None, tvd, None, relaxed_nodes, accepted_p)
 
 
-def residual_distribution(p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes) -> Probabilities:
+def residual_distribution(
+    p: Probabilities, q: Probabilities | None, token: int, aggregation_set: Codes
+) -> Probabilities:
     """Return the residual distribution after `token` is rejected.
 
     It is max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
@@ -181,10 +183,10 @@ def residual_distribution(p: Probabilities, q: Probabilities | None, token: int,
     Args:
         p: target distribution, `[vocab_size]`.
         q: distribution that the token was sampled from, `[vocab_size]`; None if it was not sampled (q = 1).
-        aggregated: aggregation set of the token.
+        aggregation_set: aggregation set of the token.
     """
     residual = p.copy()
-    residual[aggregated] = 0
+    residual[aggregation_set] = 0
     if q is not None:
         residual -= q
         np.maximum(residual, 0, out=residual)
@@ -192,15 +194,17 @@ def residual_distribution(p: Probabilities, q: Probabilities | None, token: int,
     return _normalize_weights(residual, p)
 
 
-def _lantern_code_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
-    """Return the residual distribution of LANTERN's code, which removes `near` from q, or from p without a q."""
+def _lantern_code_residual(
+    p: Probabilities, q: Probabilities | None, token: int, nearest_codes: Codes
+) -> Probabilities:
+    """Return the residual of LANTERN's published code, which removes `nearest_codes` from q, or from p without a q."""
     residual = p.copy()
     if q is None:
-        residual[near] = 0
+        residual[nearest_codes] = 0
         residual[token] = 0
     else:
         removed = q.copy()
-        removed[near] = 0
+        removed[nearest_codes] = 0
         residual -= removed
         np.maximum(residual, 0, out=residual)
     return _normalize_weights(residual, np.ones_like(p))

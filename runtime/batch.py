@@ -146,7 +146,7 @@ class Batch:
                 sequence.error = error
                 cache.forbid_memory_reuse()
                 continue
-            steps.append(SequenceStep.of(sequence, codes))
+            steps.append(SequenceStep.append_codes(sequence, codes))
             nodes = [np.arange(length) for length in lengths[rows]]
             commits.append(Commit(sequence, codes, nodes, rows, pass_output.hidden, output))
         self.target_clock.append(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
@@ -171,7 +171,7 @@ class Batch:
         """
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
-        for drafter, sequences in self._drafters.all:
+        for drafter, sequences in self._drafters.with_sequences:
             num_nodes = max(
                 num_nodes, *(drafter.min_nodes(sequence, len(self.active_sequences)) for sequence in sequences)
             )
@@ -249,7 +249,7 @@ class Batch:
     def _commit(self, commits: Sequence[Commit]) -> None:
         """Send the committed tokens to their drafters, then remove finished sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
-        for drafter, sequences in self._drafters.all:
+        for drafter, sequences in self._drafters.with_sequences:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:
                 drafter.commit(drafted)
         if self._on_commit is not None:

@@ -76,14 +76,14 @@ class BatchDrafters:
         clock: clock of drafter passes.
 
     Attributes:
-        all: drafters, each with its sequences.
+        with_sequences: drafters, each with its sequences.
     """
 
     def __init__(self, model: LoadedModel, clock: Clock) -> None:
         self._model = model
         self._clock = clock
         self._drafters: dict[tuple[MethodConfig, bool], tuple[Drafter, list[ImageSequence]]] = {}
-        self.all = self._drafters.values()
+        self.with_sequences = self._drafters.values()
 
     def add(self, sequences: Sequence[ImageSequence]) -> None:
         """Add sequences to the drafters of their methods, and make drafters that are missing."""

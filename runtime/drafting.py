@@ -28,7 +28,7 @@ class SequenceStep(NamedTuple):
     acceptance: Acceptance | None = None  # acceptance of the tree's nodes
 
     @classmethod
-    def of(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
+    def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
         """Append codes to a sequence, in its order of drawing, and return the step."""
         before = len(sequence.codes)
         sequence.append(codes)

@@ -65,7 +65,7 @@ class GroupDraft:
             preserved = sequence.preserved[self.first_code : self.first_code + len(codes)]
             codes = np.where(preserved < 0, codes, preserved)
         sequence.record_draft(len(codes) - 1, len(codes) - 1)
-        return AcceptedDraft(SequenceStep.of(sequence, codes), codes, np.arange(len(self.tokens)))
+        return AcceptedDraft(SequenceStep.append_codes(sequence, codes), codes, np.arange(len(self.tokens)))
 
 
 class GroupDrafter(Drafter):

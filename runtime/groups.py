@@ -74,9 +74,9 @@ class GroupLayout:
         complete = slice(self.count_complete_cells(before), self.count_complete_cells(len(codes)))
         return image[complete], PlacedCodes(self.cells[before : len(codes)], np.array(codes[before:], np.int64))
 
-    def count_complete_cells(self, drawn: int) -> int:
-        """Return the number of cells before the first gap once `drawn` codes are known."""
-        return int(np.searchsorted(self._completing_code, drawn))
+    def count_complete_cells(self, num_known: int) -> int:
+        """Return the number of cells before the first gap once `num_known` codes are known."""
+        return int(np.searchsorted(self._completing_code, num_known))
 
     def codes_drawn_with(self, code: int) -> range:
         """Return the codes of the group that a code belongs to."""

@@ -134,18 +134,20 @@ class DraftHeadState:
             else self._draft_dynamic(shape, max_depth)
         )
 
-    def logits(self, position: int, previous: Ints) -> Floats:
+    def logits(self, position: int, previous_codes: Ints) -> Floats:
         """Return the guided logits of a position after each previous code, `[n, vocab_size]`.
 
         Args:
             position: position without a code.
-            previous: codes at the position before, int64 `[n]`.
+            previous_codes: codes at the position before, int64 `[n]`.
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
-            return self.heads.predict_logits(previous, self.sequence.raster.code_above(position), self.context)
-        if len(previous) == 1 and previous[0] == unaccepted.previous_code:
+            return self.heads.predict_logits(previous_codes, self.sequence.raster.code_above(position), self.context)
+        if len(previous_codes) == 1 and previous_codes[0] == unaccepted.previous_code:
             return unaccepted.logits[None]  # the correction would be 0
-        return unaccepted.logits + self.heads.compute_correction(unaccepted.gate, unaccepted.previous_code, previous)
+        return unaccepted.logits + self.heads.compute_correction(
+            unaccepted.gate, unaccepted.previous_code, previous_codes
+        )
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
         """Return shaped logits plus the Gumbel noise of a position.

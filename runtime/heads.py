@@ -39,34 +39,34 @@ class DraftHeads:
         """Return the gates of corrections, `[n, rank]`, for guided hidden states `[n, hidden_size]`."""
         return _sigmoid(np.einsum("nh,hr->nr", hidden, self.gate) + self.gate_bias)
 
-    def compute_correction(self, gate: Floats, old: int, new: Ints) -> Floats:
+    def compute_correction(self, gate: Floats, old_code: int, new_codes: Ints) -> Floats:
         """Return the change in the logits of a position for other previous codes, `[n, codes]`.
 
         Args:
             gate: gates of the position's hidden state, `[rank]`, or one row for each new code, `[n, rank]`.
-            old: previous code for which the logits were computed.
-            new: new previous codes, int64 `[n]`.
+            old_code: previous code for which the logits were computed.
+            new_codes: new previous codes, int64 `[n]`.
         """
-        return np.asarray(np.einsum("nr,rc->nc", (self.change[new] - self.change[old]) * gate, self.correct))
+        return np.asarray(np.einsum("nr,rc->nc", (self.change[new_codes] - self.change[old_code]) * gate, self.correct))
 
     def compute_context(self, hidden: Floats) -> Floats:
         """Return the inputs of predictions in the next row, `[n, 2, units]`, for guided states `[n, hidden_size]`."""
         return np.asarray(np.einsum("nh,shu->nsu", hidden, self.states))
 
-    def predict_logits(self, previous: Ints, above: int, context: Floats) -> Floats:
+    def predict_logits(self, previous_codes: Ints, cell_above: int, context: Floats) -> Floats:
         """Return predicted guided logits of a cell after each previous code, `[n, codes]`.
 
         Args:
-            previous: previous codes, int64 `[n]`.
-            above: index of the cell above, negative in the first row of a grid.
+            previous_codes: previous codes, int64 `[n]`.
+            cell_above: index of the cell above, negative in the first row of a grid.
             context: output of `compute_context` for the state that predicted each cell, `[cells, 2, units]`; zeros if
                 unknown.
         """
-        sums: Floats = self.left[previous]
-        if above >= 0:
+        sums: Floats = self.left[previous_codes]
+        if cell_above >= 0:
             # The two weights in `states` were trained for these two cells: above, and the one after it in raster order.
-            sums += context[above, 0]
-            sums += context[above + 1, 1]
+            sums += context[cell_above, 0]
+            sums += context[cell_above + 1, 1]
         logits: Floats = np.einsum("nu,uc->nc", sums * _sigmoid(sums), self.output) + self.output_bias
         return logits
 

@@ -57,7 +57,7 @@ class JacobiDrafter(TreeDrafter):
             remaining = sequence.count_until_preserved(len(preserved))
             if preserved:
                 remaining = min(remaining, self.max_nodes - len(preserved))
-            trees.append(self._window(sequence).draft(sequence.codes, remaining, preserved))
+            trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
         return trees
 
     def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
@@ -70,7 +70,7 @@ class JacobiDrafter(TreeDrafter):
         for sequence in sequences:
             self._windows.pop(sequence, None)
 
-    def _window(self, sequence: ImageSequence) -> JacobiWindow:
+    def _get_window(self, sequence: ImageSequence) -> JacobiWindow:
         stores_proposals = not sequence.exact and not sequence.sampling.greedy
         window = self._windows.setdefault(sequence, JacobiWindow(sequence.window, sequence.raster, stores_proposals))
         window.size = sequence.window

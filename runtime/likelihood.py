@@ -67,8 +67,8 @@ def compute_likelihood(
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
         # Codes that are drawn together do not depend on each other.
-        preceding = [codes[: layout.codes_drawn_with(code).start] for code in part.tolist()]
-        guided = guidance.mix(apply_repetition_penalty(logits, preceding, sampling), part)
+        preceding_codes = [codes[: layout.codes_drawn_with(code).start] for code in part.tolist()]
+        guided = guidance.mix(apply_repetition_penalty(logits, preceding_codes, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
         entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
@@ -85,12 +85,14 @@ def compute_tie_margin(model: LoadedModel, sequence: ImageSequence) -> float:
     return model.rounding * guidance * max(penalty, 1 / penalty) / (sampling.temperature or 1.0)
 
 
-def recompute_logits(model: LoadedModel, sequence: ImageSequence, preceding: Ints, code: int, clock: Clock) -> Floats:
+def recompute_logits(
+    model: LoadedModel, sequence: ImageSequence, preceding_codes: Ints, code: int, clock: Clock
+) -> Floats:
     """Compute the guided logits of a code of a sequence again, by passes of fixed shapes.
 
     Args:
         model: model with its target engine.
-        preceding: codes that the distribution depends on, in the order of drawing, `[count]`.
+        preceding_codes: codes that the distribution depends on, in the order of drawing, `[count]`.
         code: number of the code in the order of drawing.
         clock: clock of the forward passes.
 
@@ -99,10 +101,10 @@ def recompute_logits(model: LoadedModel, sequence: ImageSequence, preceding: Int
     """
     layout = sequence.layout
     rows = sequence.rows[: sequence.guidance.count_rows(code)]
-    (last,) = deque(compute_sequence_logits(model, layout, rows, preceding, clock), maxlen=1)
+    (last,) = deque(compute_sequence_logits(model, layout, rows, preceding_codes, clock), maxlen=1)
     # The last pass ends with the codes that are drawn together with `code`, so its index counts from the end.
     logits = last[:, [code - layout.codes_drawn_with(code).stop]]
-    return sequence.guidance.mix(apply_repetition_penalty(logits, [preceding], sequence.sampling), [code])
+    return sequence.guidance.mix(apply_repetition_penalty(logits, [preceding_codes], sequence.sampling), [code])
 
 
 def compute_sequence_logits(

@@ -119,8 +119,8 @@ class _PhiloxStreams:
     does not use, and took 70 to 96 us in a decode, 8 us in a loop (measured here).
     """
 
-    def __init__(self, seed: int, use: int) -> None:
-        self._bits = np.random.Philox(key=seed, counter=use << 128)
+    def __init__(self, seed: int, purpose: int) -> None:
+        self._bits = np.random.Philox(key=seed, counter=purpose << 128)
         self._generator = np.random.Generator(self._bits)
         self._state = self._bits.state
 

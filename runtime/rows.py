@@ -328,7 +328,7 @@ class RowDrafter(Drafter):
             if len(sequence.codes) <= sequence.raster.first_codes:
                 drafts.append(TreeDraft(sequence, preserved_chain(sequence, self._max_nodes)))
             else:
-                grid = self._grid(sequence)
+                grid = self._get_grid(sequence)
                 drafts.append(RowDraft(sequence, grid, grid.next_pass()))
         return drafts
 
@@ -337,7 +337,7 @@ class RowDrafter(Drafter):
         for sequence in sequences:
             self._grids.pop(sequence, None)
 
-    def _grid(self, sequence: ImageSequence) -> Grid:
+    def _get_grid(self, sequence: ImageSequence) -> Grid:
         method = sequence.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:

@@ -71,7 +71,7 @@ class TreeDraft:
             path = accepted.path
             tokens.append(accepted.bonus_token)
         codes = np.array(tokens, np.int64)
-        step = SequenceStep.of(sequence, codes)
+        step = SequenceStep.append_codes(sequence, codes)
         if sequence.method.method != "ar":
             step = step._replace(tree=tree, acceptance=accepted)
         return AcceptedDraft(step, codes, output.layout.path_nodes(path))

@@ -300,14 +300,14 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from tokenizers import Tokenizer
 
         from lantern_rt.export.families.common_emu3 import emu3_image_size
-        from lantern_rt.export.families.emu3 import prompt_layout
+        from lantern_rt.export.families.emu3 import emu3_prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
         model = read_emu3(target, grid=4)
         library = Tokenizer.from_file(str(target / "tokenizer.json"))
         sizes = [emu3_image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
-        layout = prompt_layout(library, "low quality, blurry.")
+        layout = emu3_prompt_layout(library, "low quality, blurry.")
         condition = model.fields["condition"].model_copy(update={"layout": layout})
         return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
 

@@ -28,7 +28,7 @@ class OrtGraphs:
         self._providers = providers
         for name in {providers.main, *providers.by_graph.values()}:
             check_provider(name)
-        names = {providers.of(role) for role in ("target", "drafter")}
+        names = {providers.provider_for(role) for role in ("target", "drafter")}
         self._devices = {name: Device(name) for name in names if PROVIDERS[name].memory != "cpu"}
 
     def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
@@ -40,7 +40,7 @@ class OrtGraphs:
             code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for the target; None for the drafter.
         """
         path = self._bundle.path(role)
-        provider = self._providers.of(role)
+        provider = self._providers.provider_for(role)
         if provider in self._devices:
             manifest = self._bundle.manifest
             # At most a sequence and its draft. A rotary table may have rows for several sequences, one per image size.
@@ -58,7 +58,7 @@ class OrtGraphs:
             inputs: all expected inputs.
             outputs: expected outputs, in the order in which the function returns them.
         """
-        provider = self._providers.of(role)
+        provider = self._providers.provider_for(role)
         if role in PROVIDERS[provider].cpu_roles:
             provider = DEFAULT_PROVIDER
         return GraphSession(self._bundle.path(role), inputs, outputs, self._threads, provider).run_checked

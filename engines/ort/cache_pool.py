@@ -103,7 +103,7 @@ class BoundPass:
         graph: decoder to run.
         device: device that the decoder runs on.
         feeds: inputs by name: arrays, for which device memory is allocated, or values on the device.
-        placed: caches and outputs by name, values on the device.
+        device_values: caches and outputs by name, values on the device.
         record: whether the pass and its sampling graphs may be recorded.
 
     Attributes:
@@ -111,10 +111,15 @@ class BoundPass:
     """
 
     def __init__(
-        self, graph: Executable, device: Device, feeds: Mapping[str, Any], placed: Mapping[str, Any], record: bool
+        self,
+        graph: Executable,
+        device: Device,
+        feeds: Mapping[str, Any],
+        device_values: Mapping[str, Any],
+        record: bool,
     ) -> None:
         self.device = device
-        self.outputs = placed
+        self.outputs = device_values
         self._record = record
         self.output_owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
@@ -127,16 +132,16 @@ class BoundPass:
         size = 4 * UploadBuffer.count_bytes(per_node) + 2 * UploadBuffer.count_bytes(per_node[:, 0])
         self._buffer = UploadBuffer(device, self._start + size)
         self._inputs = self._buffer.allocate(arrays)
-        self._run = graph.bind({**feeds, **self._inputs, **placed}, record)
+        self._run = graph.bind({**feeds, **self._inputs, **device_values}, record)
 
-    def queue_inputs(self, feeds: Mapping[str, Any], reads: object = None) -> None:
+    def queue_inputs(self, feeds: Mapping[str, Any], input_owner: object = None) -> None:
         """Store the inputs of the next run, which `finish` or `sample` starts.
 
         Args:
             feeds: inputs by name, of the same shapes as before.
-            reads: owner of device memory that the pass reads, to be kept until the pass has run.
+            input_owner: owner of device memory that the pass reads, to be kept until the pass has run.
         """
-        self._queued_inputs = [(feeds, reads)]
+        self._queued_inputs = [(feeds, input_owner)]
 
     def run_queued_pass(self) -> None:
         """Run the queued pass, if any, and wait for the device."""

@@ -122,7 +122,7 @@ class Providers(NamedTuple):
     main: str = AUTO
     by_graph: Mapping[str, str] = MappingProxyType({})
 
-    def of(self, role: str) -> str:
+    def provider_for(self, role: str) -> str:
         """Return the name of the requested provider of a graph."""
         return self.by_graph.get(role, self.main)
 

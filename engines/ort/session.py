@@ -79,7 +79,7 @@ class GraphSession:
             ):
                 actual = {tensor.name: (_TYPES.get(tensor.type, tensor.type), tensor.shape) for tensor in tensors}
                 make_error = partial(self._tensor_error, kind, "the graph is not the one bundle.json describes")
-                self.dtypes |= numpy_types(actual, expected, make_error, only=kind == "input")
+                self.dtypes |= numpy_types(actual, expected, make_error, reject_others=kind == "input")
         self.inputs = inputs
         self.outputs = outputs
         self._graph_ids = iter(range(1, 1 + PROVIDERS[provider].max_recordings))

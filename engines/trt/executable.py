@@ -161,7 +161,7 @@ class TensorRTExecutable:
         """
         for declared, names in ((inputs, self._inputs), (outputs, self._outputs)):
             actual = {name: self._tensor_form(name) for name in names}
-            self.dtypes |= numpy_types(actual, declared, self._tensor_error, only=True)
+            self.dtypes |= numpy_types(actual, declared, self._tensor_error, reject_others=True)
 
     def _tensor_form(self, name: str) -> tuple[str, list[object]]:
         types = self._library.DataType

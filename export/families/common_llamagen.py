@@ -193,7 +193,7 @@ def llamagen_model(
     sources = [*checkpoint.sources, *vq_sources]
     module = transformer.condition
     if text_encoder is None:
-        condition = module.condition()
+        condition = module.make_condition()
     elif isinstance(module, ClassCondition):
         raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
     else:

@@ -117,7 +117,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> Model:
         return model
     end = _read_token_id(config, "image_end_token_id", tokenizer)
     source = SourceSpec(before=(image_start,), after=(end,), pixels_per_cell=encoder.patch)
-    return replace(model, graphs=[*model.graphs, encoder.graph()], fields={**model.fields, "source": source})
+    return replace(model, graphs=[*model.graphs, encoder.make_graph()], fields={**model.fields, "source": source})
 
 
 FAMILY = Family(

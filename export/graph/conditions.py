@@ -42,8 +42,8 @@ class ClassCondition(nn.Module):
         prefix = self.table[class_ids][:, None]  # [rows, 1, hidden_size]
         return prefix, self.table[-1].expand_as(prefix)
 
-    def condition(self) -> Condition:
-        """Return the condition of a bundle with class ids as prompts."""
+    def make_condition(self) -> Condition:
+        """Return the condition graph and its manifest fields, for a bundle whose prompts are class ids."""
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
         cases = named_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
@@ -67,8 +67,8 @@ class CaptionCondition(nn.Module):
         prefix = self.project(caption_embeds * caption_mask[..., None])  # [rows, prefix, hidden_size]
         return prefix, self.project(self.uncond).expand_as(prefix)
 
-    def condition(self) -> Condition:
-        """Return the condition of a bundle with text embeddings as prompts."""
+    def make_condition(self) -> Condition:
+        """Return the condition graph and its manifest fields, for a bundle whose prompts are text embeddings."""
         prefix, caption_dim = self.uncond.shape
         generator = np.random.default_rng(0)
         embeds = Value("caption_embeds", ("rows", prefix, caption_dim))
@@ -123,7 +123,7 @@ def token_condition(
     named: Mapping[str, int] | None = None,
     content: bytes | None = None,
 ) -> Condition:
-    """Return the condition of prompts of token ids that the decoder embeds itself.
+    """Return the condition graph and its manifest fields, for prompts whose token ids the decoder embeds.
 
     Args:
         embeddings: embeddings of all token ids, `[tokens, hidden_size]`.

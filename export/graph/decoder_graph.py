@@ -61,29 +61,29 @@ class PastFirstWriter(DecoderWriter):
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
         self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
 
-    def write(self, x: str) -> None:
-        """Write all layers and outputs; `x` is the input of the first layer, `[rows, nodes, hidden_size]`."""
+    def write_graph(self, embeddings: str) -> None:
+        """Write all layers and outputs; `embeddings` is the input of the first layer, `[rows, nodes, hidden_size]`."""
         ops = self.graph
-        x = ops.transpose(x, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
+        x = ops.transpose(embeddings, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
         self.cos, self.sin, swap = self._write_rotation()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
-        self.mask = self.tile_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
+        self.mask = self.write_tiled_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
         self.swap = ops.weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
-        self.decoder(x, self.config.num_layers)
+        self.write_decoder(x, self.config.num_layers)
 
-    def add_and_norm(self, x: str, added: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
         if name is not None:  # the last: outputs have rows first
-            total = x if added is None else self.graph.op("Add", x, added)
+            total = x if addend is None else self.graph.op("Add", x, addend)
             x = self.graph.transpose(total, 1, 0, 2, name=name if weight is None else None)
-            return (x, x) if weight is None else self.norm(x, None, weight, name)
-        return super().add_and_norm(x, added, weight, name)
+            return (x, x) if weight is None else self.write_norm(x, None, weight, name)
+        return super().write_sum_and_norm(x, addend, weight, name)
 
-    def matmul(self, x: str, weight: str, output: str | None) -> str:
+    def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.linear(x, weight, self._scale_weight(weight), output)
 
-    def weight(self, name: str) -> str:
+    def write_weight(self, name: str) -> str:
         return self.graph.weight(name, self._scale_weight(name))
 
     def _scale_weight(self, name: str) -> Tensor:
@@ -96,11 +96,11 @@ class PastFirstWriter(DecoderWriter):
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
         return defer_tensor(lambda: compute_tensor(weight).float() * rows, weight.shape, torch.float32)
 
-    def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        x = x if added is None else self.graph.op("Add", x, added)
+    def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        x = x if addend is None else self.graph.op("Add", x, addend)
         return x, write_rms_norm(self.graph, x, weight, self.weights[weight], self.config.norm_eps, name)
 
-    def gelu(self, x: str) -> str:
+    def write_gelu(self, x: str) -> str:
         ops = self.graph
         root = ops.number("root_half", 0.5**0.5)
         unit = ops.number("one", 1.0)
@@ -141,32 +141,38 @@ class PastFirstWriter(DecoderWriter):
         moved_sin = ops.op("Sub", ops.op("Mul", sin, back_cos), ops.op("Mul", cos, back_sin))
         return moved_cos, moved_sin, swap
 
-    def rotate(self, joint: str, at: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.rotate`; results are `[nodes, rows, heads or num_kv_heads, head_dim]`."""
+    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
+        """Split and rotate; see `DecoderWriter.split_and_rotate`.
+
+        Returns:
+            Names of queries, keys and values, `[nodes, rows, heads or num_kv_heads, head_dim]`.
+        """
         ops = self.graph
         config = self.config
         heads = config.num_heads
         num_kv_heads = config.num_kv_heads
         joint = ops.reshape(joint, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
         sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
-        new_key, new_value = (f"new_{at.replace('layers', 'key_values')}.{part}" for part in ("key", "value"))
-        exact = self._has_exact_attention(at)
-        outputs = [f"{at}.query_key", f"{at}.value" if exact else new_value]
+        new_key, new_value = (f"new_{layer_name.replace('layers', 'key_values')}.{part}" for part in ("key", "value"))
+        exact = self._has_exact_attention(layer_name)
+        outputs = [f"{layer_name}.query_key", f"{layer_name}.value" if exact else new_value]
         both, value = ops.add_node("Split", [joint, sizes], outputs, axis=2)
         if exact:
-            value = self._round_values(value, at, new_value)
+            value = self._round_values(value, layer_name, new_value)
         if config.query_key_norm:
-            both = self._write_head_norms(both, f"{at}.attention")
+            both = self._write_head_norms(both, f"{layer_name}.attention")
         swapped = ops.op("MatMul", both, self.swap)
         both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
-        query, key = ops.add_node("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", new_key], axis=2)
+        query, key = ops.add_node(
+            "Split", [both, ops.ints(heads, num_kv_heads)], [f"{layer_name}.query", new_key], axis=2
+        )
         return query, key, value
 
-    def _has_exact_attention(self, at: str) -> bool:
+    def _has_exact_attention(self, layer_name: str) -> bool:
         """Return whether a layer's sums over columns must be exact. A drafter's need not: it only proposes tokens."""
-        return self.graph.int8_matmul and f"{at}.attention_norm.weight" in self.weights
+        return self.graph.int8_matmul and f"{layer_name}.attention_norm.weight" in self.weights
 
-    def _write_head_norms(self, x: str, at: str) -> str:
+    def _write_head_norms(self, x: str, layer_name: str) -> str:
         """Write the norms of queries, which include `scale`, and keys, `[nodes, rows, heads + num_kv_heads, width]`."""
         ops = self.graph
         rms = self.config.rms_head_norm
@@ -175,17 +181,17 @@ class PastFirstWriter(DecoderWriter):
         y = ops.op("Div", x, _write_rms(ops, x, self.config.norm_eps if rms else HEAD_EPSILON))
         y = ops.cast(y, "float32") if ops.int8_matmul else y
         for op, part in (("Mul", "weight"), ("Add", "bias"))[: 1 if rms else 2]:
-            query, key = (self.weights[f"{at}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
+            query, key = (self.weights[f"{layer_name}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
             numbers = torch.cat([query * self.scale, key])
-            y = ops.op(op, y, ops.weight(f"{at}.head_norm.{part}", numbers, wide=True))
+            y = ops.op(op, y, ops.weight(f"{layer_name}.head_norm.{part}", numbers, wide=True))
         return self.to_dtype(y)
 
-    def attend(self, query: str, key: str, value: str, at: str) -> str:
+    def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
         ops = self.graph
         width = self.config.head_dim
         num_kv_heads = self.config.num_kv_heads
-        exact = self._has_exact_attention(at)
-        cache = at.replace("layers", "key_values")
+        exact = self._has_exact_attention(layer_name)
+        cache = layer_name.replace("layers", "key_values")
         past_key = f"past_{cache}.key"
         past_value = f"past_{cache}.value"
 
@@ -199,7 +205,9 @@ class PastFirstWriter(DecoderWriter):
             products = [ops.op("MatMul", part, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, key)]
             scores = ops.op("Add", ops.op("Concat", *products, axis=-1), scores)
         weights = _write_exact_softmax(ops, scores, self.columns) if exact else _write_softmax(ops, scores)
-        parts = ops.add_node("Split", [weights, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
+        parts = ops.add_node(
+            "Split", [weights, self.past_and_new], [f"{layer_name}.on_past", f"{layer_name}.on_new"], axis=-1
+        )
         values = zip(parts, (past_value, value), strict=True)
         mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
         if exact:  # [rows, num_kv_heads, group * nodes, width]
@@ -224,7 +232,7 @@ class PastFirstWriter(DecoderWriter):
         ops = self.graph
         return [ops.op("Mul", query, ops.weight(f"query_part_{i}", (part_of == i).float())) for i in parts]
 
-    def _round_values(self, value: str, at: str, name: str) -> str:
+    def _round_values(self, value: str, layer_name: str, name: str) -> str:
         """Round values `[nodes, rows, num_kv_heads, width]` to multiples of a power of two for each channel.
 
         The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
@@ -235,9 +243,9 @@ class PastFirstWriter(DecoderWriter):
         ops = self.graph
         shape = (self.config.num_kv_heads, self.config.head_dim)
         max_steps = min(_VALUE_STEPS, (2**_EXACT_BITS - 1) // (_WEIGHT_STEPS + self.columns // 2))
-        projection = self.weights[f"{at}.attention.qkv.weight"]
-        norm = self.weights[f"{at}.attention_norm.weight"]
-        bias = self.weights.get(f"{at}.attention.qkv.bias", torch.zeros(1))
+        projection = self.weights[f"{layer_name}.attention.qkv.weight"]
+        norm = self.weights[f"{layer_name}.attention_norm.weight"]
+        bias = self.weights.get(f"{layer_name}.attention.qkv.bias", torch.zeros(1))
 
         def compute_steps() -> Tensor:
             rows = compute_tensor(projection)[-math.prod(shape) :].float()
@@ -245,7 +253,7 @@ class PastFirstWriter(DecoderWriter):
             largest += compute_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
-        step = ops.weight(f"{at}.value_units", defer_tensor(compute_steps, shape, torch.float32))
+        step = ops.weight(f"{layer_name}.value_units", defer_tensor(compute_steps, shape, torch.float32))
         limits = (ops.number("least_value", -float(max_steps)), ops.number("most_value", float(max_steps)))
         return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step, name=name)
 

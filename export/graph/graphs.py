@@ -134,7 +134,7 @@ def target_graph(decoder: Decoder, code_embeddings: Tensor, prefix: Tensor | Non
 
     embeds = Value("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
     return decoder_graph(
-        "target", decoder, (embeds,), inputs, lambda ops: PastFirstWriter(ops, decoder).write("input_embeds")
+        "target", decoder, (embeds,), inputs, lambda ops: PastFirstWriter(ops, decoder).write_graph("input_embeds")
     )
 
 

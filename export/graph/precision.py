@@ -62,7 +62,7 @@ class Precisions:
     lossless: bool = False
     vq: VQPrecision = "fp32"
 
-    def of(self, role: str) -> Precision:
+    def precision_of(self, role: str) -> Precision:
         """Return the precision of a graph; image tokenizers are small and sensitive, and stay float32."""
         if role == "drafter":
             return self.drafter or self.target
@@ -72,7 +72,7 @@ class Precisions:
 
     def rule(self, role: str) -> Rule:
         """Return the storage rule of a graph's weights."""
-        precision = self.of(role)
+        precision = self.precision_of(role)
         return "lossless" if self.lossless and precision == "fp32" else precision
 
 

@@ -146,12 +146,12 @@ def drafter_graph(drafter: EagleModule) -> Graph:
             "target_hidden": generator.standard_normal((rows, nodes, hidden_size), dtype=np.float32),
         }
 
-    def write(ops: Ops) -> None:
+    def write_drafter(ops: Ops) -> None:
         token = ops.op("Gather", ops.weight("embed.weight", drafter.embed.weight), "input_ids")
         joint = ops.op("Concat", token, "target_hidden", axis=-1)
         writer = PastFirstWriter(ops, drafter)
-        writer.write(writer.linear(joint, "fc"))
+        writer.write_graph(writer.write_linear(joint, "fc"))
 
     ids = Value("input_ids", ("rows", "nodes"), "int64")
     states = Value("target_hidden", ("rows", "nodes", hidden_size))
-    return decoder_graph("drafter", drafter, (ids, states), inputs, write)
+    return decoder_graph("drafter", drafter, (ids, states), inputs, write_drafter)

@@ -87,7 +87,7 @@ class SourceEncoder(nn.Module):
         vectors = F.normalize(self.codebook, dim=-1)
         return (cells @ vectors.T).argmax(-1), latents
 
-    def graph(self) -> Graph:
+    def make_graph(self) -> Graph:
         """Return the graph of the encoder, for images of any size."""
         image = Value("images", ("images", 3, "height", "width"))
         latents = Value("pre_quant", ("images", self.code_width, "rows", "columns"))

@@ -174,7 +174,7 @@ def open_bundle(
     count(0)
     for role, entry in manifest.files.items():
         _check_file(folder, role, entry, count if role in hashed else None)
-    listed = {entry.path for entry in manifest.files.values()}
+    listed_files = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
             field = f"{folder / MANIFEST_FILE}: file {role}"
@@ -182,7 +182,7 @@ def open_bundle(
                 field=field, found=f"path {format_value(entry.path)}", expected="a name that ends in .onnx"
             )
         if entry.path.endswith(".onnx"):
-            _check_external_files(folder / entry.path, PurePosixPath(entry.path).parent, listed)
+            _check_external_files(folder / entry.path, PurePosixPath(entry.path).parent, listed_files)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
 
 
@@ -288,12 +288,12 @@ def _check_file(folder: Path, role: str, entry: FileEntry, progress: Callable[[i
         raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
 
 
-def _check_external_files(path: Path, subfolder: PurePosixPath, listed: set[str]) -> None:
+def _check_external_files(path: Path, subfolder: PurePosixPath, listed_files: set[str]) -> None:
     """Raise BundleError if a graph in `subfolder` reads a file that the manifest does not list."""
     with _convert_parse_errors(path, "an ONNX graph"):
         locations = external_locations(path)
     for location in sorted(locations):
-        if str(subfolder / location) not in listed or "\\" in location:
+        if str(subfolder / location) not in listed_files or "\\" in location:
             raise BundleError(
                 f"the graph reads the file {format_value(location)}",
                 field=str(path),

@@ -42,7 +42,7 @@ class FileEntry(FrozenModel):
     bytes: Annotated[int, Field(ge=0, le=2**50)]
 
     @classmethod
-    def of(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
+    def from_file(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
         """Create the entry of a file in the top folder of a bundle; `progress` as in `file_sha256`."""
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 

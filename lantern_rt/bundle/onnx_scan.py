@@ -53,7 +53,7 @@ def external_locations(path: Path) -> set[str]:
             kind, message = messages.pop()
             graphs += kind == "graph"
             texts: dict[int, bytes] = {}
-            for number, value in _fields(data, message):
+            for number, value in _iter_fields(data, message):
                 if child := _CHILDREN[kind].get(number):
                     messages.append((child, value))
                 elif kind == "entry":
@@ -92,7 +92,7 @@ class Weight(NamedTuple):
             OSError: the data cannot be read.
         """
         if self.external is None:
-            fields = _fields(self.message, slice(0, len(self.message)))
+            fields = _iter_fields(self.message, slice(0, len(self.message)))
             data = next((self.message[value] for number, value in fields if number == 9), b"")
         else:
             location, offset, length = self.external
@@ -121,12 +121,12 @@ def graph_weights(path: Path) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     with _open_mapped(path) as (data, model):
         for tensor in _nested_fields(data, model, 7, 5):  # graph, initializer
-            shape = tuple(_varints(data, _nested_fields(data, tensor, 1)))
-            dtype = _DTYPES.get(sum(_varints(data, _nested_fields(data, tensor, 2))), "")
+            shape = tuple(_read_varints(data, _nested_fields(data, tensor, 1)))
+            dtype = _DTYPES.get(sum(_read_varints(data, _nested_fields(data, tensor, 2))), "")
             (name,) = (data[value].decode() for value in _nested_fields(data, tensor, 8))
             entries: dict[str, str] = {}
             for message in _nested_fields(data, tensor, 13):  # external_data
-                entry = {number: data[value].decode() for number, value in _fields(data, message)}
+                entry = {number: data[value].decode() for number, value in _iter_fields(data, message)}
                 entries[entry.get(1, "")] = entry.get(2, "")
             external = None
             if "location" in entries:
@@ -145,22 +145,22 @@ def _open_mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
 
 def _nested_fields(data: mmap.mmap | bytes, message: slice, first: int, *numbers: int) -> Iterator[slice]:
     """Yield the fields with number `first`, or the fields nested in them with the path `numbers`."""
-    for number, value in _fields(data, message):
+    for number, value in _iter_fields(data, message):
         if number == first:
             yield from _nested_fields(data, value, *numbers) if numbers else (value,)
 
 
-def _fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slice]]:
+def _iter_fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slice]]:
     """Yield number and bytes of each field of a message, without fields of fixed size."""
     at = message.start
     end = message.stop
     while at < end:
-        tag, start = _varint(data, at, end)
+        tag, start = _read_varint(data, at, end)
         wire = tag & 7
         if wire == 0:
-            at = _varint(data, start, end)[1]
+            at = _read_varint(data, start, end)[1]
         elif wire == 2:
-            size, start = _varint(data, start, end)
+            size, start = _read_varint(data, start, end)
             at = start + size
         elif wire in (1, 5):
             at = start + (8 if wire == 1 else 4)
@@ -172,16 +172,16 @@ def _fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slic
             yield tag >> 3, slice(start, at)
 
 
-def _varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[int]:
+def _read_varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[int]:
     """Yield the integers in fields with one integer each, or many packed integers."""
     for field in fields:
         at = field.start
         while at < field.stop:
-            value, at = _varint(data, at, field.stop)
+            value, at = _read_varint(data, at, field.stop)
             yield value
 
 
-def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while at < end and shift < 70:
         value |= (data[at] & 0x7F) << shift

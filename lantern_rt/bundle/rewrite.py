@@ -68,7 +68,7 @@ def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bu
     np.savez_compressed(buffer, **arrays)
     path = bundle.folder / f"heads-{hashlib.sha256(buffer.getvalue()).hexdigest()[:12]}.npz"
     write_output(path, buffer.getvalue(), force=True)
-    files = {**manifest.files, "heads": FileEntry.of(path)}
+    files = {**manifest.files, "heads": FileEntry.from_file(path)}
     presets = {"strict": manifest.presets["strict"]}
     changed = _rewrite(bundle, {"format_version": FORMAT_VERSION, "heads": spec, "files": files, "presets": presets})
     if (old := manifest.files.get("heads")) and old.path != path.name:

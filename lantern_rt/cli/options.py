@@ -18,7 +18,7 @@ from ..methods import METHODS, SAMPLING, RequestSetting
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
     from ..pipeline import Pipeline
-    from ..requests import Settings
+    from ..requests import GenerationSettings
 
 # Sections in help.
 SUBJECTS = "What to generate"
@@ -204,11 +204,11 @@ class EngineOptions:
         """Open a bundle, without hashing the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
-        return open_named_bundle(
-            name, () if self.engines is None else open_engine_folder(self.engines).replaced_files()
-        )
+        if self.engines is None:
+            return open_named_bundle(name)
+        return open_named_bundle(name, open_engine_folder(self.engines).replaced_files())
 
-    def load(self, bundle: Bundle, settings: Settings | None = None, prefix: int | None = None) -> Pipeline:
+    def load(self, bundle: Bundle, settings: GenerationSettings | None = None, prefix: int | None = None) -> Pipeline:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.
 
         Args:
@@ -247,14 +247,14 @@ def download_published(name: str, yes: bool, export: bool) -> None:
         RequestError: the user does not agree, or there is no terminal to ask in.
         LanternError: the same as for `published.fetch_published`.
     """
-    from ..published import cache_folder, check_host, fetch_published, find_model, find_source, is_missing
+    from ..published import check_host, fetch_published, find_model, find_source, is_missing, models_cache_folder
     from .console import format_bytes, print_stderr, show_progress
 
     if not is_missing(name):
         return
     check_host(name, export)
     source = find_source(name, export)
-    bundle = f", and a bundle of at most this size into {cache_folder()}" if source.bundle_bytes else ""
+    bundle = f", and a bundle of at most this size into {models_cache_folder()}" if source.bundle_bytes else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
         f"(licence: {find_model(name).licence}) into the hub's cache{bundle}"

@@ -16,7 +16,7 @@ from ..methods import PARAMETERS, SAMPLING
 from ..output.recipe import REMEDY, Recipe, read_recipe
 from ..prompts import load_bundle_tokenizer
 from ..published import cached_bundle, published_models
-from ..requests import Request, Settings, check_request, resolve_settings
+from ..requests import GenerationSettings, Request, check_request, resolve_settings
 from ..results import recipe_fields
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def restore_request(png: Path, recipe: Recipe, bundle: Bundle) -> Request:
         raise RequestError(str(error), field=str(png)) from error
 
 
-def restore_settings(png: Path, recipe: Recipe, bundle: Bundle) -> Settings:
+def restore_settings(png: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
     """Resolve the settings of a recipe. It raises the errors of `restore_request`.
 
     Args:

@@ -328,7 +328,7 @@ def _generate_images(
     """
     from ..output.files import write_output
 
-    prefix = max(len(real) for image in request.images for real in image.real)
+    prefix = max(len(real) for image in request.images for real in image.is_real)
     pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
     if not bundle.manifest.makes_images:

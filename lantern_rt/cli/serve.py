@@ -160,7 +160,7 @@ def serve(
     from ..asynchronous import AsyncPipeline
     from ..serve.log import log_to_stderr
     from ..serve.server import Server
-    from ..serve.state import Limits
+    from ..serve.state import ServerLimits
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
@@ -183,7 +183,7 @@ def serve(
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
     rules: dict[str, Any] = {"methods": methods or (), "max_n": max_n, "own_sampling": own_sampling}
-    access = Limits(deadline, api_key_file=api_key_file, aliases=aliases, mapped_sizes=sizes, **rules)
+    access = ServerLimits(deadline, api_key_file=api_key_file, aliases=aliases, mapped_sizes=sizes, **rules)
     server = Server(loaders, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
         server.run()

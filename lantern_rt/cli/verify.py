@@ -17,7 +17,7 @@ from ..engines.engine_folder import open_engine_folder
 from ..errors import CheckpointError, ParityError, RequestError
 from ..inputs import require_library
 from ..output.tables import format_text_table
-from ..published import cache_folder, check_host, default_precision, export_bundle, find_model
+from ..published import check_host, choose_default_precision, export_bundle, find_model, models_cache_folder
 from .console import print_stderr, print_text, show_progress
 from .options import BundleArgument, JsonOption, open_named_bundle
 
@@ -106,8 +106,8 @@ def _compare_with_export(name: str) -> None:
     find_model(name)
     opened = open_named_bundle(name)
     check_host(name, export=True)
-    with TemporaryDirectory(dir=cache_folder()) as folder, show_progress() as progress:
-        made = open_bundle(export_bundle(name, Path(folder) / name, default_precision(), progress))
+    with TemporaryDirectory(dir=models_cache_folder()) as folder, show_progress() as progress:
+        made = open_bundle(export_bundle(name, Path(folder) / name, choose_default_precision(), progress))
     if opened.digest != made.digest:
         files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]
         actual = f"other files: {', '.join(sorted({role for role, _ in files[0] ^ files[1]})) or 'bundle.json'}"

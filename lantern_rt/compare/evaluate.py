@@ -21,7 +21,16 @@ from ..output.images import make_blank_image
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
 from .prompts import Prompts
-from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, fit_gaussian, frechet_distance
+from .statistics import (
+    RESAMPLES,
+    Figure,
+    Floats,
+    Ints,
+    estimate_interval,
+    estimate_mean,
+    fit_gaussian,
+    frechet_distance,
+)
 from .turns import ComparedMethod, Run, add_likelihoods, run_in_turns, tokens_per_pass
 
 MIN_PROMPTS = 2
@@ -233,7 +242,7 @@ def frechet_figure(
         target = fit_gaussian(reference[images]) if paired else whole
         return [frechet_distance(fit_gaussian(features[images]), target) for features in sets]
 
-    return estimate(distances, len(by_prompt), resamples, recenter=True)
+    return estimate_interval(distances, len(by_prompt), resamples, recenter=True)
 
 
 def _describe_run(prompts: int, images: int, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:

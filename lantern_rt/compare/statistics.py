@@ -46,7 +46,7 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     return max(0.0, float(shift @ shift + spread - 2 * overlap))
 
 
-def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, recenter: bool = False) -> Figure:
+def estimate_interval(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, recenter: bool = False) -> Figure:
     """Estimate a figure of every method with 95 % bootstrap intervals over prompts.
 
     All methods use the same resampled prompts, so their differences are paired.
@@ -80,4 +80,4 @@ def _compute_intervals(values: Floats, resampled_values: Floats) -> list[dict[st
 def estimate_mean(values: Sequence[Sequence[float] | Floats], num_seeds: int) -> Figure:
     """Estimate the mean of `values [methods, prompts x num_seeds]` for every method."""
     table = np.array(values, np.float64).reshape(len(values), -1, num_seeds).mean(2)  # [methods, prompts]
-    return estimate(lambda sample: table[:, sample].mean(1), table.shape[1])
+    return estimate_interval(lambda sample: table[:, sample].mean(1), table.shape[1])

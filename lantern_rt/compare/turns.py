@@ -19,7 +19,7 @@ from ..engines.contracts import Progress
 from ..errors import RequestError
 from ..methods import SAMPLING
 from ..pipeline import Pipeline
-from ..requests import Settings, resolve_settings
+from ..requests import GenerationSettings, resolve_settings
 from ..results import Ints
 from ..runtime.likelihood import Likelihood
 from ..runtime.statistics import Statistics
@@ -79,7 +79,7 @@ class Run:
     """
 
     method: ComparedMethod
-    settings: Settings
+    settings: GenerationSettings
     codes: list[Ints]
     images: list[Image]
     statistics: Statistics

@@ -32,7 +32,7 @@ class Recipe(FrozenModel, strict=True):
         embedding: hash of the text embeddings, if the image was generated from embeddings.
         edit: hash of the source image and its mask, if the image was edited.
         noise: version of the noise function.
-        settings: settings as in `Settings.as_dict`; whether a bundle supports them is not checked.
+        settings: settings as in `GenerationSettings.as_dict`; whether a bundle supports them is not checked.
     """
 
     prompt: str | None = None

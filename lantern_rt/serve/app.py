@@ -124,7 +124,7 @@ class _InfoRoutes:
         return JSONResponse(self._describe(http.path_params["name"]))
 
     def _describe(self, name: str) -> dict[str, Any]:
-        backend = self._state.backend(name)
+        backend = self._state.find_backend(name)
         limits = self._state.limits
         entry = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
         facts = backend.describe()
@@ -140,7 +140,9 @@ class _InfoRoutes:
         return JSONResponse({"status": status, **self._state.identity}, 200 if status == "ready" else 503)
 
     async def metrics(self, http: HttpRequest) -> Response:
-        return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")
+        return Response(
+            self._state.metrics.format_text(self._state.backends.values()), media_type="text/plain; version=0.0.4"
+        )
 
     async def openapi(self, http: HttpRequest) -> Response:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))

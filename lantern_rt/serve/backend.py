@@ -19,12 +19,12 @@ from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
 from ..text.words import WordTokenizer
-from .protocol import Completion, DrawingRequest, Event, Figures
+from .protocol import Completion, Event, Figures, GenerationRequest
 
 ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to clients
 
 
-class Load(NamedTuple):
+class BackendLoad(NamedTuple):
     """Number of images being generated and number of queued images."""
 
     running: int
@@ -43,10 +43,10 @@ class ImageBackend(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return the entry of the model in `/v1/models`, ready for JSON."""
 
-    def load(self) -> Load:
+    def measure_load(self) -> BackendLoad:
         """Return the current load."""
 
-    def generate(self, request: DrawingRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Generate the images of a request within its deadline. Closing the generator cancels the request.
 
         Args:
@@ -84,7 +84,7 @@ class LocalBackend:
         manifest = self.manifest
         tokenizer = load_bundle_tokenizer(self.pipeline.pipeline.bundle)
         size = manifest.size().name
-        methods = {name: method for name in METHODS if (method := self._accepted(method=name))}
+        methods = {name: method for name in METHODS if (method := self._resolve_if_accepted(method=name))}
         return {
             "version": __version__,
             "bundle": manifest.name,
@@ -98,7 +98,7 @@ class LocalBackend:
             "classes": manifest.condition.classes,
             "methods": [*methods],
             "parameters": {name: str(method).partition(":")[2] for name, method in methods.items()},
-            "qualities": [name for name in manifest.presets if self._accepted(quality=name)],
+            "qualities": [name for name in manifest.presets if self._resolve_if_accepted(quality=name)],
             "sampling": manifest.sampling.model_dump(),
             "examples": self.pipeline.pipeline.bundle.examples[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
@@ -107,7 +107,7 @@ class LocalBackend:
             "images": manifest.makes_images,
         }
 
-    def _accepted(self, **options: str) -> MethodConfig | None:
+    def _resolve_if_accepted(self, **options: str) -> MethodConfig | None:
         """Return the method that a request with these options gets; None if the request is rejected."""
         try:
             method = self.pipeline.pipeline.adapt_settings(resolve_settings(self.manifest, options)).method
@@ -116,12 +116,12 @@ class LocalBackend:
             return None
         return method
 
-    def load(self) -> Load:
+    def measure_load(self) -> BackendLoad:
         service = self.pipeline.service
         running = service.running
-        return Load(running, max(0, service.images - running))
+        return BackendLoad(running, max(0, service.images - running))
 
-    async def generate(self, request: DrawingRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         began = time.perf_counter()
         request = request.fit(self.pipeline.pipeline.bundle)
         image_seconds = 0.0  # time to decode and encode partial images
@@ -174,7 +174,7 @@ class LocalBackend:
                 queue_seconds=queued.queue_seconds or 0.0,
                 picture_seconds=image_seconds + now - before,
             )
-            tokens = sum(int(image.real[0].sum()) for image in images)
+            tokens = sum(int(image.is_real[0].sum()) for image in images)
             yield Completion(files, last.codes, size, tokens, last.total - num_preserved, figures, num_preserved)
 
 

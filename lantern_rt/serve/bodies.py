@@ -12,7 +12,7 @@ from .codes import NPZ, CodesFileRequest, CodesRequest
 from .forms import FORM, FormReader
 from .protocol import Call, EditRequest, ImagesRequest, VariationRequest, read_json
 from .sglang import read_call
-from .state import Limits
+from .state import ServerLimits
 
 
 class BodyReader(Protocol):
@@ -33,10 +33,10 @@ class BodyKind(Protocol):
 
     media_type: str
 
-    def max_bytes(self, limits: Limits) -> int:
+    def max_bytes(self, limits: ServerLimits) -> int:
         """Return the maximum size of a body."""
 
-    def reader(self, headers: Headers, limits: Limits) -> BodyReader:
+    def make_reader(self, headers: Headers, limits: ServerLimits) -> BodyReader:
         """Return the parser of one body."""
 
 
@@ -50,22 +50,24 @@ class JsonBodies:
         holds_image: whether a body may hold an image.
     """
 
-    parse: Callable[[bytes, Headers, Limits], Call]
+    parse: Callable[[bytes, Headers, ServerLimits], Call]
     is_batch: bool = False
     holds_image: bool = False
     media_type = "application/json"
 
-    def max_bytes(self, limits: Limits) -> int:
+    def max_bytes(self, limits: ServerLimits) -> int:
         if self.holds_image:
             return limits.max_form_bytes
         return limits.max_body_bytes * (limits.max_n if self.is_batch else 1)
 
-    def reader(self, headers: Headers, limits: Limits) -> BodyReader:
+    def make_reader(self, headers: Headers, limits: ServerLimits) -> BodyReader:
         return _JsonReader(self.parse, headers, limits)
 
 
 class _JsonReader:
-    def __init__(self, parse: Callable[[bytes, Headers, Limits], Call], headers: Headers, limits: Limits) -> None:
+    def __init__(
+        self, parse: Callable[[bytes, Headers, ServerLimits], Call], headers: Headers, limits: ServerLimits
+    ) -> None:
         self._parse = parse
         self._headers = headers
         self._limits = limits
@@ -88,14 +90,14 @@ class FormBodies:
     model: type[EditRequest]
     media_type = FORM
 
-    def max_bytes(self, limits: Limits) -> int:
+    def max_bytes(self, limits: ServerLimits) -> int:
         return limits.max_form_bytes
 
-    def reader(self, headers: Headers, limits: Limits) -> BodyReader:
+    def make_reader(self, headers: Headers, limits: ServerLimits) -> BodyReader:
         return FormReader(headers["content-type"], limits.max_body_bytes, self.model)
 
 
-def _read_codes(body: bytes, headers: Headers, limits: Limits) -> Call:
+def _read_codes(body: bytes, headers: Headers, limits: ServerLimits) -> Call:
     accepted = [part.partition(";")[0].strip() for part in headers.get("accept", "").split(",")]
     return read_json(CodesFileRequest if NPZ in accepted else CodesRequest, body)
 

@@ -9,7 +9,7 @@ from pydantic import Base64Bytes
 from starlette.responses import Response
 
 from ..results import encode_codes, split_grids
-from .protocol import DrawingRequest, HttpError
+from .protocol import GenerationRequest, HttpError
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NPZ = "application/x-npz"
 
 
-class CodesRequest(DrawingRequest):
+class CodesRequest(GenerationRequest):
     """Body of `POST /v1/images/codes`, for bundles with and without an image decoder.
 
     Args:

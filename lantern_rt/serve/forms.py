@@ -42,25 +42,25 @@ class FormReader:
         # No client sends a boundary within a part, after which the parser would slow down to single bytes.
         self._misplaced = re.compile(re.escape(self._delimiter) + rb"(?:[^\r-]|\r[^\n]|-[^-])")
         try:
-            self._parser = FormParser(FORM, self._add, self._add, self._end, boundary, config=LIMITS)
+            self._parser = FormParser(FORM, self._add_part, self._add_part, self._end_part, boundary, config=LIMITS)
         except FormParserError as error:
-            raise _malformed(format_error(error)) from error
+            raise _malformed_error(format_error(error)) from error
 
     def write(self, data: bytes) -> None:
         """Parse the next bytes of the form."""
         window = self._tail + data
         self._tail = window[-len(self._delimiter) - 1 :]
         if self._misplaced.search(window):
-            raise _malformed("a boundary within a part")
+            raise _malformed_error("a boundary within a part")
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise _malformed(format_error(error)) from error
+            raise _malformed_error(format_error(error)) from error
 
     def request(self) -> EditRequest:
         """Return the request, once all bytes are parsed."""
         if not self._complete:
-            raise _malformed("an incomplete form")
+            raise _malformed_error("an incomplete form")
         # Browsers send an empty part for every input that was not filled.
         filled = {name: value for name, value in self._values.items() if value}
         files: dict[str, Any] = {name: filled.pop(name) for name in FILES if name in filled}
@@ -78,21 +78,21 @@ class FormReader:
         self._values.clear()
         self._parser.parser = None
 
-    def _add(self, part: Field | File) -> None:
+    def _add_part(self, part: Field | File) -> None:
         name = (part.field_name or b"").decode("utf-8", "replace").removesuffix("[]")[:80]
         if name in self._values:
             raise HttpError(400, field=name, found="more than one", expected="one")
         if len(self._values) == MAX_PARTS:
-            raise _malformed(f"more than {MAX_PARTS} parts")
+            raise _malformed_error(f"more than {MAX_PARTS} parts")
         content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
         assert isinstance(content, BytesIO)
         self._values[name] = content.getvalue()
         if name not in FILES and len(self._values[name]) > self._max_text:
             raise HttpError(413, field=name, expected=f"at most {self._max_text:,} bytes")
 
-    def _end(self) -> None:
+    def _end_part(self) -> None:
         self._complete = True
 
 
-def _malformed(fault: str) -> HttpError:
+def _malformed_error(fault: str) -> HttpError:
     return HttpError(400, field="body", found=fault, expected=f"{FORM} with its boundary")

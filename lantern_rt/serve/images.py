@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from .backend import ImageBackend
 from .bodies import BODIES, BodyKind
 from .log import RequestRecord
-from .protocol import Call, Completion, DrawingRequest, Event, HttpError
+from .protocol import Call, Completion, Event, GenerationRequest, HttpError
 from .state import DISCONNECTED, ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
@@ -105,27 +105,29 @@ class _RequestHandler:
             raise HttpError(415, field="content-type", found=repr(content_type[:80]), expected=kind)
         size = int(headers.get("content-length", max_size))
         if size > max_size:
-            raise _too_large(max_size)
+            raise _too_large_error(max_size)
         with state.body_memory.reserve((record.key or record.client, kind), size):
-            call = await self._read(max_size)
-            requests = state.complete(call.parts)
+            call = await self._read_body(max_size)
+            requests = state.resolve_requests(call.parts)
             request = requests[0]
             self._quality = request.quality or ""
-            backend = state.backend(request.model)
+            backend = state.find_backend(request.model)
             record.model = backend.name
             async with AsyncExitStack() as stack:
                 updates = [
                     await stack.enter_async_context(aclosing(self._generate(backend, each))) for each in requests
                 ]
-                await self._unless_disconnected(_all_of([anext(each) for each in updates]))  # admitted or rejected
+                await self._run_until_disconnect(_gather_all([anext(each) for each in updates]))  # admitted or rejected
                 if request.stream:
                     return [await self._stream(request, updates[0])]
-                completions = await self._unless_disconnected(_all_of([_completion_of(each) for each in updates]))
+                completions = await self._run_until_disconnect(
+                    _gather_all([_collect_completion(each) for each in updates])
+                )
         await self._respond(call.response(completions))
         return completions
 
-    async def _read(self, max_size: int) -> Call:
-        with closing(self._bodies.reader(self._http.headers, self._state.limits)) as reader:
+    async def _read_body(self, max_size: int) -> Call:
+        with closing(self._bodies.make_reader(self._http.headers, self._state.limits)) as reader:
             await self._receive(reader.write, max_size)
             return reader.request()
 
@@ -137,16 +139,16 @@ class _RequestHandler:
                 async for chunk in self._http.stream():
                     size += len(chunk)
                     if size > max_size:
-                        raise _too_large(max_size)
+                        raise _too_large_error(max_size)
                     write(chunk)
         except TimeoutError as error:
             raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
 
     async def _generate(
-        self, backend: ImageBackend, request: DrawingRequest
+        self, backend: ImageBackend, request: GenerationRequest
     ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
-        remaining = request.deadline - (time.perf_counter() - self._record.began)
+        remaining = request.deadline - (time.perf_counter() - self._record.start_time)
         end = asyncio.get_running_loop().time() + remaining
         timed_request = request.model_copy(update={"deadline": remaining})
         async with aclosing(backend.generate(timed_request, self._record.key or self._record.client)) as updates:
@@ -161,8 +163,10 @@ class _RequestHandler:
                     raise HttpError(504, problem, "deadline_exceeded", field="deadline") from error
                 yield update
 
-    async def _stream(self, request: DrawingRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
-        events = self._events(request, updates)
+    async def _stream(
+        self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
+    ) -> Completion:
+        events = self._stream_events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
         await response(self._http.scope, self._http.receive, self._send)
         if self._failure is not None:
@@ -171,8 +175,8 @@ class _RequestHandler:
             raise ClientDisconnect
         return self._completion
 
-    async def _events(
-        self, request: DrawingRequest, updates: AsyncGenerator[Event | Completion, None]
+    async def _stream_events(
+        self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
         """Yield server-sent events. An error is the last event and has no name, as OpenAI's client expects."""
         try:
@@ -185,7 +189,7 @@ class _RequestHandler:
             self._failure = error
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
-    async def _unless_disconnected(self, work: Awaitable[T]) -> T:
+    async def _run_until_disconnect(self, work: Awaitable[T]) -> T:
         """Return the result of `work`, or cancel it if the client disconnects. Raises: ClientDisconnect."""
         result = asyncio.ensure_future(work)
         disconnect = asyncio.create_task(_wait_for_disconnect(self._http.receive))
@@ -203,11 +207,11 @@ class _RequestHandler:
         await response(self._http.scope, self._http.receive, self._send)
 
 
-def _too_large(max_size: int) -> HttpError:
+def _too_large_error(max_size: int) -> HttpError:
     return HttpError(413, field="body", expected=f"at most {max_size:,} bytes")
 
 
-async def _all_of(works: Sequence[Awaitable[T]]) -> list[T]:
+async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:
     """Return the results of all works. If one fails, cancel the others before its error is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -218,7 +222,7 @@ async def _all_of(works: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _completion_of(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+async def _collect_completion(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
     async for update in updates:
         last = update
     assert isinstance(last, Completion)

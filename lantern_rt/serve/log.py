@@ -30,7 +30,7 @@ class RequestRecord:
         key: name of the API key.
         model: name of the model.
         facts: further fields of the line in the log.
-        began: time at which the request began, by `time.perf_counter`.
+        start_time: time at which the request began, by `time.perf_counter`.
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class RequestRecord:
     key: str = ""
     model: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    began: float = field(default_factory=time.perf_counter)
+    start_time: float = field(default_factory=time.perf_counter)
 
     def write(self) -> None:
         """Print the request to the log, without its prompt."""
@@ -51,7 +51,7 @@ class RequestRecord:
             "path": self.path,
             "status": self.status,
             "model": self.model,
-            "seconds": round(time.perf_counter() - self.began, 4),
+            "seconds": round(time.perf_counter() - self.start_time, 4),
         }
         _LOG.info("request", extra={"facts": line | self.facts})
 

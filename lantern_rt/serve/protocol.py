@@ -46,7 +46,7 @@ else:
     )
 
 
-class DrawingRequest(SamplingFields):
+class GenerationRequest(SamplingFields):
     """Fields of every request. A subclass converts finished images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -70,7 +70,7 @@ class DrawingRequest(SamplingFields):
     EVENT_PREFIX: ClassVar[str]  # first part of the `type` of events other than `lantern.step`
 
     @property
-    def parts(self) -> list[DrawingRequest]:
+    def parts(self) -> list[GenerationRequest]:
         """Requests to generate at once, here only the request itself."""
         return [self]
 
@@ -160,7 +160,7 @@ class DrawingRequest(SamplingFields):
         return JSONResponse({**head, **self.description(completion.size), **completion.usage()})
 
 
-class ImagesRequest(DrawingRequest):
+class ImagesRequest(GenerationRequest):
     """Body of `POST /v1/images/generations`. A field that is missing or null has the bundle's default."""
 
     response_format: Literal["b64_json", "url"] | None = None
@@ -245,14 +245,14 @@ class VariationRequest(EditRequest):
         return request.model_copy(update={"keep_rows": bundle.manifest.grid_rows // 2})
 
 
-R = TypeVar("R", bound=DrawingRequest)
+R = TypeVar("R", bound=GenerationRequest)
 
 
 class Call(Protocol):
     """The content of a body: requests to generate at once, and the response made of their results."""
 
     @property
-    def parts(self) -> Sequence[DrawingRequest]:
+    def parts(self) -> Sequence[GenerationRequest]:
         """Requests to generate at once."""
 
     def response(self, completions: Sequence[Completion]) -> Response:
@@ -324,7 +324,7 @@ class Completion:
     """Finished images of a request.
 
     Args:
-        files: one file per image, see `DrawingRequest.encode`.
+        files: one file per image, see `GenerationRequest.encode`.
         codes: codes of each image, int64 `[cells]`.
         size: size of every image.
         input_tokens: number of prompt tokens of all images.

@@ -27,10 +27,10 @@ from ..asynchronous import AsyncPipeline
 from ..errors import BusyError, EngineError, LanternError, RequestError
 from ..pipeline import Pipeline
 from .app import make_app
-from .backend import ADMITTED, ImageBackend, Load, LocalBackend
+from .backend import ADMITTED, BackendLoad, ImageBackend, LocalBackend
 from .log import LogFormatter
-from .protocol import Completion, DrawingRequest, Event
-from .state import Limits, ServerState
+from .protocol import Completion, Event, GenerationRequest
+from .state import ServerLimits, ServerState
 
 _LOG = logging.getLogger(__name__)
 MAX_REPLICAS_LOST = 5  # per request, so that a request that kills its replicas ends
@@ -134,7 +134,7 @@ class Replica:
         return self._backend.name, self._backend.describe()
 
     async def generate(
-        self, request: DrawingRequest, caller: str = ""
+        self, request: GenerationRequest, caller: str = ""
     ) -> AsyncGenerator[Event | Completion | LanternError, None]:
         """Generate images. A `LanternError` is yielded as the last item, because Ray would wrap a raised error."""
         assert request.deadline is not None
@@ -160,7 +160,7 @@ class Ingress:
     def __init__(self, settings: Settings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
         names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes", "own_sampling"}
         limits = settings.model_dump(include=names)
-        self._state = ServerState(Limits(**limits))
+        self._state = ServerState(ServerLimits(**limits))
         self._replicas = replicas
         self._settings = settings
         log = logging.getLogger(__package__)
@@ -200,10 +200,10 @@ class RayBackend:
     def describe(self) -> dict[str, Any]:
         return self._description
 
-    def load(self) -> Load:
-        return Load(self._running, self._waiting)
+    def measure_load(self) -> BackendLoad:
+        return BackendLoad(self._running, self._waiting)
 
-    async def generate(self, request: DrawingRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+    async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Generate the images of a request. If a replica dies, another one starts again and repeats the events.
 
         The seed of the request makes the images the same.

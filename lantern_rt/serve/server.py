@@ -20,7 +20,7 @@ from ..inputs import format_error, format_value
 from .app import make_app, read_origin
 from .backend import LocalBackend
 from .connections import BACKLOG, Connection
-from .state import Limits, ServerState
+from .state import ServerLimits, ServerState
 
 _LOG = logging.getLogger(__name__)
 HANGUP = [item for item in signal.Signals if item.name == "SIGHUP"]  # Windows lacks SIGHUP
@@ -46,10 +46,10 @@ class Server:
         models: Mapping[str, Callable[[], Awaitable[AsyncPipeline]]],
         host: str = "127.0.0.1",
         port: int = 8000,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         origins: Sequence[str] = (),
     ) -> None:
-        self.state = ServerState(limits or Limits())
+        self.state = ServerState(limits or ServerLimits())
         self.failure: Exception | None = None
         self._models = models
         self._backends: list[LocalBackend] = []

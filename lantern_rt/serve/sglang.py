@@ -57,7 +57,7 @@ class TokensRequest(CodesRequest):
         return self.model_copy(update={"size": size.name})
 
 
-class _Parameters(SamplingFields):
+class _SamplingParameters(SamplingFields):
     model_config = _STRICT
 
     max_new_tokens: Annotated[int, Field(ge=1)]
@@ -65,21 +65,21 @@ class _Parameters(SamplingFields):
     sampling_seed: Annotated[int, Field(ge=0)] | None = None
 
 
-class _Image(BaseModel):
+class _ImageData(BaseModel):
     model_config = _STRICT
 
     image_grid_thw: Annotated[list[_Grid], Field(min_length=1, max_length=8)]
 
 
-_Images = Annotated[list[_Image], Field(min_length=1, max_length=1)]
+_Images = Annotated[list[_ImageData], Field(min_length=1, max_length=1)]
 
 
-class _Single(BaseModel):
+class _SingleBody(BaseModel):
     model_config = _STRICT
 
     input_ids: _Ids
     image_data: _Images
-    sampling_params: _Parameters
+    sampling_params: _SamplingParameters
 
     def request(self, own_sampling: bool) -> TokensRequest:
         parameters = self.sampling_params
@@ -93,15 +93,15 @@ class _Single(BaseModel):
         )
 
 
-class _Batch(BaseModel):
+class _BatchBody(BaseModel):
     model_config = _STRICT
 
     input_ids: Annotated[list[_Ids], Field(min_length=1)]
     image_data: list[_Images]
-    sampling_params: list[_Parameters]
+    sampling_params: list[_SamplingParameters]
 
     @model_validator(mode="after")
-    def _same_length(self) -> _Batch:
+    def _same_length(self) -> _BatchBody:
         if not len(self.input_ids) == len(self.image_data) == len(self.sampling_params):
             raise ValueError("lists of different lengths: input_ids, image_data and sampling_params need one length")
         return self
@@ -137,14 +137,14 @@ def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
     Raises:
         HttpError: a field is invalid.
     """
-    head = read_json(_Head, body)
+    head = read_json(_BodyHead, body)
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
-        return GenerateCall([read_json(_Single, body).request(own_sampling)], batch=False)
-    batch = read_json(_Batch, body)
+        return GenerateCall([read_json(_SingleBody, body).request(own_sampling)], batch=False)
+    batch = read_json(_BatchBody, body)
     columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
-    singles = [_Single(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns]
+    singles = [_SingleBody(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns]
     return GenerateCall([single.request(own_sampling) for single in singles], batch=True)
 
 
-class _Head(BaseModel):
+class _BodyHead(BaseModel):
     input_ids: Any

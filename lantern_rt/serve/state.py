@@ -30,7 +30,7 @@ from ..errors import RequestError
 from ..inputs import format_value, read_plain_file, reading
 from .backend import ImageBackend
 from .log import RequestRecord
-from .protocol import Completion, DrawingRequest, HttpError, set_defaults
+from .protocol import Completion, GenerationRequest, HttpError, set_defaults
 
 MAX_KEY_FILE_BYTES = 1 << 20
 DISCONNECTED = 499  # status in logs and metrics if the client disconnected
@@ -39,7 +39,7 @@ BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of requests and access rules.
 
     Args:
@@ -97,7 +97,7 @@ def parse_keys(text: str, field: str, source: str) -> dict[bytes, str]:
         raise RequestError(field=field, found=f"no key in {source}", expected="one key per line")
     if not all(key.isascii() for key in keys):
         raise RequestError(field=field, found=f"a key in {source} with other characters", expected="ASCII keys")
-    hashes = {_hash(line.split()[-1]): line for line in keys}
+    hashes = {_hash_key(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
 
 
@@ -176,12 +176,12 @@ class Metrics:
         self.request.labels(model).observe(figures.seconds)
         self.picture.labels(model).observe(figures.picture_seconds)
 
-    def text(self, backends: Iterable[ImageBackend]) -> bytes:
+    def format_text(self, backends: Iterable[ImageBackend]) -> bytes:
         """Return all metrics in Prometheus' text format."""
         for backend in backends:
             facts = backend.describe()
             self._models.labels(backend.name, facts["bundle"], facts["digest"], facts["version"]).set(1)
-            for gauge, value in zip((self._running, self._waiting), backend.load(), strict=True):
+            for gauge, value in zip((self._running, self._waiting), backend.measure_load(), strict=True):
                 gauge.labels(backend.name).set(value)
         return generate_latest(self.registry)
 
@@ -195,7 +195,7 @@ class ServerState:
         draining: whether the server is stopping.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.keys: dict[bytes, str] = {}
         self.load_keys()
@@ -240,12 +240,12 @@ class ServerState:
         if not self.keys:
             return ""
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        digest = _hash(key.strip())
+        digest = _hash_key(key.strip())
         if scheme.lower() != "bearer" or digest not in self.keys:
             raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
-    def complete(self, parts: Iterable[DrawingRequest]) -> list[DrawingRequest]:
+    def resolve_requests(self, parts: Iterable[GenerationRequest]) -> list[GenerationRequest]:
         """Return the requests of a call with defaults, and the sizes that the operator maps the requested sizes to.
 
         Raises:
@@ -262,7 +262,7 @@ class ServerState:
         sizes = [limits.mapped_sizes.get(request.size or "", request.size) for request in requests]
         return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
-    def backend(self, name: str | None) -> ImageBackend:
+    def find_backend(self, name: str | None) -> ImageBackend:
         """Return the model of a name or alias; None: the first model. Raises: HttpError: the model is unknown."""
         if name is None:
             return next(iter(self.backends.values()))
@@ -273,5 +273,5 @@ class ServerState:
         return self.backends[name]
 
 
-def _hash(key: str) -> bytes:
+def _hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

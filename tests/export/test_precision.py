@@ -116,13 +116,13 @@ def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"^drafter_precision: found 'half'"):
         read_precisions("fp32", "half")
     chosen = read_precisions("int8-weights", "int4-weights")
-    assert [chosen.of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
+    assert [chosen.precision_of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
         "int8-weights",
         "int4-weights",
         "bf16-safe",
         "fp32",
     ]
-    assert read_precisions("fp16").of("drafter") == "fp16"
+    assert read_precisions("fp16").precision_of("drafter") == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
 def test_auto_selects_int8_if_the_processor_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
-    monkeypatch.setattr("lantern_rt.export.graph.precision.processor", lambda: processor)
+    monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
     assert read_precisions("auto").target == expected
-    assert read_precisions("auto").of("drafter") == expected
+    assert read_precisions("auto").precision_of("drafter") == expected
     assert read_precisions("auto", compute="float16").target == "fp16"
     with pytest.raises(RequestError, match=r"^drafter_precision: found 'auto', expected one of fp32, .*, int8$"):
         read_precisions(None, "auto")

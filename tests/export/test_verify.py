@@ -240,9 +240,9 @@ def copy_altered(bundle: Path, output_path: Path, role: str, edit: Callable[[Pat
     manifest = json.loads((output_path / "bundle.json").read_text())
     path = output_path / manifest["files"][role]["path"]
     edit(path)
-    manifest["files"][role] = FileEntry.of(path).model_dump()
+    manifest["files"][role] = FileEntry.from_file(path).model_dump()
     if (output_path / "class.data").is_file():
-        manifest["files"]["class.data"] = FileEntry.of(output_path / "class.data").model_dump()
+        manifest["files"]["class.data"] = FileEntry.from_file(output_path / "class.data").model_dump()
     (output_path / "bundle.json").write_text(json.dumps(manifest))
     return output_path
 

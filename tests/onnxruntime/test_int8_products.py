@@ -67,8 +67,11 @@ def test_int8_graphs_run_on_the_cpu_unless_a_gpu_is_requested(t2i_products_bundl
     bundle = open_bundle(t2i_products_bundle)
     assert choose_providers(Providers(), bundle) == Providers("cpu")
     int8_decoder_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
-    assert choose_providers(Providers("webgpu"), int8_decoder_bundle).of("vq_decoder") == "cpu"
-    assert choose_providers(Providers("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).of("vq_decoder") == "cuda"
+    assert choose_providers(Providers("webgpu"), int8_decoder_bundle).provider_for("vq_decoder") == "cpu"
+    assert (
+        choose_providers(Providers("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).provider_for("vq_decoder")
+        == "cuda"
+    )
 
 
 def test_providers_without_quantized_matmul_are_rejected(t2i_products_bundle: Path) -> None:

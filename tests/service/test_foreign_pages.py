@@ -10,7 +10,7 @@ from running_server import EDITS, GENERATIONS, RunningServer
 from starlette.testclient import TestClient
 
 from lantern_rt.serve.app import make_app
-from lantern_rt.serve.state import Limits, ServerState
+from lantern_rt.serve.state import ServerLimits, ServerState
 
 OWN = "http://localhost:8000"
 UI = "https://ui.example"
@@ -18,7 +18,7 @@ ANSWERED = 503  # status of an allowed request, as no model is loaded
 
 
 def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
-    return TestClient(make_app(ServerState(Limits()), origins=origins, hosts=hosts), base_url=OWN)
+    return TestClient(make_app(ServerState(ServerLimits()), origins=origins, hosts=hosts), base_url=OWN)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lantern_rt.serve.backend import ADMITTED, LocalBackend
 from lantern_rt.serve.images import ImagesEndpoint
 from lantern_rt.serve.log import RequestRecord
 from lantern_rt.serve.protocol import ImagesRequest
-from lantern_rt.serve.state import Limits, ServerState
+from lantern_rt.serve.state import ServerLimits, ServerState
 from lantern_rt.text.words import ANY_WORDS
 
 JSON = {"content-type": "application/json"}
@@ -264,7 +264,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
 
 @pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
 def test_nothing_is_kept_of_a_body_that_is_rejected(kind: str, pieces: int, status: int) -> None:
-    state = ServerState(Limits(body_timeout=0.05))
+    state = ServerState(ServerLimits(body_timeout=0.05))
     state.backends = {"slow": None}  # type: ignore[dict-item]
     first_piece = format_form({"image": b"none"}).partition(b"none")[0] if kind == "edits" else b"{"
 
@@ -297,7 +297,7 @@ def test_nothing_is_kept_of_a_body_that_is_rejected(kind: str, pieces: int, stat
 
 async def send_to_backend(backend: Any, content: Any) -> list[Any]:
     """Return the endpoint's messages for a body, or for a client that never sends a body."""
-    state = ServerState(Limits(body_timeout=0.05))
+    state = ServerState(ServerLimits(body_timeout=0.05))
     state.backends = {"slow": backend}
     messages = await send_to_app(ImagesEndpoint(state), GENERATIONS, content)
     assert not state.active_requests
@@ -350,7 +350,7 @@ def test_a_server_whose_decoder_is_dead_is_neither_ready_nor_live(
 ) -> None:
     async def probe_statuses() -> list[list[int]]:
         pipeline = AsyncPipeline(tiny_pipe)
-        state = ServerState(Limits())
+        state = ServerState(ServerLimits())
         state.backends = {"tiny": LocalBackend(pipeline)}
         status_pairs = []
         app = make_app(state)

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from lantern_rt.serve.app import make_app
 from lantern_rt.serve.log import LogFormatter, RequestRecord, log_to_stderr
-from lantern_rt.serve.state import Limits, ServerState
+from lantern_rt.serve.state import ServerLimits, ServerState
 
 
 def log_lines(server: RunningServer) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def test_a_fault_of_the_server_leaves_its_traceback_in_the_log(capsys: pytest.Ca
             raise KeyError("of the test")
             yield
 
-    state = ServerState(Limits())
+    state = ServerState(ServerLimits())
     state.backends = {"faulty": Faulty()}  # type: ignore[dict-item]
     with log_to_stderr("info", "json"):
         answer = TestClient(make_app(state)).post("/v1/images/generations", json={"prompt": "red cube"})

@@ -11,7 +11,7 @@ from refusals import error_of
 from lantern_rt import RequestError
 from lantern_rt.serve.app import make_app
 from lantern_rt.serve.server import Server
-from lantern_rt.serve.state import Limits, ServerState
+from lantern_rt.serve.state import ServerLimits, ServerState
 
 
 def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
 
 def is_allowed(written: str, sent: str) -> bool:
     """Return whether an application with the origin `written` lets pages of the origin `sent` read its answers."""
-    app = make_app(ServerState(Limits()), origins=[written])
+    app = make_app(ServerState(ServerLimits()), origins=[written])
     return send_request(app, "origin", sent)["headers"].get(b"access-control-allow-origin") in (b"*", sent.encode())
 
 
@@ -103,4 +103,4 @@ def test_what_no_browser_sends_is_rejected_before_a_port_is_opened(
     ],
 )
 def test_on_loopback_a_host_is_an_address_or_a_name_of_loopback(host: str, status: int) -> None:
-    assert send_request(make_app(ServerState(Limits()), hosts={"localhost"}), "host", host)["status"] == status
+    assert send_request(make_app(ServerState(ServerLimits()), hosts={"localhost"}), "host", host)["status"] == status

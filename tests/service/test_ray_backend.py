@@ -21,9 +21,9 @@ from ray.serve.exceptions import BackPressureError
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.serve import ray
-from lantern_rt.serve.backend import ADMITTED, Load
+from lantern_rt.serve.backend import ADMITTED, BackendLoad
 from lantern_rt.serve.codes import CodesFileRequest, CodesRequest
-from lantern_rt.serve.protocol import Completion, DrawingRequest, HttpError, ImagesRequest
+from lantern_rt.serve.protocol import Completion, GenerationRequest, HttpError, ImagesRequest
 from lantern_rt.serve.ray import MAX_REPLICAS_LOST, RayBackend, Replica, Settings, app
 from lantern_rt.serve.sglang import TokensRequest
 from lantern_rt.service import Service
@@ -131,7 +131,7 @@ def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
 def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_rejected(
     replica: Replica, tiny_pipe: Pipeline
 ) -> None:
-    async def complete(request: DrawingRequest) -> Completion:
+    async def complete(request: GenerationRequest) -> Completion:
         backend = RayBackend("tiny", {}, Replicas(replica, 1))  # type: ignore[arg-type]
         *_, completion = [update async for update in backend.generate(request)]
         assert isinstance(completion, Completion)
@@ -182,10 +182,10 @@ def test_closing_a_request_cancels_its_replica(replica: Replica) -> None:
         backend = RayBackend("tiny", {}, replicas)  # type: ignore[arg-type]
         updates = backend.generate(ImagesRequest(prompt=PROMPT, deadline=600))
         await anext(updates)
-        assert backend.load() == Load(1, 0)
+        assert backend.measure_load() == BackendLoad(1, 0)
         await updates.aclose()
         assert replicas.responses[0].cancelled
-        assert backend.load() == Load(0, 0)
+        assert backend.measure_load() == BackendLoad(0, 0)
 
     asyncio.run(leave())
 

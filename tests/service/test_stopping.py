@@ -102,7 +102,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: P
     folder = make_tiny_bundle(tmp_path / "tiny")
     (folder / "target.onnx").write_bytes((folder / "vq_decoder.onnx").read_bytes())
     manifest = json.loads((folder / "bundle.json").read_text())
-    manifest["files"]["target"] = FileEntry.of(folder / "target.onnx").model_dump()
+    manifest["files"]["target"] = FileEntry.from_file(folder / "target.onnx").model_dump()
     (folder / "bundle.json").write_text(json.dumps(manifest))
     command = [sys.executable, "-m", "lantern_rt", "serve", str(folder), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -17,16 +17,16 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-STATEMENTS = {PRODUCT: 17_400, ("recipes",): 1_601, ("tests",): 20_700, ("benchmarks",): 1_590}
+STATEMENTS = {PRODUCT: 17_500, ("recipes",): 1_650, ("tests",): 21_400, ("benchmarks",): 1_720}
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 500
 LONGEST_CLASS = 250  # lines without docstrings, as of a function
 LONGEST_FUNCTION = 60
-WORDS = 19_050
+WORDS = 22_860
 README_WORDS = 600
 SENTENCE_WORDS = 24  # of README and the first hour
-OPTIONS = 128
+OPTIONS = 129
 
 
 def python_files(*folders: str) -> list[Path]:

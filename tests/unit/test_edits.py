@@ -93,7 +93,8 @@ def test_masks_of_all_number_types_mark_the_same_cells(manifest: Manifest, conve
     marked = np.zeros((SIDE, SIDE), bool)
     marked[40:50, 100:130] = True
     np.testing.assert_array_equal(
-        edit_of(manifest, COLOURS, convert(marked)).regenerated, edit_of(manifest, COLOURS, marked).regenerated
+        edit_of(manifest, COLOURS, convert(marked)).regenerated_cells,
+        edit_of(manifest, COLOURS, marked).regenerated_cells,
     )
 
 
@@ -203,12 +204,12 @@ def test_cells_that_a_mask_touches_are_regenerated_in_every_form_of_mask(manifes
         (COLOURS, transparent),
         (transparent, None),
     ):
-        np.testing.assert_array_equal(edit_of(manifest, image, mask).regenerated, expected)
+        np.testing.assert_array_equal(edit_of(manifest, image, mask).regenerated_cells, expected)
     double = Image.fromarray(COLOURS).resize((2 * SIDE + 64, 2 * SIDE), Image.Resampling.NEAREST)
     scaled_edit = edit_of(manifest, double, np.ones((2 * SIDE, 2 * SIDE + 64), bool))
-    assert scaled_edit.regenerated.all()
+    assert scaled_edit.regenerated_cells.all()
     assert scaled_edit.pixels.shape == COLOURS.shape, "the image is not scaled and cropped to its middle"
-    assert edit_of(manifest, COLOURS, keep_rows=5).regenerated.any(1).tolist() == [False] * 5 + [True] * 11
+    assert edit_of(manifest, COLOURS, keep_rows=5).regenerated_cells.any(1).tolist() == [False] * 5 + [True] * 11
 
 
 def test_requests_that_contradict_themselves_are_rejected(bundle: Bundle) -> None:
@@ -252,7 +253,7 @@ def test_large_images_are_read_at_half_their_size_with_their_masks(manifest: Man
     source = encode(large, kind, quality=90)
     assert read_image("image", source).size == (1281, 1281)
     edit = edit_of(manifest, source, encode(Image.fromarray(marked)))
-    assert edit.regenerated.any(1).tolist() == [False] * 8 + [True] * 8
+    assert edit.regenerated_cells.any(1).tolist() == [False] * 8 + [True] * 8
     assert (abs(edit.pixels[:126].astype(int) - 50) < 4).all()
     assert (abs(edit.pixels[130:].astype(int) - 200) < 4).all()
     palette = large.quantize(2)

@@ -7,7 +7,7 @@ import pytest
 from evaluation_graphs import ignore_progress
 
 from lantern_rt.compare.evaluate import frechet_figure
-from lantern_rt.compare.statistics import Floats, estimate, fit_gaussian, frechet_distance
+from lantern_rt.compare.statistics import Floats, estimate_interval, fit_gaussian, frechet_distance
 
 
 def distance(first: Floats, second: Floats) -> float:
@@ -59,7 +59,7 @@ def test_intervals_of_a_mean_have_about_their_nominal_coverage() -> None:
     covered = 0
     for _ in range(80):
         values = rng.normal(1, 1, size=(1, 60))
-        (interval,) = estimate(lambda chosen, values=values: values[:, chosen].mean(1), 60, 200)
+        (interval,) = estimate_interval(lambda chosen, values=values: values[:, chosen].mean(1), 60, 200)
         covered += interval["low"] <= 1 <= interval["high"]
     assert 0.86 * 80 <= covered < 80
 
@@ -68,7 +68,7 @@ def test_differences_are_paired() -> None:
     rng = np.random.default_rng(6)
     prompts = 10 * rng.normal(size=80)
     table = np.stack([prompts, prompts + 1 + 0.1 * rng.normal(size=80)])
-    figure = estimate(lambda chosen: table[:, chosen].mean(1), 80)
+    figure = estimate_interval(lambda chosen: table[:, chosen].mean(1), 80)
     first_difference, second_difference = (method["difference_to_ar"] for method in figure)
     assert first_difference["value"] == first_difference["high"] == 0
     assert 0.9 < second_difference["low"] < 1 < second_difference["high"] < 1.1
@@ -76,7 +76,7 @@ def test_differences_are_paired() -> None:
 
 
 def test_a_constant_figure_has_an_interval_of_zero_width() -> None:
-    (interval,) = estimate(lambda chosen: [1.0], 5)
+    (interval,) = estimate_interval(lambda chosen: [1.0], 5)
     assert (interval["value"], interval["low"], interval["high"]) == (1, 1, 1)
 
 

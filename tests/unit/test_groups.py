@@ -26,7 +26,7 @@ from toy_engine import (
 )
 
 from lantern_rt.methods import Groups, Sampling
-from lantern_rt.requests import Settings
+from lantern_rt.requests import GenerationSettings
 from lantern_rt.results import StreamState
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
@@ -84,7 +84,7 @@ def generate(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], s
     """Generate images, as tokens in raster order."""
     state = StreamState(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, Groups()):
-        view = state.add(step, Settings(Groups(), sampling), lambda i, codes: Image.new("RGB", (8, 8)))
+        view = state.add(step, GenerationSettings(Groups(), sampling), lambda i, codes: Image.new("RGB", (8, 8)))
         assert view.done == sum(int((cells >= 0).sum()) for cells in view.cells)
     return [codes.tolist() for codes in view.codes]
 

@@ -15,7 +15,7 @@ from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, choose_largest_settings, count_image_bytes, fit_images
 from lantern_rt.output.trace import Trace
-from lantern_rt.requests import Settings, resolve_settings
+from lantern_rt.requests import GenerationSettings, resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "sjd:window=5", None)
 
@@ -34,7 +34,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return row_counts
 
 
-def make_settings(words_bundle: Path, **options: Any) -> Settings:
+def make_settings(words_bundle: Path, **options: Any) -> GenerationSettings:
     return resolve_settings(open_bundle(words_bundle).manifest, options)
 
 

@@ -74,7 +74,7 @@ def test_the_drafter_and_graphs_that_run_once_per_image_may_have_another_provide
     assert Providers.parse(()) == Providers.parse("auto") != Providers.parse("cpu") == ON_CPU
     chosen = Providers.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
-    assert [chosen.of(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
+    assert [chosen.provider_for(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
     assert Providers.parse(str(chosen)) == chosen
 
 

@@ -102,9 +102,9 @@ def test_without_pytorch_the_extra_is_named(host: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_has_bundles_of_its_own(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert published.default_precision() == "int8"
+    assert published.choose_default_precision() == "int8"
     host.setattr(published, "detect_provider", lambda _: "cuda")
-    assert published.default_precision() == "fp16"
+    assert published.choose_default_precision() == "fp16"
     for precision in ("int8", "fp16"):
         (tmp_path / f"{NAME}@{precision}").mkdir()
     assert published.cached_bundle(NAME) is None  # incomplete

@@ -56,7 +56,7 @@ def test_conditional_and_unconditional_rows_may_differ_in_length(manifest: Manif
     first, second = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
     assert first.inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
     assert first.inputs["uncond_ids"].tolist() == [[0, 133]]
-    assert tuple(real.tolist() for real in first.real) == ([True] * 6, [True] * 2)
+    assert tuple(real.tolist() for real in first.is_real) == ([True] * 6, [True] * 2)
     assert first.inputs is second.inputs
     assert (first.seed, second.seed) == (7, 8)
 
@@ -71,7 +71,7 @@ def test_a_negative_prompt_replaces_the_unconditional_row(manifest: Manifest) ->
     (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
     assert request.tokens is not None
     assert request.tokens[1].tolist() == [0, 50, 51, 140, 133]
-    assert [len(real) for real in request.real] == [5, 5]
+    assert [len(real) for real in request.is_real] == [5, 5]
 
 
 def test_drafter_slots_read_the_next_token_of_their_row() -> None:
@@ -89,10 +89,10 @@ def test_tokens_of_a_text_are_at_the_end_of_the_prefix_after_padding(manifest: M
     (short,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
     assert short.inputs["token_ids"].tolist() == [[7, 1]]
     assert short.inputs["token_mask"].tolist() == [[1, 1]]
-    assert short.real[0].tolist() == [False] * 4 + [True] * 2
+    assert short.is_real[0].tolist() == [False] * 4 + [True] * 2
     assert all(array.dtype == np.int64 for array in short.inputs.values())
     (full,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert full.real[0].all()
+    assert full.is_real[0].all()
 
 
 # ---------------------------------------------------------------- ids from the caller
