@@ -52,10 +52,10 @@ def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page
     assert [address for address in addresses if not address.startswith((server, "data:", f"blob:{server}"))] == []
 
 
-def draw(page: Page, method: str = "strict", other: str = "") -> None:
+def draw(page: Page, method: str = "strict", compared_method: str = "") -> None:
     """Press Draw and wait for the end."""
     page.select_option("#method", method)
-    page.select_option("#other", other)
+    page.select_option("#other", compared_method)
     page.click("#draw")
     expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
 

@@ -39,19 +39,19 @@ def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localh
 )
 @pytest.mark.parametrize("path", [GENERATIONS, EDITS])
 def test_pages_of_other_sites_may_not_ask(path: str, headers: dict[str, str], status: int) -> None:
-    answer = make_client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
-    assert answer.status_code == status
+    response = make_client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
+    assert response.status_code == status
     if status == 403:
-        assert "--cors" in answer.json()["error"]["message"]
-        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "--cors" in response.json()["error"]["message"]
+        assert response.headers["x-content-type-options"] == "nosniff"
 
 
 @pytest.mark.parametrize("origins", [(UI,), ("*",)])
 def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
     headers = {"origin": UI, "sec-fetch-site": "cross-site"}
-    answer = make_client(origins).post(GENERATIONS, json={}, headers=headers)
-    assert answer.status_code == ANSWERED
-    assert answer.headers["access-control-allow-origin"] in ("*", UI)
+    response = make_client(origins).post(GENERATIONS, json={}, headers=headers)
+    assert response.status_code == ANSWERED
+    assert response.headers["access-control-allow-origin"] in ("*", UI)
     foreign = make_client((UI,)).post(GENERATIONS, json={}, headers={"origin": "https://evil.example"})
     assert foreign.status_code == 403
 

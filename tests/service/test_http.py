@@ -81,8 +81,8 @@ def test_paths_and_methods_that_do_not_exist_are_told_so(tiny: RunningServer) ->
 def test_a_request_that_takes_too_long_ends_at_its_deadline(scenes: RunningServer) -> None:
     aborted_before = scenes.metric("lantern_aborted_total", model="scenes", reason="deadline")
     body = {"prompt": "a red sphere on sand", "method": "ar", "n": 4, "deadline": 0.2}
-    status, answer = scenes.post(body)
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (504, "deadline_exceeded", "deadline")
+    status, response = scenes.post(body)
+    assert (status, response["error"]["code"], response["error"]["param"]) == (504, "deadline_exceeded", "deadline")
     wait_until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
     assert scenes.metric("lantern_aborted_total", model="scenes", reason="deadline") == aborted_before + 1
 
@@ -208,26 +208,26 @@ def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several
         ({"model": "tiny-lumina", "size": "64x128"}, "64x128", (16, 32)),
         ({"model": "tiny-simplear", "size": "96x48"}, "96x48", (96, 48)),
     ):
-        status, answer = several.post({"prompt": "a red fox", "method": "ar", **fields})
-        assert (status, answer["size"]) == (200, size)
-        assert answer["lantern"]["model"] == fields.get("model", "tiny")
-        with Image.open(BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+        status, response = several.post({"prompt": "a red fox", "method": "ar", **fields})
+        assert (status, response["size"]) == (200, size)
+        assert response["lantern"]["model"] == fields.get("model", "tiny")
+        with Image.open(BytesIO(base64.b64decode(response["data"][0]["b64_json"]))) as image:
             assert image.size == pixels
     for model, sizes in (("tiny-lumina", "128x32, 128x64, 96x64"), ("tiny-simplear", "64x64, 80x80, 96x48")):
-        status, answer = several.post({"model": model, "prompt": "a red fox", "size": "512x512"})
-        assert (status, answer["error"]["param"]) == (400, "size")
-        assert answer["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
+        status, response = several.post({"model": model, "prompt": "a red fox", "size": "512x512"})
+        assert (status, response["error"]["param"]) == (400, "size")
+        assert response["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
 
 
 def test_a_rejection_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
     scenes: RunningServer, tiny: RunningServer
 ) -> None:
-    status, answer = scenes.post({"prompt": "a red dog on sand"})
-    message = answer["error"]["message"]
-    assert (status, answer["error"]["param"]) == (400, "prompt")
+    status, response = scenes.post({"prompt": "a red dog on sand"})
+    message = response["error"]["message"]
+    assert (status, response["error"]["param"]) == (400, "prompt")
     suggestions = re.findall(r"'([^']{12,})'", message.partition("similar valid prompts: ")[2])
     assert len(suggestions) == 3
-    assert answer["error"]["suggestions"] == suggestions
+    assert response["error"]["suggestions"] == suggestions
     assert any("on sand" in prompt for prompt in suggestions)
     preset_message = tiny.post({"prompt": "red cube", "quality_budget": "fast"})[1]["error"]["message"]
     assert preset_message.startswith("quality_budget: bundle tiny has no preset fast")
@@ -257,9 +257,9 @@ def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytes
 
 
 def test_a_body_that_does_not_come_is_given_up() -> None:
-    start, answer = asyncio.run(send_to_backend(None, None))
+    start, response = asyncio.run(send_to_backend(None, None))
     assert start["status"] == 408
-    assert json.loads(answer["body"])["error"]["message"].startswith("body: incomplete after 0.05 s")
+    assert json.loads(response["body"])["error"]["message"].startswith("body: incomplete after 0.05 s")
 
 
 @pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
@@ -375,9 +375,9 @@ def test_the_api_describes_itself(tiny: RunningServer) -> None:
     schemas = document["components"]["schemas"]
     assert {name.rpartition("/")[2] for name in re.findall(r'"\$ref": "(.*?)"', json.dumps(document))} <= schemas.keys()
     assert schemas["ImagesRequest"]["properties"].keys() == ImagesRequest.model_fields.keys()
-    answer = tiny.post({"prompt": "red cube"})[1]
-    assert schemas["Images"]["properties"].keys() == answer.keys()
-    assert schemas["Figures"]["properties"].keys() == answer["lantern"].keys()
+    response = tiny.post({"prompt": "red cube"})[1]
+    assert schemas["Images"]["properties"].keys() == response.keys()
+    assert schemas["Figures"]["properties"].keys() == response["lantern"].keys()
     page = tiny.get("/docs")[1]
     for script in re.findall(r'(?:src|href)="(.*?)"', page):
         assert tiny.request("GET", f"/{script}")[0] == 200

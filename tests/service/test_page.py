@@ -132,9 +132,9 @@ def test_cancelling_stops_the_image_and_frees_the_server(page: Page, scenes: Run
 
 def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
     page.fill("#prompt", "a red dragon")
-    with page.expect_response(re.compile("generations")) as answer:
+    with page.expect_response(re.compile("generations")) as response:
         page.click("#draw")
-    error = answer.value.json()["error"]
+    error = response.value.json()["error"]
     expect(page.locator("#error")).to_have_text(error["message"].partition("; ")[0])
     expect(page.locator("#error")).to_contain_text("dragon")
     expect(page.locator("#any-words")).to_have_text(ANY_WORDS)
@@ -194,14 +194,14 @@ def test_an_earlier_image_is_shown_again_with_its_figures(page: Page) -> None:
     draw(page, "ar")
     assert read_figures(page) != first_figures
     thumbnails = page.locator("#history button")
-    assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["true", "false"]
+    assert [thumbnail.get_attribute("aria-current") for thumbnail in thumbnails.all()] == ["true", "false"]
     name = f"a matte pink ball in the center at night, seed {seed}"
     page.get_by_role("button", name=name).focus()
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_have_text(name)
     expect(page.locator(".subject")).to_have_text("a matte pink ball in the center at night")
     assert read_figures(page) == first_figures
-    assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["false", "true"]
+    assert [thumbnail.get_attribute("aria-current") for thumbnail in thumbnails.all()] == ["false", "true"]
     assert decode_image(download_image(page)).shape == (256, 256, 3)
 
 
@@ -230,12 +230,12 @@ def test_fields_and_labels_have_room(page: Page, width: int) -> None:
     page.click("summary:visible")
     page.fill("#seed", "4294967295")
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    for one in page.locator(".field input:visible, .field label:visible").all():
-        assert one.evaluate("one => one.scrollWidth <= one.clientWidth"), one.inner_text()
-    boxes = [one.bounding_box() for one in page.locator(".sampling label").all()]
+    for first_box in page.locator(".field input:visible, .field label:visible").all():
+        assert first_box.evaluate("one => one.scrollWidth <= one.clientWidth"), first_box.inner_text()
+    boxes = [first_box.bounding_box() for first_box in page.locator(".sampling label").all()]
     assert len(boxes) == 4
-    for one, two in combinations(boxes, 2):
-        assert one["y"] != two["y"] or abs(one["x"] - two["x"]) >= one["width"] + 8
+    for first_box, second_box in combinations(boxes, 2):
+        assert first_box["y"] != second_box["y"] or abs(first_box["x"] - second_box["x"]) >= first_box["width"] + 8
 
 
 def test_a_key_is_asked_for_where_the_server_wants_one(page: Page) -> None:
@@ -289,8 +289,8 @@ def test_the_curl_command_draws_the_image_that_is_saved(page: Page, scenes: Runn
     page.click(".curl")
     command = page.inner_text(".command")
     assert f"{scenes.url}/v1/images/generations" in command
-    _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
-    encoded_image = answer["data"][0]["b64_json"]
+    _, response = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
+    encoded_image = response["data"][0]["b64_json"]
     assert download.value.path().read_bytes() == base64.b64decode(encoded_image)
 
 

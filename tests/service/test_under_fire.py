@@ -75,7 +75,7 @@ class Crowd:
                 await asyncio.wait_for(reader.read(1), self.rng.random() * 0.05)
                 self.outcomes["left"] += 1
                 return
-            answer = await asyncio.wait_for(reader.read(-1), 60)
+            response = await asyncio.wait_for(reader.read(-1), 60)
         except TimeoutError:
             assert kind == "leave"
             self.outcomes["left"] += 1
@@ -86,7 +86,7 @@ class Crowd:
             return
         finally:
             writer.close()
-        head_text, _, content = answer.partition(b"\r\n\r\n")
+        head_text, _, content = response.partition(b"\r\n\r\n")
         status = int(head_text.split()[1])
         self.outcomes[str(400 if status == 413 else status)] += 1
         assert status in {"whole": (200, 429), "stream": (200, 429), "wrong": (400, 413), "late": (200, 429, 504)}[kind]
@@ -98,9 +98,13 @@ class Crowd:
         elif status == 200:
             self.check(json.loads(content), method, prompt, seed, body_fields["n"])
 
-    def check(self, answer: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
+    def check(self, response: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
         """Check that the images are those that the same request gives alone."""
-        files = [image_data["b64_json"] for image_data in answer["data"]] if "data" in answer else [answer["b64_json"]]
+        files = (
+            [image_data["b64_json"] for image_data in response["data"]]
+            if "data" in response
+            else [response["b64_json"]]
+        )
         assert len(files) == count
         for i, file in enumerate(files):
             with Image.open(io.BytesIO(base64.b64decode(file))) as image:
