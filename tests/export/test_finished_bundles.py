@@ -45,7 +45,7 @@ def finished(bundle: Bundle) -> dict[str, Any]:
 
 @pytest.fixture
 def host(hub: str, tmp_path: Path, bundle: Bundle) -> Host:
-    """A host without PyTorch."""
+    """Make a host without PyTorch."""
     host = Host(hub, tmp_path, NAME, bundles={"int8": finished(bundle)})
     host.absent = ["torch", "onnx", "safetensors", "transformers"]
     return host

@@ -57,7 +57,7 @@ FIXED = re.findall(r"asks for `(\S+?)`", SECTIONS["LibreChat"])[0]
 WEBUI_BODY = {"model": WEBUI["IMAGE_GENERATION_MODEL"], "prompt": PROMPT, "n": 2, "response_format": "b64_json"}
 LIBRECHAT = {"model": FIXED, "prompt": PROMPT, "n": 1, "background": "auto", "output_format": "png", "quality": "auto"}
 COMFY_BODY = {"prompt": PROMPT, "n": 1, "response_format": COMFY["response_format"], "model": COMFY["model"]}
-# What the page says of Node's client besides its program.
+# Statements of the page about Node's client besides its program.
 NODE_CHECKS = """
 import { createReadStream } from "node:fs";
 const prompt = "a red cube on sand";

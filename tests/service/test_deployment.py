@@ -153,7 +153,7 @@ def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
 
 
 def check_health(port: int) -> int:
-    """Exit code of the command that Docker runs."""
+    """Return the exit code of the command that Docker runs."""
     command = json.loads(dockerfile_instructions("HEALTHCHECK")[0].partition("CMD ")[2])
     assert command[0] == "python"
     code = command[2].replace(":8000/", f":{port}/")
