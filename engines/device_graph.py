@@ -22,7 +22,7 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import Weight
 from ..bundle.weights import INTEGERS, StoredWeights
 from ..errors import BundleError
-from ..inputs import reading
+from ..inputs import convert_read_errors
 from .columns import unpack_mask
 from .contracts import Tensor
 from .decoder_tensors import device_tensors, rows_dtype
@@ -90,7 +90,7 @@ def make_device_graph(
     Raises:
         BundleError: the file is damaged, or is not the graph of `spec`.
     """
-    with reading(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+    with convert_read_errors(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
         weights = StoredWeights(path)
         if f"layers.{spec.num_layers}.ffn.up.weight" in weights:
             raise BundleError(field=str(path), found="more layers", expected=str(spec.num_layers), remedy=EXPORT_AGAIN)
