@@ -50,7 +50,8 @@ def write_checkpoints() -> None:
 
 
 def _put(data: NDArray[np.uint8], numbers: NDArray[Any], places: list[tuple[int, int, int]]) -> None:
-    width, numbers = numbers.itemsize, numbers.view(np.uint8)
+    width = numbers.itemsize
+    numbers = numbers.view(np.uint8)
     for byte, first, count in places:
         data[byte : byte + count * width] ^= numbers[first * width : (first + count) * width]
 
@@ -84,7 +85,8 @@ class Generator:
         """Return what `torch.randn` gives."""
         if count < 16:
             return np.array([self._normal() for _ in range(count)], np.float32)
-        uniform, end = self._uniform(count), count - count % 16
+        uniform = self._uniform(count)
+        end = count - count % 16
         normals = np.concatenate([_box_muller(uniform[:end]), uniform[end:]])
         if end < count:
             normals[-16:] = _box_muller(self._uniform(16))
@@ -98,11 +100,13 @@ class Generator:
 
     def _normal(self) -> float:
         if self.second is not None:
-            second, self.second = self.second, None
+            second = self.second
+            self.second = None
             return second
         words = [int(word) for word in self._raw(4)]
         turn, other = (((high << 32 | low) & (1 << 53) - 1) * 2.0**-53 for high, low in (words[:2], words[2:]))
-        radius, angle = math.sqrt(-2 * math.log1p(-other)), 2 * math.pi * turn
+        radius = math.sqrt(-2 * math.log1p(-other))
+        angle = 2 * math.pi * turn
         self.second = radius * math.sin(angle)
         return radius * math.cos(angle)
 

@@ -43,30 +43,31 @@ def _libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    """scenes on the provider, which takes every node of its graphs, or loading would stop."""
+    """Load scenes on the provider, which must take every node of its graphs: otherwise loading fails."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "check_provider", lambda name: None)  # there is no stand-in for cuDNN
         return Pipeline.from_bundle("scenes", provider="cuda")
 
 
-def test_without_cudnn_opening_a_bundle_says_so_not_the_first_picture() -> None:
+def test_without_cudnn_opening_a_bundle_says_so_not_the_first_image() -> None:
     with pytest.raises(EngineError) as caught:
         Pipeline.from_bundle("scenes", provider="cuda")
     assert caught.value.remedy.startswith("install cuDNN")
 
 
-def chains(pipe: Pipeline) -> Callable[[], None]:
-    """A target pass over a chain of 16 nodes on a past of 100, three of which are appended and forgotten again."""
+def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
+    """Return a target pass over a chain of 16 nodes on a past of 100; it appends three nodes, then truncates them."""
     target = pipe.engines.target
     cache = target.new_cache(2, PAST + 16)
 
-    def run(nodes: int = 16, kept: int = 3, length: int = PAST) -> None:
+    def run(nodes: int = 16, num_appended: int = 3, length: int = PAST) -> None:
         start = int(cache.lengths[0])
         mask = np.zeros((2, nodes, target.next_past_length(cache, nodes) + nodes), bool)
-        mask[:, :, :start], mask[:, :, -nodes:] = True, np.tri(nodes, dtype=bool)
+        mask[:, :, :start] = True
+        mask[:, :, -nodes:] = np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)
-        cache.append(target.run(PassInput(tokens, mask, tokens), cache).new_kv, [np.arange(kept)] * 2)
-        cache.run_queued_pass()  # nobody asks for what comes of it
+        cache.append(target.run(PassInput(tokens, mask, tokens), cache).new_kv, [np.arange(num_appended)] * 2)
+        cache.run_queued_pass()  # nobody reads its outputs
         cache.truncate(np.full(2, length))
 
     run(50, 50, 50)
@@ -75,8 +76,9 @@ def chains(pipe: Pipeline) -> Callable[[], None]:
 
 
 def test_a_pass_keeps_to_its_operations_and_appending_asks_for_none(pipe: Pipeline) -> None:
-    """Ceilings, for each layer: what a change adds shows here."""
-    run, layers = chains(pipe), open_bundle("scenes").manifest.target.num_layers
+    """Check upper bounds for each layer, so that a change's additional operations show here."""
+    run = make_chain_pass(pipe)
+    layers = open_bundle("scenes").manifest.target.num_layers
     run()
     with null_cuda.counting() as ops:
         run()
@@ -87,7 +89,7 @@ def test_a_pass_keeps_to_its_operations_and_appending_asks_for_none(pipe: Pipeli
 
 
 def test_a_pass_whose_shape_comes_again_is_one_launch(pipe: Pipeline) -> None:
-    run = chains(pipe)
+    run = make_chain_pass(pipe)
     for _ in range(3):  # twice before it is recorded
         run()
     with null_cuda.counting() as ops:
@@ -106,15 +108,16 @@ def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_fir
     assert target.new_cache(2, PAST).block_handle.block is block
 
 
-def step(pipe: Pipeline, method: str, warm: int = 12) -> null_cuda.Operations:
-    """What a step asks for once the shapes that come again have been recorded."""
-    running, counted = pipe.stream("a red sphere on sand", method=method, seed=1), []
-    assert len(list(islice(running, warm))) == warm
+def count_step(pipe: Pipeline, method: str, warm: int = 12) -> null_cuda.Operations:
+    """Count the operations of a step after recurring shapes have been recorded."""
+    steps = pipe.stream("a red sphere on sand", method=method, seed=1)
+    operations = []
+    assert len(list(islice(steps, warm))) == warm
     for _ in range(8):
         with null_cuda.counting() as ops:
-            assert next(running)
-        counted.append(ops)
-    return min(counted, key=lambda own: own.total)  # in others noise went up
+            assert next(steps)
+        operations.append(ops)
+    return min(operations, key=lambda counts: counts.total)  # other steps also copied noise to the device
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> No
 def test_a_step_reads_once_a_pass_and_heads_read_logits_and_states(
     pipe: Pipeline, method: str, launches: int, reads: int
 ) -> None:
-    ops = step(pipe, method)
+    ops = count_step(pipe, method)
     assert 0 < ops.h2d <= reads
     assert 0 < ops.d2h <= reads
     assert ops.graph_launches == launches, "each pass is recorded, and its head where codes are drawn there"
@@ -147,17 +150,17 @@ def test_a_step_reads_once_a_pass_and_heads_read_logits_and_states(
 @pytest.mark.parametrize("method", ["ar", "sjd:window=1", "rows:window=3"])
 @pytest.mark.parametrize("shape", ["Lumina2-7B", "GLM-Image-9B"])
 def test_a_step_of_each_family_reads_once(shape: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within the small grid of GLM-Image, where `rows` has not begun."""
+    """Check this within the small grid of GLM-Image, too, where `rows` has not begun."""
     monkeypatch.setattr(backend, "check_provider", lambda name: None)
     pipe = Pipeline.from_bundle(Path(os.environ["LANTERN_BUNDLES"]) / f"tiny-{shape}", provider="cuda")
-    ops = step(pipe, method)
+    ops = count_step(pipe, method)
     assert (ops.h2d, ops.d2h) == (1, 1)
     assert (ops.graph_launches, ops.kernels) == (2, 0), "the pass, and its head"
     assert ops.captures == ops.allocations == 0
 
 
 def test_threads_may_decode_while_others_record(pipe: Pipeline) -> None:
-    """CUDA refuses memory and copies to all threads while one records; so do the stand-ins."""
+    """Like CUDA, the stand-ins reject allocations and copies of all threads while one thread records."""
 
     def draw(seed: int) -> int:
         return sum(1 for _ in islice(pipe.stream("a cone", method="sjd:window=3", seed=seed, num_images=seed), 8))
@@ -187,8 +190,9 @@ def test_memory_is_taken_as_it_is_asked_for() -> None:
 def test_each_precision_has_its_kernels(name: str, kernel: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "check_provider", lambda name: None)
     pipe = Pipeline.from_bundle(Path(os.environ["LANTERN_BUNDLES"]) / f"scenes-{name}", provider="cuda")
-    run, layers = chains(pipe), pipe.bundle.manifest.target.num_layers
-    run(2, 2)  # four nodes of both rows; of many, integer weights are turned back first
+    run = make_chain_pass(pipe)
+    layers = pipe.bundle.manifest.target.num_layers
+    run(2, 2)  # four nodes of both rows; for many nodes, integer weights are dequantised first
     with null_cuda.counting() as ops:
         run(2, 2)
-    assert sum(found for call, found in ops.calls.items() if kernel in call) == count * layers
+    assert sum(launches for call, launches in ops.calls.items() if kernel in call) == count * layers

@@ -22,14 +22,14 @@ OLD = "b" * 40
 REPOSITORIES: dict[str, dict[str, bytes]] = {}
 UPLOADED: dict[str, bytes] = {}
 PUBLIC: set[str] = set()  # repositories that were created for all to read
-HEADERS: dict[str, dict[str, str]] = {}  # headers of a repository's files, in place of the true ones
-SIZES: dict[str, int] = {}  # sizes that the hub lists for names of files, in place of the true ones
+HEADERS: dict[str, dict[str, str]] = {}  # replaced headers of a repository's files
+SIZES: dict[str, int] = {}  # replaced sizes in the hub's list, by file name
 COMPLETED: Counter[str] = Counter()  # bytes of files that were sent whole, by repository
 STALLED: set[str] = set()  # names of files that are sent by half, once, before the hub falls silent
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as fetching by name uses."""
+    """Answers the hub's requests that fetching and pushing need."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -46,35 +46,35 @@ class Hub(BaseHTTPRequestHandler):
         self.send({})
 
     def do_POST(self) -> None:
-        sent = self.rfile.read(int(self.headers["Content-Length"]))
-        what = self.path.strip("/").split("/")
-        repository = "/".join(what[2:4])
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        path_parts = self.path.strip("/").split("/")
+        repository = "/".join(path_parts[2:4])
         if self.headers["Authorization"] != "Bearer hf_token":
             self.send({"error": "Invalid username or password."}, 401)
         elif self.path == "/api/repos/create":
-            asked = json.loads(sent)
-            created = f"{asked['organization']}/{asked['name']}"
-            PUBLIC.discard(created)
-            if not (asked.get("private") or asked.get("visibility") == "private"):
-                PUBLIC.add(created)
-            REPOSITORIES.setdefault(created, {})
+            request = json.loads(body)
+            repository_name = f"{request['organization']}/{request['name']}"
+            PUBLIC.discard(repository_name)
+            if not (request.get("private") or request.get("visibility") == "private"):
+                PUBLIC.add(repository_name)
+            REPOSITORIES.setdefault(repository_name, {})
             self.send({"url": f"http://{self.headers['Host']}/owner/pushed"})
         elif self.path == "/api/validate-yaml":
             self.send({"errors": [], "warnings": []})
-        elif what[4:5] == ["preupload"]:
-            names = [file["path"] for file in json.loads(sent)["files"]]
+        elif path_parts[4:5] == ["preupload"]:
+            names = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "regular" if name.endswith((".json", ".md")) else "lfs" for name in names}
             self.send({"files": [{"path": n, "uploadMode": modes[n], "shouldIgnore": False} for n in names]})
         elif self.path.endswith("/info/lfs/objects/batch"):
             upload = {"upload": {"href": f"http://{self.headers['Host']}/upload"}}
-            self.send({"objects": [one | {"actions": upload} for one in json.loads(sent)["objects"]]})
-        elif what[4:5] == ["commit"]:
-            for line in map(json.loads, sent.splitlines()):
-                own = line["value"]
+            self.send({"objects": [lfs_object | {"actions": upload} for lfs_object in json.loads(body)["objects"]]})
+        elif path_parts[4:5] == ["commit"]:
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
                 if line["key"] == "file":
-                    REPOSITORIES[repository][own["path"]] = base64.b64decode(own["content"])
+                    REPOSITORIES[repository][value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    REPOSITORIES[repository][own["path"]] = UPLOADED[own["oid"]]
+                    REPOSITORIES[repository][value["path"]] = UPLOADED[value["oid"]]
             self.send({"commitUrl": f"http://{self.headers['Host']}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self.send({"error": "unknown"}, 404)
@@ -122,8 +122,8 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(content)
             COMPLETED[repository] += len(content)
 
-    def send(self, answer: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        content = json.dumps(answer).encode()
+    def send(self, content_object: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        content = json.dumps(content_object).encode()
         self.send_response(status)
         for name, value in (
             {"Content-Type": "application/json", "Content-Length": str(len(content))} | (headers or {})
@@ -164,7 +164,7 @@ def environment(endpoint: str, home: Path, **further: str) -> dict[str, str]:
 
 
 def run(endpoint: str, home: Path, *arguments: str, **further: str) -> subprocess.CompletedProcess[str]:
-    """A fresh program: `huggingface_hub` reads its settings when it is imported."""
+    """Run a fresh program: `huggingface_hub` reads its settings when it is imported."""
     variables = environment(endpoint, home, **further)
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, check=False

@@ -44,7 +44,7 @@ class Rows(nn.Module):
         return self.table[ids]
 
 
-class Both(nn.Module):
+class Prefixes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = Rows(1, 8)
@@ -54,7 +54,7 @@ class Both(nn.Module):
         return prefix, torch.zeros_like(prefix)
 
 
-def parts() -> Model:
+def make_model() -> Model:
     torch.manual_seed(0)
     decoder = Decoder(CONFIG).eval()
     table = torch.randn(16, 8)
@@ -66,7 +66,7 @@ def parts() -> Model:
     return Model(
         graphs=[
             target_graph(decoder, table),
-            Graph("condition", Both().eval(), class_ids, outputs, ids),
+            Graph("condition", Prefixes().eval(), class_ids, outputs, ids),
             Graph("vq_decoder", Rows(4).eval(), (Value("codes", ("images", 1), "int64"),), picture, codes),
         ],
         code_embeddings=table,
@@ -89,58 +89,58 @@ def parts() -> Model:
 
 
 def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
-    said: list[str] = []  # when something begins
-    folder = export_model(parts(), tmp_path / "toy", progress=lambda what, done, _: done or said.append(what))
+    stages: list[str] = []  # stages, each when it begins
+    folder = export_model(make_model(), tmp_path / "toy", progress=lambda what, done, _: done or stages.append(what))
     bundle = open_bundle(folder)
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
     assert bundle.code_embeddings.shape == (16, 8)
     assert bundle.neighbors.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    assert said[:4] == ["preparing graphs", "sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx"]
+    assert stages[:4] == ["preparing graphs", "sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx"]
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
-    one, two = (open_bundle(export_model(parts(), tmp_path / name)) for name in ("one", "two"))
-    assert one.digest == two.digest
+    first, second = (open_bundle(export_model(make_model(), tmp_path / name)) for name in ("one", "two"))
+    assert first.digest == second.digest
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    goal = tmp_path / "toy"
-    goal.mkdir()
+    output = tmp_path / "toy"
+    output.mkdir()
     with pytest.raises(OutputError, match=r"already exists.*--force"):
-        export_model(parts(), goal)
-    assert list(goal.iterdir()) == []
+        export_model(make_model(), output)
+    assert list(output.iterdir()) == []
 
 
 def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
-    goal = export_model(parts(), tmp_path / "toy")
-    (goal / "old").touch()
-    export_model(parts(), goal, force=True)
-    assert not (goal / "old").exists()
+    output = export_model(make_model(), tmp_path / "toy")
+    (output / "old").touch()
+    export_model(make_model(), output, force=True)
+    assert not (output / "old").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    for other in (tmp_path / "letters", tmp_path / "file"):
-        other.write_text("dear") if other.name == "file" else other.mkdir()
-        (other / "a.txt").write_text("dear") if other.is_dir() else None
+    for unrelated in (tmp_path / "letters", tmp_path / "file"):
+        unrelated.write_text("dear") if unrelated.name == "file" else unrelated.mkdir()
+        (unrelated / "a.txt").write_text("dear") if unrelated.is_dir() else None
         with pytest.raises(OutputError, match=r"has no bundle\.json, so --force does not replace it"):
-            export_model(parts(), other, force=True)
+            export_model(make_model(), unrelated, force=True)
     assert (tmp_path / "letters/a.txt").read_text() == "dear"
 
 
 def test_folders_around_a_bundle_are_made_and_vanish_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_bundle(export_model(parts(), tmp_path / "bundles/large/toy"))
-    monkeypatch.setattr("lantern_rt.export.writer.check_parity", stop(ParityError("differs")))
+    open_bundle(export_model(make_model(), tmp_path / "bundles/large/toy"))
+    monkeypatch.setattr("lantern_rt.export.writer.check_parity", raise_error(ParityError("differs")))
     with pytest.raises(ParityError):
-        export_model(parts(), tmp_path / "bundles/small/toy")
+        export_model(make_model(), tmp_path / "bundles/small/toy")
     assert [path.name for path in (tmp_path / "bundles").iterdir()] == ["large"]
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="Not a directory"):
-        export_model(parts(), tmp_path / "file/inside/toy")
+        export_model(make_model(), tmp_path / "file/inside/toy")
 
 
-def stop(error: BaseException) -> Callable[..., None]:
+def raise_error(error: BaseException) -> Callable[..., None]:
     def raiser(*_: object, **__: object) -> None:
         raise error
 
@@ -167,21 +167,21 @@ program.main(sys.argv[1:])
 def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
     tmp_path: Path, number: signal.Signals, code: int, stays: int
 ) -> None:
-    goal = tmp_path / "bundles/toy"
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(goal)], stdout=subprocess.PIPE) as program:
+    output = tmp_path / "bundles/toy"
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(output)], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == b"half-written\n"
         (partial,) = (tmp_path / "bundles").iterdir()
-        other = tmp_path / "bundles/.other.x.partial"
-        other.mkdir()
-        with atomic_folder(goal, False, "bundle.json"):
-            assert partial.is_dir()  # that of a program at work
-        shutil.rmtree(goal)
+        unrelated = tmp_path / "bundles/.other.x.partial"
+        unrelated.mkdir()
+        with atomic_folder(output, False, "bundle.json"):
+            assert partial.is_dir()  # the folder of the running program
+        shutil.rmtree(output)
         program.send_signal(number)
         assert program.wait() == code
     assert partial.is_dir() == bool(stays)
-    export_model(parts(), goal)
-    assert {path.name for path in (tmp_path / "bundles").iterdir()} == {"toy", other.name}
+    export_model(make_model(), output)
+    assert {path.name for path in (tmp_path / "bundles").iterdir()} == {"toy", unrelated.name}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ParityError("differs"), RuntimeError("bug")])
@@ -189,15 +189,15 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
 def test_nothing_half_written_stays_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: str
 ) -> None:
-    monkeypatch.setattr(f"lantern_rt.export.writer.{step}", stop(error))
+    monkeypatch.setattr(f"lantern_rt.export.writer.{step}", raise_error(error))
     with pytest.raises(type(error)):
-        export_model(parts(), tmp_path / "toy")
+        export_model(make_model(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
     amounts: dict[str, list[tuple[int, int]]] = {}
-    model = replace(parts(), sources=[("target", C2I)])
+    model = replace(make_model(), sources=[("target", C2I)])
     export_model(
         model, tmp_path / "toy", progress=lambda what, done, total: amounts.setdefault(what, []).append((done, total))
     )
@@ -206,10 +206,10 @@ def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
     expected = {f"{work} {file}{unit}" for file in files for work, unit in (("writing", " (MB)"), ("comparing", ""))}
     others = {"preparing graphs", "sorting neighbours", "hashing checkpoints (MB)", "hashing files (MB)"}
     assert amounts.keys() == others | expected
-    for seen in amounts.values():
-        assert seen == sorted(seen)
-        assert seen[0][0] == 0
-        assert seen[-1][0] == seen[-1][1] > 0
+    for counts in amounts.values():
+        assert counts == sorted(counts)
+        assert counts[0][0] == 0
+        assert counts[-1][0] == counts[-1][1] > 0
     assert amounts["comparing target.onnx"] == [(done, 15) for done in range(16)]
 
 
@@ -219,7 +219,7 @@ def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
     with pytest.raises(OutputError, match=r"found 0\.00 GB free on the disk, expected 0\.00 GB"):
-        export_model(parts(), tmp_path / "toy")
+        export_model(make_model(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,14 +227,14 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 10)
-    error = error_of(RequestError, export_model, parts(), tmp_path / "toy")
+    error = error_of(RequestError, export_model, make_model(), tmp_path / "toy")
     assert (error.field, error.found) == ("memory", "0.0 GB free")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goal = export_model(parts(), tmp_path / "toy")
-    digest = open_bundle(goal).digest
+    output = export_model(make_model(), tmp_path / "toy")
+    digest = open_bundle(output).digest
     rename = Path.rename
 
     def fails_for_new(self: Path, target: Path) -> Path:
@@ -244,18 +244,18 @@ def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "rename", fails_for_new)
     with pytest.raises(OutputError, match="No space left"):
-        export_model(parts(), goal, force=True)
-    assert open_bundle(goal).digest == digest
+        export_model(make_model(), output, force=True)
+    assert open_bundle(output).digest == digest
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
 
 
 def test_a_bundle_can_be_read_by_others(tmp_path: Path) -> None:
-    goal = export_model(parts(), tmp_path / "toy")
+    output = export_model(make_model(), tmp_path / "toy")
     (tmp_path / "plain").mkdir()
-    assert goal.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert output.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_an_export_refuses_what_is_there_before_reading_anything(
+def test_an_export_rejects_what_is_there_before_reading_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
@@ -267,9 +267,9 @@ def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c
     manifest = open_bundle(t2i_drafter_bundle).manifest
     roles = ["target", "config", "vq", "drafter_config", "drafter"]
     assert [source.role for source in manifest.provenance.sources] == roles
-    assert next(one for one in manifest.decoding.methods if one.method == "lantern").neighbors == 127
+    assert next(method for method in manifest.decoding.methods if method.method == "lantern").neighbors == 127
     assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)
-    plain = open_bundle(c2i_bundle).manifest
-    assert (plain.decoding.methods, plain.drafter) == ((), None)
-    assert (plain.sampling.cfg_scale, plain.sampling.top_k) == (4.0, 0)
-    assert (plain.image_height, plain.condition.classes) == (64, 10)
+    undrafted = open_bundle(c2i_bundle).manifest
+    assert (undrafted.decoding.methods, undrafted.drafter) == ((), None)
+    assert (undrafted.sampling.cfg_scale, undrafted.sampling.top_k) == (4.0, 0)
+    assert (undrafted.image_height, undrafted.condition.classes) == (64, 10)

@@ -41,7 +41,7 @@ ARRAYS = load_golden("emu3.5")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3.5/traces.json").read_text())
 PROTOCOL: dict[str, Any] = json.loads((DATA / "emu3.5/protocol.json").read_text())
 CODES = slice(557, 653)
-HALF_LEVEL = 1 / 255  # by which decoded pixels are darker, since rounded ones are cut then
+HALF_LEVEL = 1 / 255  # decoded pixels are darker by this, since the program cuts rounded pixels
 SIZES = ((4, 5), (5, 3), (2, 12), (10, 11))
 GREEDY = [trace for trace in TRACES if trace["task"] == "t2i" and trace["name"] != "sample"]
 AT_ONCE = [trace for trace in GREEDY if trace["image_starts_at"] == 0]  # without a text before the image
@@ -50,7 +50,7 @@ SAMPLE = next(trace for trace in TRACES if trace["name"] == "sample")
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes of recorded runs, in place of the published ones."""
+    """Replace the published sizes by those of recorded runs."""
     monkeypatch.setattr(emu35, "SIZES", SIZES)
 
 
@@ -77,13 +77,14 @@ class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def by_name(trace: dict[str, Any]) -> str:
+def trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
 def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
     decoder: Any = read_small().graphs[0].module
-    layer, rope = decoder.layers[0], decoder.rope
+    layer = decoder.layers[0]
+    rope = decoder.rope
     normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
     joint = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)
     parts = {"q": (joint[:, :4], layer.attention.query_norm), "k": (joint[:, 4:6], layer.attention.key_norm)}
@@ -98,41 +99,45 @@ def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
 # ---------------------------------------------------------------- whole images
 
 
-def image_ids(trace: dict[str, Any]) -> list[int]:
-    """Ids of a run from begin of image to the last code."""
+def read_image_ids(trace: dict[str, Any]) -> list[int]:
+    """Return the ids of a run from begin of image to the last code."""
     ids: list[int] = trace["generated_ids"][trace["image_starts_at"] :]
     return ids[: ids.index(556)]
 
 
-def guided_codes(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Guided logits of every code of a run, `[codes, vocabulary]`; the text before begin of image is fed as it was."""
-    ids = image_ids(trace)
+def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
+    """Return guided logits of every code of a run, `[codes, vocabulary]`, after its recorded text."""
+    ids = read_image_ids(trace)
     text = trace["generated_ids"][: trace["image_starts_at"]]
     start = ids.index(554) + 1  # behind the image token
     prompts = ([*trace["prompt_ids"], *text], trace["unconditional_prompt_ids"])
     sides = PromptRuns(bundle, *([*prompt, *ids[:start]] for prompt in prompts))
-    last = mix_guided([{"logits": own["logits"][:, -1:]} for own in sides.outputs], trace["cfg"])
+    last = mix_guided([{"logits": outputs["logits"][:, -1:]} for outputs in sides.outputs], trace["cfg"])
     scores = np.concatenate([last, mix_guided(sides.step(np.array(ids[start:-1], np.int64)), trace["cfg"])])
     return scores[np.array(ids[start:]) >= CODES.start]
 
 
-@pytest.mark.parametrize("trace", GREEDY, ids=by_name)
+@pytest.mark.parametrize("trace", GREEDY, ids=trace_name)
 def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dict[str, Any]) -> None:
-    scores = guided_codes(bundle, trace)
+    scores = compute_guided_logits(bundle, trace)
     recorded = ARRAYS[f"{trace['name']}_code_scores"]
     assert_close(log_softmax(scores[: len(recorded)]), log_softmax(recorded), GUIDED_TOLERANCE)
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
 def test_the_processor_leaves_the_codes_with_their_scores_or_the_row_end_alone(bundle: Path) -> None:
-    final = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
-    kept = np.zeros(final.shape, bool)
-    ends = np.arange(12) % 6 == 5
-    kept[ends, 549] = True
-    kept[~ends, CODES] = True
-    np.testing.assert_array_equal(np.isfinite(final), kept)
+    final_scores = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
+    expected_finite = np.zeros(final_scores.shape, bool)
+    is_row_end = np.arange(12) % 6 == 5
+    expected_finite[is_row_end, 549] = True
+    expected_finite[~is_row_end, CODES] = True
+    np.testing.assert_array_equal(np.isfinite(final_scores), expected_finite)
     (trace,) = (trace for trace in GREEDY if trace["name"] == "run0")
-    assert_close(log_softmax(guided_codes(bundle, trace)[:10]), log_softmax(final[~ends, CODES]), GUIDED_TOLERANCE)
+    assert_close(
+        log_softmax(compute_guided_logits(bundle, trace)[:10]),
+        log_softmax(final_scores[~is_row_end, CODES]),
+        GUIDED_TOLERANCE,
+    )
 
 
 def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) -> None:
@@ -150,15 +155,15 @@ def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) ->
 
 def test_sampled_codes_are_drawn_from_the_recorded_distributions(bundle: Path) -> None:
     sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
-    found = compute_distribution(guided_codes(bundle, SAMPLE), sampling)
+    probabilities = compute_distribution(compute_guided_logits(bundle, SAMPLE), sampling)
     columns = SAMPLE["grid"][1]
-    ids = np.array(image_ids(SAMPLE))
+    ids = np.array(read_image_ids(SAMPLE))
     is_code = ids >= CODES.start
     first = ids.tolist().index(554) + 1
     rows = ARRAYS["sample_code_probs"][is_code[first : first + 2 * columns + 2]]
-    assert_close(found[: 2 * columns], rows.astype(np.float64))
+    assert_close(probabilities[: 2 * columns], rows.astype(np.float64))
     uniform = np.array(SAMPLE["uniform"])[SAMPLE["image_starts_at"] :][: len(ids)][is_code]
-    sums = found.cumsum(1)
+    sums = probabilities.cumsum(1)
     drawn = (sums / sums[:, -1:] <= uniform[:, None]).sum(1)
     assert drawn.reshape(SAMPLE["grid"]).tolist() == SAMPLE["codes"]
 
@@ -168,31 +173,32 @@ def test_filters_give_the_recorded_probabilities_of_codes() -> None:
         ARRAYS["filter_params"], ARRAYS["filter_image_probs"], strict=True
     ):
         sampling = Sampling(top_k=int(top_k), top_p=float(top_p), temperature=float(temperature))
-        found = compute_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
-        rows = slice(4 if top_p == 1 else 3)  # which ties at the bound of top-p are kept depends on the sort
-        np.testing.assert_allclose(found[rows], expected[rows], rtol=0, atol=1e-4)
+        probabilities = compute_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
+        rows = slice(4 if top_p == 1 else 3)  # the sort decides which ties at the bound of top-p are kept
+        np.testing.assert_allclose(probabilities[rows], expected[rows], rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- image tokenizer
 
 
 def check_bytes(picture: NDArray[np.float32], expected: NDArray[np.uint8]) -> None:
-    """Bytes are cut, as recorded, but where a number is an integer but for rounding."""
-    found = np.asarray(image_from_pixels(picture)).astype(int)
-    assert np.abs(found - expected).max() <= 1
-    assert (found == expected).mean() > 0.998
+    """Check that bytes are cut as recorded, except where rounding errors cross an integer."""
+    levels = np.asarray(image_from_pixels(picture)).astype(int)
+    assert np.abs(levels - expected).max() <= 1
+    assert (levels == expected).mean() > 0.998
 
 
-def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> None:
+def test_codes_become_the_recorded_vectors_layers_and_images(bundle: Path) -> None:
     path = bundle / "vq_decoder.onnx"
-    reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
-    by_code, conv_in = reading["post_quant_conv.weight"], reading["decoder.conv_in.weight"]
-    names = [by_code.input[0], by_code.output[0], conv_in.output[0], "images"]
-    found = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
-    for array, name in zip(found[:-1], ("code_vectors", "post_quant", "conv_in"), strict=True):
+    convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
+    post_quant_conv = convolutions["post_quant_conv.weight"]
+    conv_in = convolutions["decoder.conv_in.weight"]
+    names = [post_quant_conv.input[0], post_quant_conv.output[0], conv_in.output[0], "images"]
+    values = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
+    for array, name in zip(values[:-1], ("code_vectors", "post_quant", "conv_in"), strict=True):
         assert_close(array[0], ARRAYS[f"vq_{name}"])
-    assert_close(found[-1][0] + HALF_LEVEL, ARRAYS["vq_decoded"])
-    check_bytes(found[-1][0], ARRAYS["vq_uint8"])
+    assert_close(values[-1][0] + HALF_LEVEL, ARRAYS["vq_decoded"])
+    check_bytes(values[-1][0], ARRAYS["vq_uint8"])
     for trace in GREEDY:
         if f"{trace['name']}_uint8" in ARRAYS:
             (picture,) = GraphFileSession(path).run({"codes": np.array([trace["codes"]])})["images"]
@@ -201,14 +207,14 @@ def test_codes_become_the_recorded_vectors_layers_and_pictures(bundle: Path) -> 
                 assert_close(picture + HALF_LEVEL, ARRAYS["run2_pixels"])
 
 
-def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
+def test_an_image_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
-    found = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
-    assert_close(found["pre_quant"][0], ARRAYS["vq_pre_quant"])
-    codes = found["codes"].reshape(ARRAYS["vq_encoded"].shape)
+    encoded = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
+    assert_close(encoded["pre_quant"][0], ARRAYS["vq_pre_quant"])
+    codes = encoded["codes"].reshape(ARRAYS["vq_encoded"].shape)
     np.testing.assert_array_equal(codes, ARRAYS["vq_encoded"])
     table = load_file(EMU35_VQ / "model.safetensors")["quantize.embedding.weight"].float().numpy()
-    nearest = ((found["pre_quant"][0].reshape(256, -1).T[:, None] - table) ** 2).sum(2).argmin(1)
+    nearest = ((encoded["pre_quant"][0].reshape(256, -1).T[:, None] - table) ** 2).sum(2).argmin(1)
     assert (nearest != codes.ravel()).all()
     vectors = table[codes].transpose(2, 0, 1)
     assert_close(vectors, ARRAYS["vq_quantized"])
@@ -218,8 +224,9 @@ def test_a_picture_becomes_the_codes_of_the_largest_products(bundle: Path) -> No
 
 def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
     modules: dict[str, Any] = {graph.role: graph.module for graph in read_small().graphs}
-    decoder, encoder = modules["vq_decoder"].decoder, modules["vq_encoder"].encoder
-    places = {
+    decoder = modules["vq_decoder"].decoder
+    encoder = modules["vq_encoder"].encoder
+    layers = {
         "mid_attn": decoder.mid[1],
         "mid": decoder.mid[2],
         "up_low_attn0": decoder.conv_blocks[0].attn[0],
@@ -229,15 +236,15 @@ def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
         "enc_mid": encoder.mid[2],
         "encoder_out": encoder.conv_out,
     }
-    found: dict[str, torch.Tensor] = {}
-    for name, part in places.items():
-        part.register_forward_hook(lambda *call, name=name: found.update({name: call[-1]}))
+    outputs: dict[str, torch.Tensor] = {}
+    for name, part in layers.items():
+        part.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))
     with torch.no_grad():
         modules["vq_decoder"](torch.from_numpy(ARRAYS["vq_codes"])[None])
         pixels = torch.from_numpy(ARRAYS["vq_image_uint8"]).permute(2, 0, 1)[None]
         modules["vq_encoder"](pixels / 127.5 - 1)
-    for name in places:
-        assert_close(found[name][0].numpy(), ARRAYS[f"vq_{name}"])
+    for name in layers:
+        assert_close(outputs[name][0].numpy(), ARRAYS[f"vq_{name}"])
 
 
 def contents(module: torch.nn.Module) -> list[tuple[str, bytes]]:
@@ -261,7 +268,8 @@ def test_the_image_tokenizer_is_read_from_either_file(tmp_path: Path) -> None:
 
 def test_prompts_are_those_of_the_published_template() -> None:
     model = read_small()
-    condition, sizes = model.fields["condition"], model.fields["sizes"]
+    condition = model.fields["condition"]
+    sizes = model.fields["sizes"]
     tokenizer = TemplateTokenizer(parse_tokenizer(model.files["tokenizer"][1]), condition.layout.template)
     cases = [case for case in PROTOCOL["prompt_cases"] if case["text"]]
     requests = prepare_prompts(condition, tokenizer, sizes[0], [case["text"] for case in cases])

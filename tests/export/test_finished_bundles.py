@@ -45,7 +45,7 @@ def finished(bundle: Bundle) -> dict[str, Any]:
 
 @pytest.fixture
 def host(hub: str, tmp_path: Path, bundle: Bundle) -> Host:
-    """A host without PyTorch."""
+    """Make a host without PyTorch."""
     host = Host(hub, tmp_path, NAME, bundles={"int8": finished(bundle)})
     host.absent = ["torch", "onnx", "safetensors", "transformers"]
     return host
@@ -89,7 +89,7 @@ def test_a_download_that_was_killed_goes_on(host: Host) -> None:
 
 @pytest.mark.parametrize("name", ["bundle.json", "target.onnx", "neighbors.npz"])
 @pytest.mark.parametrize("change", ["tampered", "truncated"])
-def test_a_changed_file_is_refused_before_a_graph_is_opened(host: Host, name: str, change: str) -> None:
+def test_a_changed_file_is_rejected_before_a_graph_is_opened(host: Host, name: str, change: str) -> None:
     right = REPOSITORIES[REPOSITORY][name]
     REPOSITORIES[REPOSITORY][name] = right[:-1] if change == "truncated" else right[:-1] + bytes([right[-1] ^ 1])
     done = host("run", NAME, "--class-id", 3, "--yes")

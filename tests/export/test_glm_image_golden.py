@@ -30,13 +30,13 @@ TRACES: dict[str, dict[str, Any]] = {trace["name"]: trace for trace in json.load
 PROTOCOL: dict[str, Any] = json.loads((FOLDER / "protocol.json").read_text())
 CODES = slice(0, 90)
 PROMPT = len(ARRAYS["prompt_ids"])
-GRIDS = [(3, 5), (2, 2), (5, 2)]  # that of run 0 first, whose positions start at 0
+GRIDS = [(3, 5), (2, 2), (5, 2)]  # the grid of run 0 comes first: its positions start at 0
 CLOSE = {"rtol": 0, "atol": 3e-4}  # attention is sharp in these weights
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose prompts have as many tokens as that of run 0, so that positions and keys are the recorded ones."""
+    """Export a bundle whose prompts have as many tokens as the prompt of run 0, with its positions and keys."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "MAX_PROMPT", PROMPT)
@@ -53,11 +53,13 @@ def first_position(bundle: Path, run: str) -> int:
 
 
 class Sequence:
-    """The prompt of a run, and ids behind it, with the positions of the run's image size."""
+    """The prompt of a run and the ids after it, at the positions of the run's image size."""
 
     def __init__(self, bundle: Path, run: str) -> None:
         ids = np.array(TRACES[run]["prompt_ids"])
-        self.bundle, self.run, self.offset = bundle, GraphRun(bundle), first_position(bundle, run) - len(ids)
+        self.bundle = bundle
+        self.run = GraphRun(bundle)
+        self.offset = first_position(bundle, run) - len(ids)
         self.prefill = self.step(ids)
 
     def step(self, ids: Any, depth: Any = None, **visible: Any) -> dict[str, NDArray[Any]]:
@@ -71,8 +73,8 @@ def test_the_prompt_gives_the_recorded_logits_keys_and_values(bundle: Path) -> N
     np.testing.assert_allclose(out["logits"][0], ARRAYS["prefill_logits"][:, CODES], **CLOSE)
     order = glm_image.rotated_order(20, 10).numpy()
     for part, numbers in (("key", order), ("value", np.arange(20))):
-        found = np.stack([out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]).transpose(0, 2, 1, 3)
-        np.testing.assert_allclose(found, ARRAYS[f"prefill_{part}s"][..., numbers], **CLOSE)
+        stacked = np.stack([out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]).transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(stacked, ARRAYS[f"prefill_{part}s"][..., numbers], **CLOSE)
 
 
 def test_every_layer_of_the_prompt_has_the_recorded_hidden_states(bundle: Path) -> None:
@@ -138,10 +140,10 @@ def test_positions_of_prompts_and_cells_turn_as_recorded(bundle: Path, run: str)
     shift += max(glm_image.first_grid(*GRIDS[0])) - max(TRACES[run]["small_grid"])
     sections = np.repeat(np.arange(3), decoder.config.rope_sections)
     angles = (places[sections, :cells].T + shift) * 10000.0 ** -(np.arange(5) / 5)
-    found = decoder.rope[start : start + cells].numpy()
-    np.testing.assert_allclose(found[:, :5, 0], np.cos(angles), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(found[:, :5, 1], np.sin(angles), rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(found[:, 5:], np.broadcast_to([1, 0], found[:, 5:].shape))
+    rotations = decoder.rope[start : start + cells].numpy()
+    np.testing.assert_allclose(rotations[:, :5, 0], np.cos(angles), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rotations[:, :5, 1], np.sin(angles), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(rotations[:, 5:], np.broadcast_to([1, 0], rotations[:, 5:].shape))
 
 
 def test_the_rotary_rows_are_the_recorded_ones(bundle: Path) -> None:
@@ -157,7 +159,8 @@ def test_prompts_of_all_kinds_become_the_published_ids(bundle: Path, case: dict[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), pair])
         fields = read_glm_image(FOLDER, grid=2).fields
-    layout, size = fields["condition"].layout, fields["sizes"][1]
+    layout = fields["condition"].layout
+    size = fields["sizes"][1]
     ids = load_tokenizer(bundle / "tokenizer.json").encode(case["prompt"], add_special_tokens=False).ids
     assert [*layout.before, *ids, *layout.after, *size.tokens] == case["prompt_ids"]
     assert [[1, *grid] for grid in (pair, size.first_grid)] == case["grids"]
@@ -174,18 +177,18 @@ def test_filters_give_the_recorded_probabilities() -> None:
         return Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
 
     for parameters, expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
-        found = compute_distribution(ARRAYS["filter_logits"], sampling(*parameters))
-        np.testing.assert_allclose(found[:3], expected[:3], rtol=0, atol=1e-4)  # the last row has ties
-    found = compute_distribution(ARRAYS["sample_first_logits"], sampling(0.9, 98, 0.75))
-    np.testing.assert_allclose(found, ARRAYS["sample_first_probs"], rtol=0, atol=1e-4)
+        probabilities = compute_distribution(ARRAYS["filter_logits"], sampling(*parameters))
+        np.testing.assert_allclose(probabilities[:3], expected[:3], rtol=0, atol=1e-4)  # the last row has ties
+    probabilities = compute_distribution(ARRAYS["sample_first_logits"], sampling(0.9, 98, 0.75))
+    np.testing.assert_allclose(probabilities, ARRAYS["sample_first_probs"], rtol=0, atol=1e-4)
 
 
 def test_settings_are_those_of_the_generation_config(bundle: Path) -> None:
     assert read_manifest(bundle).sampling == Sampling(temperature=0.9, top_p=0.75)
 
 
-def changed_part(folder: Path, part: str, name: str, edit: Any) -> Path:
-    """A copy of the checkpoint with a JSON file of a part changed."""
+def copy_with_edit(folder: Path, part: str, name: str, edit: Any) -> Path:
+    """Copy the checkpoint, and edit a JSON file of a part."""
     shutil.copytree(FOLDER, folder / "glm")
     path = folder / "glm" / part / name
     content = json.loads(path.read_text())
@@ -210,20 +213,20 @@ def changed_part(folder: Path, part: str, name: str, edit: Any) -> Path:
         (PARTS[1], "tokenizer.json", lambda c: c["model"]["vocab"].update(far=900), "'far'", "id 900 at most 441"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(
+def test_a_checkpoint_that_does_not_fit_is_rejected_by_its_field(
     tmp_path: Path, part: str, name: str, edit: Any, field: str, words: str
 ) -> None:
-    error = error_of(CheckpointError, read_glm_image, changed_part(tmp_path, part, name, edit), grid=2)
+    error = error_of(CheckpointError, read_glm_image, copy_with_edit(tmp_path, part, name, edit), grid=2)
     assert error.field.endswith(field)
-    said = " ".join((error.problem, error.found, error.expected, error.remedy))
-    assert [word for word in words.split() if word not in said] == []
+    message = " ".join((error.problem, error.found, error.expected, error.remedy))
+    assert [word for word in words.split() if word not in message] == []
 
 
-def test_a_part_alone_is_refused() -> None:
+def test_a_part_alone_is_rejected() -> None:
     error = error_of(CheckpointError, read_glm_image, FOLDER / PARTS[0])
     assert error.expected == "a folder with vision_language_encoder and processor"
 
 
 def test_top_k_is_that_of_transformers_where_the_generation_config_has_none(tmp_path: Path) -> None:
-    folder = changed_part(tmp_path, PARTS[0], "generation_config.json", lambda c: c.pop("top_k"))
+    folder = copy_with_edit(tmp_path, PARTS[0], "generation_config.json", lambda c: c.pop("top_k"))
     assert read_glm_image(folder, grid=2).fields["sampling"].top_k == 50

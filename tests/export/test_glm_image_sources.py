@@ -105,7 +105,7 @@ def original(folder: Path) -> Original:
 
 
 def picture(rows: int, columns: int, seed: int = 0) -> Image.Image:
-    """A picture of coloured spots, as large as an image of this many cells."""
+    """Draw coloured spots, as large as an image of this many cells."""
     pixels = np.random.default_rng(seed).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     return Image.fromarray(pixels).resize((32 * columns, 32 * rows), Image.Resampling.BICUBIC)
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder
         (f"{PART}/config.json", lambda c: c.update(image_end_token_id=5000), "image_end_token_id"),
     ],
 )
-def test_an_encoder_that_does_not_fit_is_refused_by_its_field(
+def test_an_encoder_that_does_not_fit_is_rejected_by_its_field(
     folder: Path, tmp_path: Path, name: str, edit: Any, said: str
 ) -> None:
     wrong = shutil.copytree(folder, tmp_path / "wrong")

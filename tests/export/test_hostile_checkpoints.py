@@ -198,7 +198,7 @@ def test_an_unusual_tensor_that_is_not_needed_is_ignored(tmp_path: Path, words: 
 
 @pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_weight_that_claims_more_than_its_file_holds_is_refused(
+def test_a_weight_that_claims_more_than_its_file_holds_is_rejected(
     tmp_path: Path, claim: tuple[int, tuple[int, ...], tuple[int, ...]], zipped: bool
 ) -> None:
     path = save_checkpoint(
@@ -216,7 +216,7 @@ def test_boolean_weights_are_rejected(tmp_path: Path, name: str) -> None:
         read_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
-def test_a_position_table_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_a_position_table_of_another_shape_is_rejected(tmp_path: Path) -> None:
     weights = torch.load(C2I, weights_only=True)["model"] | {"freqs_cis": torch.tensor(1.0)}
     with pytest.raises(CheckpointError, match=r"freqs_cis: found shape \[\], expected 3 sizes"):
         read_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))

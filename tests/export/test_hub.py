@@ -1,4 +1,4 @@
-"""Checkpoints and bundles by name, from a stand-in for the hub on this machine; and what is said when there is none."""
+"""Read checkpoints and bundles by name from a stand-in for the hub on this machine; check messages without a hub."""
 
 from __future__ import annotations
 
@@ -70,16 +70,26 @@ def endpoint() -> Iterator[str]:
 
 
 class Fetches:
-    """What fetching gave with the hub, and then without it from the same cache; a program of its own each."""
+    """Results of fetching with the hub, and then without it from the same cache, each in a fresh program."""
 
-    there: ClassVar = ["hf:owner/target", "hf:owner/target@v1", "hf:owner/files/vq/vq_tiny.pt", "hf:owner/shards"]
-    missing: ClassVar = ["hf:owner/nothing", "hf:owner/target@v9", "hf:owner/files", "hf:owner/files/missing.pt"]
-    uncached: ClassVar = ["hf:owner/shards@v1", "hf:owner/files/other.pt"]
+    known_references: ClassVar = [
+        "hf:owner/target",
+        "hf:owner/target@v1",
+        "hf:owner/files/vq/vq_tiny.pt",
+        "hf:owner/shards",
+    ]
+    missing_references: ClassVar = [
+        "hf:owner/nothing",
+        "hf:owner/target@v9",
+        "hf:owner/files",
+        "hf:owner/files/missing.pt",
+    ]
+    uncached_references: ClassVar = ["hf:owner/shards@v1", "hf:owner/files/other.pt"]
 
     def __init__(self, endpoint: str, home: Path) -> None:
-        online = self._fetch(endpoint, home, *self.there, *self.missing)
-        offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
-        split = len(self.there)
+        online = self._fetch(endpoint, home, *self.known_references, *self.missing_references)
+        offline = self._fetch("http://127.0.0.1:9", home, *self.known_references, *self.uncached_references)
+        split = len(self.known_references)
         self.online = online[:split]
         self.refused = online[split:]
         self.offline = offline[:split]
@@ -111,20 +121,20 @@ def test_what_was_fetched_once_is_there_without_the_hub(fetches: Fetches) -> Non
     assert fetches.offline == fetches.online
 
 
-def test_what_is_not_there_is_refused(fetches: Fetches) -> None:
+def test_what_is_not_there_is_rejected(fetches: Fetches) -> None:
     expected = (
         "Repository Not Found",
         "Revision Not Found",
         "found other.pt, vq/vq_tiny.pt, expected model.safetensors or alike; name one: hf:owner/files/FILE",
         "no such file, found other.pt, vq/vq_tiny.pt; give one of these",
     )
-    for place, text, (field, said) in zip(Fetches.missing, expected, fetches.refused, strict=True):
+    for place, text, (field, message) in zip(Fetches.missing_references, expected, fetches.refused, strict=True):
         assert field == place
-        assert text in said
+        assert text in message
 
 
 def test_what_is_in_no_cache_can_be_downloaded_by_hand(fetches: Fetches) -> None:
-    for place, (field, text) in zip(Fetches.uncached, fetches.refused_offline, strict=True):
+    for place, (field, text) in zip(Fetches.uncached_references, fetches.refused_offline, strict=True):
         assert field == place
         assert "the hub cannot be reached (" in text
         assert text.endswith(" by hand and give its path")
@@ -154,7 +164,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
 
 
 @pytest.mark.parametrize("place", ["hf:owner/shards", "hf:owner/target"])
-def test_a_checkpoint_for_which_the_disk_has_no_room_is_refused_before_its_download(
+def test_a_checkpoint_for_which_the_disk_has_no_room_is_rejected_before_its_download(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     sizes = {name: 10**17 for name in REPOSITORIES[place[3:]] if name.endswith(".safetensors")}
@@ -231,9 +241,9 @@ def test_a_signal_ends_a_download_at_once(endpoint: str, tmp_path: Path, number:
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == code
-    assert "Traceback" not in said
+    assert "Traceback" not in errors
     assert not (tmp_path / "bundle").exists()
 
 
@@ -261,7 +271,7 @@ ELSEWHERE = [f"hf:owner/target{file}@{name}" for file in ("", "/x.pt") for name 
 
 
 @pytest.mark.parametrize("text", [*MALFORMED, *ELSEWHERE])
-def test_a_malformed_reference_is_refused(text: str) -> None:
+def test_a_malformed_reference_is_rejected(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"expected hf:owner/name, hf:owner/name/file"):
         fetch(text)
 
@@ -287,7 +297,7 @@ class Program:
         self.folder = folder
 
     def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
-        """Exit code, and what went to stdout, or if it failed the last line of stderr."""
+        """Return the exit code, and stdout or, after a failure, the last line of stderr."""
         words = ["-m", "lantern_rt", *map(str, arguments)]
         done = run(variables.pop("endpoint", self.endpoint), self.folder / home, *words, **variables)
         return done.returncode, done.stderr.splitlines()[-1] if done.returncode else done.stdout.strip()
@@ -300,20 +310,18 @@ def program(endpoint: str, tmp_path: Path) -> Iterator[Program]:
 
 
 @pytest.mark.slow
-def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
-    program: Program, tmp_path: Path
-) -> None:
+def test_a_pushed_bundle_draws_its_cards_images_elsewhere_and_without_the_hub(program: Program, tmp_path: Path) -> None:
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
     assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
-    there = REPOSITORIES["owner/pushed"]
+    pushed_files = REPOSITORIES["owner/pushed"]
     assert "owner/pushed" not in PUBLIC
-    assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
-    card = there["README.md"].decode()
+    assert {entry.path for entry in bundle.manifest.files.values()} < pushed_files.keys()
+    card = pushed_files["README.md"].decode()
     sample = tmp_path / "sample.png"
     assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
     assert f"digest | {bundle.digest}" in card
-    assert "pip install" not in card  # which knows no index
-    sample.write_bytes(there["samples/4.png"])
+    assert "pip install" not in card  # the card does not know the package index
+    sample.write_bytes(pushed_files["samples/4.png"])
     arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
     for variables in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
         assert program(*arguments, **variables) == (0, str(tmp_path / "again.png"))
@@ -325,34 +333,34 @@ def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
 
 
 @pytest.mark.slow
-def test_a_bundle_of_codes_is_pushed_without_pictures(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_codes_is_pushed_without_images(program: Program, glm_image_bundle: Path, tmp_path: Path) -> None:
     assert program("push", glm_image_bundle, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
-    there = REPOSITORIES["owner/pushed"]
-    assert not [name for name in there if name.startswith("samples/")]
-    card = there["README.md"].decode()
+    pushed_files = REPOSITORIES["owner/pushed"]
+    assert not [name for name in pushed_files if name.startswith("samples/")]
+    card = pushed_files["README.md"].decode()
     assert "draws codes" in card
     assert ("--from" in card, 'lantern-rt run hf:owner/pushed "a prompt"' in card) == (False, True)
     code, out = program("run", "hf:owner/pushed@v1", "a fox", "--size", "64x64", "--output", tmp_path / "fox.npz")
     assert (code, out) == (0, str(tmp_path / "fox.npz"))
 
 
-def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path: Path) -> None:
+def test_what_somebody_changed_on_the_hub_is_rejected(program: Program, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
     files = REPOSITORIES["owner/pushed"] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    right = files["target.onnx"]
-    for change, found in (
-        ({"target.onnx": right[:-1] + bytes([right[-1] ^ 1])}, "target.onnx: found sha256"),
-        ({"target.onnx": right + b" "}, "bytes, expected"),
+    original = files["target.onnx"]
+    for changed_files, message in (
+        ({"target.onnx": original[:-1] + bytes([original[-1] ^ 1])}, "target.onnx: found sha256"),
+        ({"target.onnx": original + b" "}, "bytes, expected"),
         ({"bundle.json": files["bundle.json"].replace(b'"target.onnx"', b'"../target.onnx"')}, "path '../target.onnx'"),
         ({"bundle.json": b"{}"}, "format_version"),
     ):
-        REPOSITORIES["owner/pushed"] = files | change
-        code, line = program("inspect", "hf:owner/pushed", home=found[:5])
-        assert (code, found in line) == (2, True), line
+        REPOSITORIES["owner/pushed"] = files | changed_files
+        code, line = program("inspect", "hf:owner/pushed", home=message[:5])
+        assert (code, message in line) == (2, True), line
 
 
 @pytest.mark.slow
-def test_refusals_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path) -> None:
+def test_rejections_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
     stranger = tmp_path / "stranger.png"
     assert program(

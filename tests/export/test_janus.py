@@ -115,7 +115,8 @@ def test_the_error_of_an_incomplete_folder_names_what_is_missing(
 def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_are_those_of_pytorch() -> None:
     rng = np.random.default_rng(0)
     inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
-    bias, order = rng.normal(size=9), rng.permutation(500)
+    bias = rng.normal(size=9)
+    order = rng.permutation(500)
     products = exact.linear(inputs, exact.split(weight), bias)
     assert np.array_equal(products, exact.linear(inputs[:, order], exact.split(weight[:, order]), bias))
     scale = np.abs(inputs).max() * np.abs(weight).max()

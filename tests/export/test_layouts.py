@@ -139,7 +139,7 @@ def test_squares_beyond_the_range_of_float16_cause_no_error(tmp_path: Path) -> N
     assert check_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
 
 
-def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
+def test_a_weight_beyond_float16_is_rejected(tmp_path: Path) -> None:
     decoder = Decoder(CONFIG).eval()
     with torch.no_grad():
         decoder.layers[1].ffn.up.weight[0, 0] = 1e6

@@ -195,7 +195,7 @@ def test_the_error_of_a_device_layout_that_differs_names_the_layout(
     assert layouts == ["device layout)"] * 6  # logits, states, keys and values of two layers
 
 
-def test_a_graph_that_does_not_run_is_refused(tmp_path: Path) -> None:
+def test_a_graph_that_does_not_run_is_rejected(tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
     model = onnx.load(path)
@@ -212,7 +212,7 @@ class Frozen(nn.Module):
         return x * len(x)
 
 
-def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
+def test_a_traced_module_that_froze_a_size_is_rejected(tmp_path: Path) -> None:
     cases = named_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
     graph = Graph("frozen", Frozen(), (Value("x", ("rows", 3)),), (Value("y", ("rows", 3)),), cases)
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):

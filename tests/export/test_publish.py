@@ -79,11 +79,11 @@ def test_a_checkpoint_becomes_an_image_elsewhere_and_a_second_run_changes_nothin
     verified = host("verify", NAME, "--export")
     assert (verified.stdout, verified.returncode) == (f"{NAME} equals its export: {digest}\n", 0), verified.stderr
     (tmp_path / "1.png").write_bytes(files["samples/1.png"])
-    with Image.open(tmp_path / "a.png") as one, Image.open(tmp_path / "1.png") as other:
-        assert one.tobytes() == other.tobytes()
+    with Image.open(tmp_path / "a.png") as first_image, Image.open(tmp_path / "1.png") as second_image:
+        assert first_image.tobytes() == second_image.tobytes()
 
 
-def test_what_may_not_be_published_is_refused_by_name_and_an_error_leaves_the_others(hub: str, tmp_path: Path) -> None:
+def test_what_may_not_be_published_is_rejected_by_name_and_an_error_leaves_the_others(hub: str, tmp_path: Path) -> None:
     host = Host(hub, tmp_path)
     missing = row(host) | {"files": row(host)["files"] | {"vq": "hf:owner/nothing/vq.pt"}}
     closed = row(host) | {"licence": "not stated"}

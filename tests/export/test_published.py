@@ -45,8 +45,8 @@ def test_a_name_becomes_an_image_and_the_next_needs_no_hub(host: Host) -> None:
     image = host.generate("first.png")
     assert host.bundles == [f"{NAME}@int8"]
     again = host.generate("second.png", hub="http://127.0.0.1:9")
-    with Image.open(image) as one, Image.open(again) as other:
-        assert one.tobytes() == other.tobytes()
+    with Image.open(image) as first_image, Image.open(again) as second_image:
+        assert first_image.tobytes() == second_image.tobytes()
     replayed = host("run", "--from", image, "--output", host.folder / "third.png")
     assert replayed.returncode == 0, replayed.stderr
     (listed,) = json.loads(host("models", "--json").stdout)["models"]
@@ -63,11 +63,11 @@ def test_in_a_terminal_it_asks(host: Host) -> None:
     leader, follower = pty.openpty()
     program = host.start("run", NAME, "--class-id", 3, stdin=follower, stderr=subprocess.PIPE, cwd=host.folder)
     os.write(leader, b"n\n")
-    _, said = program.communicate(timeout=60)
+    _, errors = program.communicate(timeout=60)
     os.close(leader)
     os.close(follower)
     assert program.returncode == 2
-    assert "Download it?" in said
+    assert "Download it?" in errors
     assert not (host.folder / "home").exists()
 
 
@@ -102,7 +102,7 @@ def test_a_download_that_was_killed_goes_on(host: Host) -> None:
     STALLED.add("vq_ds16_c2i.pt")
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
-        _wait_for(lambda: "vq_ds16_c2i.pt" not in STALLED)  # asked for
+        _wait_for(lambda: "vq_ds16_c2i.pt" not in STALLED)  # requested
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         program.wait()
@@ -118,10 +118,10 @@ def test_a_download_that_was_killed_goes_on(host: Host) -> None:
 def test_programs_that_need_the_same_model_export_it_once(host: Host) -> None:
     commands = [("run", NAME, "--class-id", 3, "--yes", "--output", host.folder / f"{i}.png") for i in range(3)]
     programs = [host.start(*command, stderr=subprocess.PIPE) for command in commands]
-    said = [program.communicate(timeout=240)[1] for program in programs]
-    assert [program.returncode for program in programs] == [0] * 3, said
-    assert sum("comparing" in text or "verif" in text for text in said) == 1, said
-    assert sum("waiting for another program" in text for text in said) == 2, said
+    errors = [program.communicate(timeout=240)[1] for program in programs]
+    assert [program.returncode for program in programs] == [0] * 3, errors
+    assert sum("comparing" in text or "verif" in text for text in errors) == 1, errors
+    assert sum("waiting for another program" in text for text in errors) == 2, errors
 
 
 @pytest.mark.slow
@@ -146,11 +146,11 @@ def test_a_pinned_revision_is_what_is_used_whatever_was_uploaded_since(hub: str,
         host.generate("image.png")
         manifest = json.loads((host.cache / f"{NAME}@int8" / "bundle.json").read_text())
         assert all(source["origin"].endswith(f"@{OLD}") for source in manifest["provenance"]["sources"])
-        gone = Host(hub, tmp_path, revision="@v9")
-        gone.generate("again.png")  # from the cache
-        gone("models", "--remove", NAME)
-        refused = gone("run", NAME, "--class-id", 3, "--yes")
-        assert (refused.returncode, "rejected by the hub" in refused.stderr) == (2, True)
+        missing_revision = Host(hub, tmp_path, revision="@v9")
+        missing_revision.generate("again.png")  # the cache still has it
+        missing_revision("models", "--remove", NAME)
+        rejected = missing_revision("run", NAME, "--class-id", 3, "--yes")
+        assert (rejected.returncode, "rejected by the hub" in rejected.stderr) == (2, True)
     finally:
         REPOSITORIES[repository] = REPOSITORIES.pop(f"{repository}@{OLD}")
 
@@ -175,7 +175,7 @@ def test_every_published_model_goes_from_its_name_to_an_image(hub: str, tmp_path
     if suffix == ".npz":
         with np.load(tmp_path / "image.npz") as file:
             assert json.loads(str(file["recipe"]))["bundle"] == name
-        # Without a network the export reads what was downloaded.
+        # Without a network, the export reads the downloaded files.
         shutil.rmtree(host.cache)
         done = host("run", name, *subject, "--yes", "--output", tmp_path / "again.npz", hub="http://127.0.0.1:9")
         assert done.returncode == 0, done.stderr

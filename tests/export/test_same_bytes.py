@@ -40,7 +40,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def small_grouped(target: str) -> Sources:
-    """A model that is not among the published names."""
+    """Return a model that is not among the published names."""
     path = DATA / target
     return {"target": path, "config": path.with_name("config.json"), "vq": DATA / "llamagen-vq/vq_tiny.pt"}, {}
 

@@ -300,7 +300,7 @@ def fewer_layers(weights: Weights) -> None:
         (lambda weights: None, {"block_size": 25}, "config.json: block_size: found a grid of 5, expected 4"),
     ],
 )
-def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
+def test_a_checkpoint_of_other_sizes_is_rejected_in_one_line(
     c2i_bundle: Path, tmp_path: Path, program: Any, edit: Any, fields: Any, words: str
 ) -> None:
     config = copy_json(config_path(C2I), tmp_path / "config.json", **fields)

@@ -53,7 +53,7 @@ def hub() -> Iterator[str]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, Any]:
-    """Rows of all names that may be published, with finished bundles on the hub; one export serves a family's names."""
+    """Return table rows of all publishable names, with finished bundles on the hub; families share exports."""
     rows: dict[str, Any] = {}
     exports: dict[str, dict[str, bytes]] = {}
     for name, model in published.published_models().items():
@@ -70,7 +70,8 @@ def models(tmp_path: Path) -> dict[str, Any]:
         files = dict(exports[model.family])
         files["bundle.json"] = files["bundle.json"].replace(b'"NAME"', json.dumps(name).encode())
         REPOSITORIES[f"owner/{name}"] = files | {"README.md": b"is not downloaded"}
-        digest, size = hashlib.sha256(files["bundle.json"]).hexdigest(), sum(map(len, files.values()))
+        digest = hashlib.sha256(files["bundle.json"]).hexdigest()
+        size = sum(map(len, files.values()))
         bundle = {"reference": f"hf:owner/{name}@{COMMIT}", "digest": digest, "download_bytes": size}
         rows[name] = model.model_dump() | {"memory_bytes": 1, "bundles": {"int8": bundle}}
     return rows
@@ -92,9 +93,10 @@ def test_every_name_that_may_be_published_becomes_an_image(hub: str, tmp_path: P
         command = [OTHER or sys.executable, "-c", PROGRAM, json.dumps(ABSENT), str(table), json.dumps(commands)]
         return subprocess.Popen(command, env=variables, cwd=output, text=True, start_new_session=True, **options)
 
-    first, again = tmp_path / "first", tmp_path / "again"
+    first_folder = tmp_path / "first"
+    second_folder = tmp_path / "again"
     STALLED.add("vq_decoder.onnx")
-    killed = start(first, hub, stderr=subprocess.DEVNULL)
+    killed = start(first_folder, hub, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
         while "vq_decoder.onnx" in STALLED:
@@ -105,16 +107,19 @@ def test_every_name_that_may_be_published_becomes_an_image(hub: str, tmp_path: P
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
     assert not (tmp_path / "bundles").exists()
-    for folder, address in ((first, hub), (again, "http://127.0.0.1:9")):
+    for folder, address in ((first_folder, hub), (second_folder, "http://127.0.0.1:9")):
         program = start(folder, address, stderr=subprocess.PIPE)
-        _, said = program.communicate(timeout=300)
-        assert program.returncode == 0, said
+        _, errors = program.communicate(timeout=300)
+        assert program.returncode == 0, errors
     # Each file once, also of the download that was killed, and no other.
     finished = {name: row["bundles"]["int8"] for name, row in models.items()}
     assert {name: COMPLETED[f"owner/{name}"] for name in models} == {
         name: bundle["download_bytes"] for name, bundle in finished.items()
     }
     for name, bundle in finished.items():
-        with Image.open(first / f"{name}.png") as one, Image.open(again / f"{name}.png") as other:
-            assert one.info["bundle_digest"] == bundle["digest"]
-            assert one.tobytes() == other.tobytes()
+        with (
+            Image.open(first_folder / f"{name}.png") as first_image,
+            Image.open(second_folder / f"{name}.png") as second_image,
+        ):
+            assert first_image.info["bundle_digest"] == bundle["digest"]
+            assert first_image.tobytes() == second_image.tobytes()

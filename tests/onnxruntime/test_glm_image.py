@@ -69,9 +69,9 @@ def test_greedy_generations_alone_and_together_are_the_published_codes(
         for i, trace in enumerate(TRACES):
             listener = partial(lambda i, news: heard.put((i, news)), i)
             service.submit(listener, **options(trace), steps=False, method=method)
-        found = dict(heard.get(timeout=60) for _ in TRACES)
+        values = dict(heard.get(timeout=60) for _ in TRACES)
     for i, trace in enumerate(TRACES):
-        step = found[i]
+        step = values[i]
         assert isinstance(step, StreamStep), step
         assert step.codes[0].tolist() == trace["generated_ids"][: trace["max_new_tokens"] - 1]
 
@@ -92,7 +92,8 @@ def test_forty_seeds_draw_the_codes_of_plain_decoding(pipes: Pipelines, method: 
 def test_rows_draw_the_same_codes_in_any_batch_and_the_small_grid_of_plain_decoding(
     pipes: Pipelines, method: str
 ) -> None:
-    pipe, captions = pipes(False), ["a red fox", "a boat on a lake at night in the rain"]
+    pipe = pipes(False)
+    captions = ["a red fox", "a boat on a lake at night in the rain"]
     together = pipe(captions, size="160x96", seed=[1, 2], method=method)
     plain = pipe(captions, size="160x96", seed=[1, 2], method="ar")
     assert together.stats.tokens_per_forward_pass > plain.stats.tokens_per_forward_pass
@@ -126,7 +127,7 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["run", "BUNDLE", "a fox", "--scale", "2"], "--scale: bundle tiny-glm-image has no image decoder"),
         (["run", "BUNDLE", "a fox", "--trace", "t.npz"], "--trace: bundle tiny-glm-image has no image decoder"),
@@ -141,15 +142,15 @@ def test_run_writes_files_of_codes_and_says_so(program: Any, glm_image_bundle: P
     ],
     ids=lambda value: "-".join(value[:1] + value[3:4]) if isinstance(value, list) else "",
 )
-def test_commands_that_need_images_refuse_in_one_line(
-    program: Any, glm_image_bundle: Path, tmp_path: Path, command: list[str], said: str
+def test_commands_that_need_images_reject_in_one_line(
+    program: Any, glm_image_bundle: Path, tmp_path: Path, command: list[str], message: str
 ) -> None:
     Image.new("RGBA", (64, 64)).save(tmp_path / "picture.png")
     (tmp_path / "p.txt").write_text("a red fox\na boat\n")
     paths = {"BUNDLE": str(glm_image_bundle), "PICTURE": "picture.png"}
     code, _, err = program(*(paths.get(word, word) for word in command))
     assert code == 2
-    assert said in err.splitlines()[-1]
+    assert message in err.splitlines()[-1]
 
 
 def test_bench_eval_and_inspect_leave_images_out(program: Any, glm_image_bundle: Path, tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_run_writes_the_codes_of_an_image_that_has_a_source(
         ({"token_ids": [1, 2, 3], "prompts": None}, "token_ids"),
     ],
 )
-def test_what_does_not_fit_a_source_image_is_refused_by_its_field(
+def test_what_does_not_fit_a_source_image_is_rejected_by_its_field(
     pipes: Pipelines, options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = pipes(False)
@@ -303,7 +304,7 @@ def test_what_does_not_fit_a_source_image_is_refused_by_its_field(
     assert caught.value.field == field
 
 
-def test_edits_refuse_a_bundle_that_takes_source_images(pipes: Pipelines) -> None:
+def test_edits_reject_a_bundle_that_takes_source_images(pipes: Pipelines) -> None:
     with pytest.raises(RequestError, match="generates whole images from an image"):
         pipes(False).edit(Image.new("RGBA", (64, 64)), prompts="a red fox")
 
@@ -318,7 +319,7 @@ def test_python_programs_get_codes_without_images_from_asynchronous_pipelines(gl
     assert asyncio.run(generate()) == TRACES[1]["generated_ids"][:-1]
 
 
-def test_an_image_is_refused_and_codes_are_not(pipes: Pipelines) -> None:
+def test_an_image_is_rejected_and_codes_are_not(pipes: Pipelines) -> None:
     *_, step = pipes(False).stream("a fox", size="64x64")
     with pytest.raises(RequestError, match="has no image decoder"):
         step.image(0)

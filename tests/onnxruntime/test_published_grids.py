@@ -144,7 +144,7 @@ def test_greedy_generations_of_every_grid_have_the_published_ids_and_images(
         assert np.abs(np.asarray(result.images[0]).astype(int) - golden[run.image_name]).max() <= 1
 
 
-def test_greedy_generations_have_published_pictures() -> None:
+def test_greedy_generations_have_published_images() -> None:
     assert sum(run.image_name in GOLDEN[run.family] for run in RUNS) >= 13
 
 

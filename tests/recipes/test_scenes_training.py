@@ -101,7 +101,7 @@ def test_training_of_a_tokenizer_continues_after_an_interruption(
     assert capsys.readouterr().out == "vq has had its 0.5 minutes\n"
 
 
-def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_refused(scenes_vq: Path, tmp_path: Path) -> None:
+def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_rejected(scenes_vq: Path, tmp_path: Path) -> None:
     save_target(scenes_vq, SMALL)
     save_drafter(scenes_vq, replace(SMALL, hidden_size=128))
     with pytest.raises(CheckpointError, match=r"shape \[2048, 128\], expected \[2048, 64\]"):

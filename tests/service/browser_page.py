@@ -19,7 +19,9 @@ IN_A_BROWSER = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NE
 QUIET = ("--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
          "--no-first-run --no-sandbox")  # fmt: skip
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-CODES, SECONDS, REMEMBERED = 256, 60, 24
+CODES = 256
+SECONDS = 60
+REMEMBERED = 24
 
 
 def open_browser() -> Iterator[Browser]:
@@ -33,7 +35,9 @@ def open_browser() -> Iterator[Browser]:
 def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page]:
     """Open the page, ready to draw; at the end, no request has left the server and no script has failed."""
     context = browser.new_context(**options)
-    page, errors, addresses = context.new_page(), [], []
+    page = context.new_page()
+    errors = []
+    addresses = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
     page.on("request", lambda request: addresses.append(request.url))
@@ -48,10 +52,10 @@ def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page
     assert [address for address in addresses if not address.startswith((server, "data:", f"blob:{server}"))] == []
 
 
-def draw(page: Page, method: str = "strict", other: str = "") -> None:
+def draw(page: Page, method: str = "strict", compared_method: str = "") -> None:
     """Press Draw and wait for the end."""
     page.select_option("#method", method)
-    page.select_option("#other", other)
+    page.select_option("#other", compared_method)
     page.click("#draw")
     expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by tests of the service: servers of the model `scenes` and of a tiny one, and browser pages."""
+"""Fixtures shared by tests of the service: servers of `scenes` and of a tiny model, and browser pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and bare HTTP to talk to it."""
+"""Run a real server in a separate process, and talk bare HTTP to it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class RunningServer:
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             connection.request(method, self.root + path, body, headers or {})
-            answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
         finally:
             connection.close()
 
@@ -76,8 +76,8 @@ class RunningServer:
         """Request images; return the status and the answer."""
         headers = {"content-type": "application/json", **headers}
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        status, _, answer = self.request("POST", GENERATIONS, body, headers)
-        return status, json.loads(answer)
+        status, _, response = self.request("POST", GENERATIONS, body, headers)
+        return status, json.loads(response)
 
     @contextmanager
     def open(self, content: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:

@@ -57,7 +57,7 @@ FIXED = re.findall(r"asks for `(\S+?)`", SECTIONS["LibreChat"])[0]
 WEBUI_BODY = {"model": WEBUI["IMAGE_GENERATION_MODEL"], "prompt": PROMPT, "n": 2, "response_format": "b64_json"}
 LIBRECHAT = {"model": FIXED, "prompt": PROMPT, "n": 1, "background": "auto", "output_format": "png", "quality": "auto"}
 COMFY_BODY = {"prompt": PROMPT, "n": 1, "response_format": COMFY["response_format"], "model": COMFY["model"]}
-# What the page says of Node's client besides its program.
+# Statements of the page about Node's client besides its program.
 NODE_CHECKS = """
 import { createReadStream } from "node:fs";
 const prompt = "a red cube on sand";
@@ -138,11 +138,11 @@ def test_sections_have_the_values_of_the_first_table() -> None:
 @pytest.mark.parametrize("name", BODIES)
 def test_what_a_program_sends_is_answered(server: RunningServer, name: str) -> None:
     body = BODIES[name]
-    status, answer = server.post(body, authorization=f"Bearer {KEY}")
-    assert (status, answer.get("error")) == (200, None)
-    assert answer["size"] == COMMON_VALUES["Size"]
-    assert len(answer["data"]) == body.get("n", 1)
-    with Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+    status, response = server.post(body, authorization=f"Bearer {KEY}")
+    assert (status, response.get("error")) == (200, None)
+    assert response["size"] == COMMON_VALUES["Size"]
+    assert len(response["data"]) == body.get("n", 1)
+    with Image.open(io.BytesIO(base64.b64decode(response["data"][0]["b64_json"]))) as image:
         assert f"{image.width}x{image.height}" == COMMON_VALUES["Size"]
 
 
@@ -156,8 +156,8 @@ def test_what_a_program_sends_is_answered(server: RunningServer, name: str) -> N
     ],
 )
 def test_what_the_page_says_is_rejected_is_rejected(server: RunningServer, fields: dict[str, Any], param: str) -> None:
-    status, answer = server.post({"prompt": PROMPT, **fields}, authorization=f"Bearer {KEY}")
-    assert (status, answer["error"]["param"]) == (400, param)
+    status, response = server.post({"prompt": PROMPT, **fields}, authorization=f"Bearer {KEY}")
+    assert (status, response["error"]["param"]) == (400, param)
 
 
 def test_the_key_of_the_environment_is_needed(server: RunningServer) -> None:
@@ -167,12 +167,12 @@ def test_the_key_of_the_environment_is_needed(server: RunningServer) -> None:
 
 
 def test_a_mapped_size_gives_the_image_of_the_size_that_it_is_mapped_to(server: RunningServer) -> None:
-    answers = [
+    responses = [
         server.post({"prompt": PROMPT, "seed": 1, "size": size}, authorization=f"Bearer {KEY}")[1]["data"]
         for size in (COMMON_VALUES["Size"], *MAPPED_SIZES)
     ]
-    assert len(answers) == 3
-    assert answers[0] == answers[1] == answers[2]
+    assert len(responses) == 3
+    assert responses[0] == responses[1] == responses[2]
 
 
 @pytest.mark.parametrize("image_field", ["image", "image[]"])  # Open WebUI, and LibreChat and n8n
@@ -185,8 +185,8 @@ def test_edits_without_a_mask_change_transparent_pixels(server: RunningServer, i
         b"--B\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (head.encode(), content) for head, content in parts
     )
     headers = {"content-type": "multipart/form-data; boundary=B", "authorization": f"Bearer {KEY}"}
-    status, _, answer = server.request("POST", EDITS, body + b"--B--\r\n", headers)
-    assert (status, json.loads(answer).get("error")) == (200, None)
+    status, _, response = server.request("POST", EDITS, body + b"--B--\r\n", headers)
+    assert (status, json.loads(response).get("error")) == (200, None)
 
 
 def test_models_are_listed_by_both_names(server: RunningServer) -> None:

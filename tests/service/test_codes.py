@@ -36,8 +36,8 @@ def glm_pipe(glm_image_bundle: Path) -> Pipeline:
 
 
 def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    status, _, answer = server.request("POST", path, json.dumps(body).encode(), JSON | headers)
-    return status, json.loads(answer)
+    status, _, response = server.request("POST", path, json.dumps(body).encode(), JSON | headers)
+    return status, json.loads(response)
 
 
 def sglang_body(trace: dict[str, Any], seed: int | None = 1, **sampling: Any) -> dict[str, Any]:
@@ -72,30 +72,30 @@ def test_a_source_image_in_base64_gives_the_codes_of_the_pipeline(glm: RunningSe
     Image.fromarray(pixels).save(file, "PNG")
     assert len(file.getvalue()) > 32 << 10
     body = {"prompt": "a red fox", "seed": 4, "image": base64.b64encode(file.getvalue()).decode()}
-    status, answer = post(glm, CODES, body)
-    assert (status, answer["size"]) == (200, "160x96"), answer
-    (data,) = answer["data"]
+    status, response = post(glm, CODES, body)
+    assert (status, response["size"]) == (200, "160x96"), response
+    (data,) = response["data"]
     assert data["first_codes"] == []
     assert np.ravel(data["codes"]).tolist() == glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
     for image, field in (("AAAA", "image"), ("no base64", "image"), (7, "image")):
-        status, answer = post(glm, CODES, body | {"image": image})
-        assert (status, answer["error"]["param"]) == (400, field)
+        status, response = post(glm, CODES, body | {"image": image})
+        assert (status, response["error"]["param"]) == (400, field)
 
 
-def test_a_bundle_without_source_images_refuses_one(start: Callable[..., RunningServer]) -> None:
-    status, answer = post(start("scenes"), CODES, {"prompt": "a red cube on sand", "image": "AAAA"})
-    assert (status, answer["error"]["param"]) == (400, "image")
-    assert "takes no source image" in answer["error"]["message"]
+def test_a_bundle_without_source_images_rejects_one(start: Callable[..., RunningServer]) -> None:
+    status, response = post(start("scenes"), CODES, {"prompt": "a red cube on sand", "image": "AAAA"})
+    assert (status, response["error"]["param"]) == (400, "image")
+    assert "takes no source image" in response["error"]["message"]
 
 
 def test_sglang_gets_the_published_ids_of_one_image_and_of_several_sizes_at_once(glm: RunningServer) -> None:
     greedy = {"temperature": 1.0, "top_k": 1}
-    status, answer = post(glm, "/generate", sglang_body(GREEDY[0], **greedy))
-    assert (status, answer["output_ids"]) == (200, published_codes(GREEDY[0]))
-    assert answer["meta_info"]["prompt_tokens"] == len(GREEDY[0]["prompt_ids"])
-    assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
-    status, answers = post(glm, "/generate", join_bodies(*(sglang_body(trace, **greedy) for trace in GREEDY)))
-    assert (status, [image_answer["output_ids"] for image_answer in answers]) == (
+    status, response = post(glm, "/generate", sglang_body(GREEDY[0], **greedy))
+    assert (status, response["output_ids"]) == (200, published_codes(GREEDY[0]))
+    assert response["meta_info"]["prompt_tokens"] == len(GREEDY[0]["prompt_ids"])
+    assert response["meta_info"]["completion_tokens"] == len(response["output_ids"])
+    status, responses = post(glm, "/generate", join_bodies(*(sglang_body(trace, **greedy) for trace in GREEDY)))
+    assert (status, [image_answer["output_ids"] for image_answer in responses]) == (
         200,
         [published_codes(trace) for trace in GREEDY],
     )
@@ -125,10 +125,10 @@ def test_the_settings_of_sglang_can_be_left_to_the_model(
     start: Callable[..., RunningServer], glm_image_bundle: Path, glm_pipe: Pipeline
 ) -> None:
     server = start(glm_image_bundle, "--threads", 1, "--own-sampling")
-    _, answer = post(server, "/generate", sglang_body(GREEDY[0], 3))
+    _, response = post(server, "/generate", sglang_body(GREEDY[0], 3))
     default = glm_pipe(**pipeline_arguments(GREEDY[0], seed=3)).codes[0].tolist()
     assert (
-        answer["output_ids"]
+        response["output_ids"]
         == default
         != glm_pipe(**pipeline_arguments(GREEDY[0], seed=3, temperature=1.0)).codes[0].tolist()
     )
@@ -166,32 +166,33 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "value", "field"), WRONG, ids=str)
-def test_a_wrong_call_of_sglang_is_refused_in_one_line_that_names_the_field(
+def test_a_wrong_call_of_sglang_is_rejected_in_one_line_that_names_the_field(
     glm: RunningServer, path: tuple[Any, ...], value: Any, field: str
 ) -> None:
     for batch in (False, True):
-        right, wrong = sglang_body(GREEDY[0]), copy_json(sglang_body(GREEDY[0]), *path, value=value)
+        right = sglang_body(GREEDY[0])
+        wrong = copy_json(sglang_body(GREEDY[0]), *path, value=value)
         if batch and (path == ("input_ids",) or path == ("image_data",) or path == ("text",)):
             continue
-        status, answer = post(glm, "/generate", join_bodies(right, wrong) if batch else wrong)
+        status, response = post(glm, "/generate", join_bodies(right, wrong) if batch else wrong)
         assert status == 400
-        message = answer["error"]["message"]
+        message = response["error"]["message"]
         assert message.split(":")[0].endswith(field.split(".")[-1] if batch else field), message
         assert "\n" not in message
         assert len(message) < 500
     wait_until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") == 0)
 
 
-def test_lists_of_different_lengths_and_too_many_images_are_refused(glm: RunningServer) -> None:
+def test_lists_of_different_lengths_and_too_many_images_are_rejected(glm: RunningServer) -> None:
     calls = [sglang_body(GREEDY[0])] * 11
     assert post(glm, "/generate", join_bodies(*calls))[1]["error"]["message"] == "n: found 11, expected at most 10"
     body = join_bodies(*calls[:2]) | {"sampling_params": calls[:1]}
     assert post(glm, "/generate", body)[0] == 400
 
 
-def test_a_bundle_of_one_grid_refuses_sglang(tiny: RunningServer) -> None:
-    status, answer = post(tiny, "/generate", sglang_body(GREEDY[0]))
-    assert (status, "does not draw a small grid" in answer["error"]["message"]) == (400, True)
+def test_a_bundle_of_one_grid_rejects_sglang(tiny: RunningServer) -> None:
+    status, response = post(tiny, "/generate", sglang_body(GREEDY[0]))
+    assert (status, "does not draw a small grid" in response["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("name", ["tiny", "glm"])
@@ -205,10 +206,10 @@ def test_codes_are_those_of_the_pipeline_as_json_as_a_file_and_as_a_stream(
     grids = [codes[size.first_codes :].reshape(size.rows, size.columns).tolist() for codes in result.codes]
     firsts = [codes[: size.first_codes].tolist() for codes in result.codes]
     body = {"prompt": prompt, "seed": 5}
-    status, answer = post(server, CODES, {**body, "n": 2})
-    assert (status, [image_data["codes"] for image_data in answer["data"]]) == (200, grids)
-    assert [[*chain(*image_data["first_codes"])] for image_data in answer["data"]] == firsts
-    assert (answer["size"], answer["lantern"]["seeds"]) == (size.name, [5, 6])
+    status, response = post(server, CODES, {**body, "n": 2})
+    assert (status, [image_data["codes"] for image_data in response["data"]]) == (200, grids)
+    assert [[*chain(*image_data["first_codes"])] for image_data in response["data"]] == firsts
+    assert (response["size"], response["lantern"]["seeds"]) == (size.name, [5, 6])
     headers = {"accept": "text/html, application/x-npz;q=1"}
     status, answer_headers, file = server.request("POST", CODES, json.dumps(body).encode(), JSON | headers)
     assert (status, answer_headers["content-type"]) == (200, "application/x-npz")
@@ -224,14 +225,14 @@ def test_codes_are_those_of_the_pipeline_as_json_as_a_file_and_as_a_stream(
     assert len(kinds) == steps[-1][1]["first_codes"] + size.rows * size.columns == size.codes
 
 
-def test_codes_refuse_the_fields_of_pictures_and_pictures_are_refused_where_there_are_codes(
+def test_codes_reject_the_fields_of_images_and_images_are_rejected_where_there_are_codes(
     tiny: RunningServer, glm: RunningServer
 ) -> None:
     for field in ({"output_format": "png"}, {"partial_images": 1}, {"response_format": "url"}):
-        status, answer = post(tiny, CODES, {"prompt": "red cube", **field})
-        assert (status, answer["error"]["param"]) == (400, *field)
-    status, answer = post(glm, "/v1/images/generations", {"prompt": "a fox"})
-    assert (status, "POST to /v1/images/codes" in answer["error"]["message"]) == (400, True)
+        status, response = post(tiny, CODES, {"prompt": "red cube", **field})
+        assert (status, response["error"]["param"]) == (400, *field)
+    status, response = post(glm, "/v1/images/generations", {"prompt": "a fox"})
+    assert (status, "POST to /v1/images/codes" in response["error"]["message"]) == (400, True)
     (model,) = glm.get("/v1/models")[1]["data"]
     assert (model["lantern"]["images"], tiny.get("/v1/models")[1]["data"][0]["lantern"]["images"]) == (False, True)
 
@@ -248,8 +249,8 @@ def test_fifty_callers_of_both_endpoints_get_what_they_asked_for_and_those_who_l
     def ask(number: int) -> None:
         seed = number % 5
         if number % 2:
-            _, answer = post(glm, "/generate", sglang_body(GREEDY[1], seed))
-            codes = answer["output_ids"]
+            _, response = post(glm, "/generate", sglang_body(GREEDY[1], seed))
+            codes = response["output_ids"]
         else:
             body = {
                 "prompt": GREEDY[1]["prompt"],
@@ -257,10 +258,10 @@ def test_fifty_callers_of_both_endpoints_get_what_they_asked_for_and_those_who_l
                 "seed": seed,
                 "temperature": 1.0,
             }
-            _, answer = post(glm, CODES, body)
-            codes = [*chain(*answer["data"][0]["first_codes"], *answer["data"][0]["codes"])]
+            _, response = post(glm, CODES, body)
+            codes = [*chain(*response["data"][0]["first_codes"], *response["data"][0]["codes"])]
         if codes != expected[seed]:
-            mismatches.append((number, answer))
+            mismatches.append((number, response))
 
     def leave() -> None:
         body = json.dumps(join_bodies(*[sglang_body(GREEDY[0])] * 4)).encode()
@@ -291,12 +292,12 @@ def test_keys_deadlines_and_sigterm_hold_for_sglang(
     wait_until(lambda: server.request_lines() != [] and server.request_lines()[-1]["key"] == "sglang")
     server.stop()
     server = start(*arguments)
-    answers: list[Any] = []
+    responses: list[Any] = []
     request_thread = threading.Thread(
-        target=lambda: answers.append(post(server, "/generate", sglang_body(GREEDY[0], top_k=1), **key))
+        target=lambda: responses.append(post(server, "/generate", sglang_body(GREEDY[0], top_k=1), **key))
     )
     request_thread.start()
     wait_until(lambda: server.metric("lantern_images_running", model="tiny-glm-image") > 0)
     assert server.stop() == 0
     request_thread.join()
-    assert [(status, answer["output_ids"]) for status, answer in answers] == [(200, published_codes(GREEDY[0]))]
+    assert [(status, response["output_ids"]) for status, response in responses] == [(200, published_codes(GREEDY[0]))]

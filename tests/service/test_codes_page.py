@@ -35,8 +35,8 @@ def test_the_page_draws_and_saves_the_codes_of_a_bundle_without_pixels(
     expect(page.locator(".count")).to_have_text("255 of 255 tokens")
     assert page.locator(".stage img").evaluate("image => [image.naturalWidth, image.naturalHeight]") == [40, 24]
     (codes,) = Pipeline.from_bundle(glm_image_bundle, threads=1)("a red fox", seed=7, size="160x96").codes
-    found = json.loads(download_image(page))
-    assert [*chain(*found["first_codes"], *found["codes"])] == codes.tolist()
+    codes_file = json.loads(download_image(page))
+    assert [*chain(*codes_file["first_codes"], *codes_file["codes"])] == codes.tolist()
     assert page.locator(".change").is_hidden()
     page.click(".curl")
     expect(page.locator(".command")).to_contain_text("v1/images/codes")

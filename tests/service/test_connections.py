@@ -88,21 +88,23 @@ def test_a_body_that_nobody_reads_ends_its_connection(tiny: RunningServer) -> No
     )
     with ExitStack() as stack:
         for connection in [stack.enter_context(tiny.connect(text)) for text in requests]:
-            answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
-            assert answer.startswith(b"HTTP/1.1 ")
-            assert b"\r\nconnection: close\r\n" in answer.lower()
+            response = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+            assert response.startswith(b"HTTP/1.1 ")
+            assert b"\r\nconnection: close\r\n" in response.lower()
 
 
 @pytest.mark.parametrize("length", ["0", "4", "999"])
-def test_a_request_with_two_lengths_is_refused_and_what_follows_is_no_request(tiny: RunningServer, length: str) -> None:
+def test_a_request_with_two_lengths_is_rejected_and_what_follows_is_no_request(
+    tiny: RunningServer, length: str
+) -> None:
     hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     sent = f"POST {GENERATIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n".encode()
     sent += f"content-length: {length}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     sent += b'16\r\n{"prompt": "red cube"}\r\n0\r\n\r\n'
     with tiny.connect(sent + hidden) as connection:
-        answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert answer.count(b"HTTP/1.1 ") == 1
+        response = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+    assert response.startswith(b"HTTP/1.1 400")
+    assert response.count(b"HTTP/1.1 ") == 1
 
 
 CHUNKED = format_head(GENERATIONS, JSON, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
@@ -120,11 +122,11 @@ def test_a_body_may_have_a_thousand_small_chunks_or_many_larger_ones(
     body = b'{"prompt": "red cube"%s}' % (b" " * padding)
     last = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     with tiny.connect(2 * (CHUNKED + chunks(body, size)) + last) as connection:
-        answer = b"".join(iter(partial(connection.recv, 1 << 16), b""))
-    assert answer.count(b"HTTP/1.1 200") == 3
+        response = b"".join(iter(partial(connection.recv, 1 << 16), b""))
+    assert response.count(b"HTTP/1.1 200") == 3
 
 
-def test_a_body_of_many_small_chunks_is_refused(tiny: RunningServer) -> None:
+def test_a_body_of_many_small_chunks_is_rejected(tiny: RunningServer) -> None:
     with tiny.connect(CHUNKED + chunks(b" " * 1100, 1)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 400"
     assert "Traceback" not in tiny.log
@@ -177,8 +179,8 @@ def test_bodies_of_one_address_leave_memory_for_its_plain_requests_and_for_other
     complete_form = format_form({"image": b"none", "prompt": b"red cube"})
     unfinished = [tiny.connect(large_head, "127.0.0.7") for _ in range(9)]
     rejected, _, _ = select.select(unfinished, [], [], 15)
-    (answer,) = [connection.recv(1 << 16) for connection in rejected]
-    assert (answer[:12], b"retry-after: 5" in answer) == (b"HTTP/1.1 429", True)
+    (response,) = [connection.recv(1 << 16) for connection in rejected]
+    assert (response[:12], b"retry-after: 5" in response) == (b"HTTP/1.1 429", True)
     with tiny.connect(format_head(EDITS, FORM, len(complete_form)) + complete_form, "127.0.0.8") as other_connection:
         assert other_connection.recv(12) == b"HTTP/1.1 400"
     with tiny.connect(format_head(GENERATIONS, JSON, 22) + b'{"prompt": "red cube"}', "127.0.0.7") as plain_connection:

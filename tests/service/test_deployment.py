@@ -48,7 +48,7 @@ def list_expressions() -> list[str]:
     """Return every PromQL expression of panels, alerts, and the variable of the dashboard."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     alerts = [rule["expr"] for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]]
-    return [*panels, *alerts, *(one["query"] for one in DASHBOARD["templating"]["list"])]
+    return [*panels, *alerts, *(variable["query"] for variable in DASHBOARD["templating"]["list"])]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
 
 
 def check_health(port: int) -> int:
-    """Exit code of the command that Docker runs."""
+    """Return the exit code of the command that Docker runs."""
     command = json.loads(dockerfile_instructions("HEALTHCHECK")[0].partition("CMD ")[2])
     assert command[0] == "python"
     code = command[2].replace(":8000/", f":{port}/")

@@ -14,7 +14,7 @@ from lantern_rt.serve.state import ServerLimits, ServerState
 
 OWN = "http://localhost:8000"
 UI = "https://ui.example"
-ANSWERED = 503  # by a server whose models are not there yet: whoever sent it may ask
+ANSWERED = 503  # status of an allowed request, as no model is loaded
 
 
 def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
@@ -28,7 +28,7 @@ def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localh
         ({"origin": OWN}, ANSWERED),
         ({"origin": OWN, "sec-fetch-site": "same-origin"}, ANSWERED),
         ({"sec-fetch-site": "none"}, ANSWERED),
-        ({"origin": UI, "sec-fetch-site": "same-origin"}, ANSWERED),  # of a proxy that changes the host
+        ({"origin": UI, "sec-fetch-site": "same-origin"}, ANSWERED),  # from a proxy that changes the host
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://localhost:3000"}, 403),
         ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 403),
@@ -39,19 +39,19 @@ def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localh
 )
 @pytest.mark.parametrize("path", [GENERATIONS, EDITS])
 def test_pages_of_other_sites_may_not_ask(path: str, headers: dict[str, str], status: int) -> None:
-    answer = make_client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
-    assert answer.status_code == status
+    response = make_client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
+    assert response.status_code == status
     if status == 403:
-        assert "--cors" in answer.json()["error"]["message"]
-        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "--cors" in response.json()["error"]["message"]
+        assert response.headers["x-content-type-options"] == "nosniff"
 
 
 @pytest.mark.parametrize("origins", [(UI,), ("*",)])
 def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
     headers = {"origin": UI, "sec-fetch-site": "cross-site"}
-    answer = make_client(origins).post(GENERATIONS, json={}, headers=headers)
-    assert answer.status_code == ANSWERED
-    assert answer.headers["access-control-allow-origin"] in ("*", UI)
+    response = make_client(origins).post(GENERATIONS, json={}, headers=headers)
+    assert response.status_code == ANSWERED
+    assert response.headers["access-control-allow-origin"] in ("*", UI)
     foreign = make_client((UI,)).post(GENERATIONS, json={}, headers={"origin": "https://evil.example"})
     assert foreign.status_code == 403
 
@@ -70,7 +70,7 @@ def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
         ("[::1", 403),
     ],
 )
-def test_names_of_other_sites_are_refused_on_loopback(host: str, status: int) -> None:
+def test_names_of_other_sites_are_rejected_on_loopback(host: str, status: int) -> None:
     for path in ("/", "/v1/models", "/livez"):
         assert make_client().get(path, headers={"host": host}).status_code == status
     assert make_client(hosts=()).get("/livez", headers={"host": host}).status_code == 200
@@ -90,7 +90,7 @@ def test_a_server_on_loopback_knows_the_names_that_it_was_told(
     server.kill()
 
 
-def test_a_running_server_refuses_foreign_forms(tiny: RunningServer) -> None:
+def test_a_running_server_rejects_foreign_forms(tiny: RunningServer) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x", "origin": "https://evil.example"}
     assert tiny.request("POST", EDITS, b"--x--", headers)[0] == 403
     assert tiny.request("GET", "/v1/models", headers={"host": "evil.example"})[0] == 403

@@ -52,7 +52,7 @@ JSON = {"content-type": "application/json"}
         (b'{"prompt": "red cube", "method": "sjd:window=1000000"}', JSON, 400),
     ],
 )
-def test_a_wrong_body_is_refused_in_one_line(
+def test_a_wrong_body_is_rejected_in_one_line(
     tiny: RunningServer, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     answer_status, send_to_backend, text = tiny.request("POST", GENERATIONS, body, headers)
@@ -81,8 +81,8 @@ def test_paths_and_methods_that_do_not_exist_are_told_so(tiny: RunningServer) ->
 def test_a_request_that_takes_too_long_ends_at_its_deadline(scenes: RunningServer) -> None:
     aborted_before = scenes.metric("lantern_aborted_total", model="scenes", reason="deadline")
     body = {"prompt": "a red sphere on sand", "method": "ar", "n": 4, "deadline": 0.2}
-    status, answer = scenes.post(body)
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (504, "deadline_exceeded", "deadline")
+    status, response = scenes.post(body)
+    assert (status, response["error"]["code"], response["error"]["param"]) == (504, "deadline_exceeded", "deadline")
     wait_until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
     assert scenes.metric("lantern_aborted_total", model="scenes", reason="deadline") == aborted_before + 1
 
@@ -208,26 +208,26 @@ def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several
         ({"model": "tiny-lumina", "size": "64x128"}, "64x128", (16, 32)),
         ({"model": "tiny-simplear", "size": "96x48"}, "96x48", (96, 48)),
     ):
-        status, answer = several.post({"prompt": "a red fox", "method": "ar", **fields})
-        assert (status, answer["size"]) == (200, size)
-        assert answer["lantern"]["model"] == fields.get("model", "tiny")
-        with Image.open(BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+        status, response = several.post({"prompt": "a red fox", "method": "ar", **fields})
+        assert (status, response["size"]) == (200, size)
+        assert response["lantern"]["model"] == fields.get("model", "tiny")
+        with Image.open(BytesIO(base64.b64decode(response["data"][0]["b64_json"]))) as image:
             assert image.size == pixels
     for model, sizes in (("tiny-lumina", "128x32, 128x64, 96x64"), ("tiny-simplear", "64x64, 80x80, 96x48")):
-        status, answer = several.post({"model": model, "prompt": "a red fox", "size": "512x512"})
-        assert (status, answer["error"]["param"]) == (400, "size")
-        assert answer["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
+        status, response = several.post({"model": model, "prompt": "a red fox", "size": "512x512"})
+        assert (status, response["error"]["param"]) == (400, "size")
+        assert response["error"]["message"].startswith(f"size: found '512x512', expected {sizes}")
 
 
-def test_a_refusal_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
+def test_a_rejection_shows_prompts_that_can_be_drawn_and_no_command_of_a_shell(
     scenes: RunningServer, tiny: RunningServer
 ) -> None:
-    status, answer = scenes.post({"prompt": "a red dog on sand"})
-    message = answer["error"]["message"]
-    assert (status, answer["error"]["param"]) == (400, "prompt")
+    status, response = scenes.post({"prompt": "a red dog on sand"})
+    message = response["error"]["message"]
+    assert (status, response["error"]["param"]) == (400, "prompt")
     suggestions = re.findall(r"'([^']{12,})'", message.partition("similar valid prompts: ")[2])
     assert len(suggestions) == 3
-    assert answer["error"]["suggestions"] == suggestions
+    assert response["error"]["suggestions"] == suggestions
     assert any("on sand" in prompt for prompt in suggestions)
     preset_message = tiny.post({"prompt": "red cube", "quality_budget": "fast"})[1]["error"]["message"]
     assert preset_message.startswith("quality_budget: bundle tiny has no preset fast")
@@ -257,13 +257,13 @@ def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytes
 
 
 def test_a_body_that_does_not_come_is_given_up() -> None:
-    start, answer = asyncio.run(send_to_backend(None, None))
+    start, response = asyncio.run(send_to_backend(None, None))
     assert start["status"] == 408
-    assert json.loads(answer["body"])["error"]["message"].startswith("body: incomplete after 0.05 s")
+    assert json.loads(response["body"])["error"]["message"].startswith("body: incomplete after 0.05 s")
 
 
 @pytest.mark.parametrize(("kind", "pieces", "status"), [("edits", 4, 408), ("edits", 10, 413), ("generations", 1, 413)])
-def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, status: int) -> None:
+def test_nothing_is_kept_of_a_body_that_is_rejected(kind: str, pieces: int, status: int) -> None:
     state = ServerState(ServerLimits(body_timeout=0.05))
     state.backends = {"slow": None}  # type: ignore[dict-item]
     first_piece = format_form({"image": b"none"}).partition(b"none")[0] if kind == "edits" else b"{"
@@ -296,7 +296,7 @@ def test_nothing_is_kept_of_a_body_that_is_refused(kind: str, pieces: int, statu
 
 
 async def send_to_backend(backend: Any, content: Any) -> list[Any]:
-    """Return what the endpoint sends for a body, or to a client that never sends one."""
+    """Return the endpoint's messages for a body, or for a client that never sends a body."""
     state = ServerState(ServerLimits(body_timeout=0.05))
     state.backends = {"slow": backend}
     messages = await send_to_app(ImagesEndpoint(state), GENERATIONS, content)
@@ -305,7 +305,7 @@ async def send_to_backend(backend: Any, content: Any) -> list[Any]:
 
 
 async def send_to_app(app: Any, path: str, content: Any = None) -> list[Any]:
-    """Return what an application sends for a request with this body, or without one."""
+    """Return an application's messages for a request with or without a body."""
     bodies = iter([json.dumps(content).encode()] if content else [])
     messages: list[Any] = []
 
@@ -375,9 +375,9 @@ def test_the_api_describes_itself(tiny: RunningServer) -> None:
     schemas = document["components"]["schemas"]
     assert {name.rpartition("/")[2] for name in re.findall(r'"\$ref": "(.*?)"', json.dumps(document))} <= schemas.keys()
     assert schemas["ImagesRequest"]["properties"].keys() == ImagesRequest.model_fields.keys()
-    answer = tiny.post({"prompt": "red cube"})[1]
-    assert schemas["Images"]["properties"].keys() == answer.keys()
-    assert schemas["Figures"]["properties"].keys() == answer["lantern"].keys()
+    response = tiny.post({"prompt": "red cube"})[1]
+    assert schemas["Images"]["properties"].keys() == response.keys()
+    assert schemas["Figures"]["properties"].keys() == response["lantern"].keys()
     page = tiny.get("/docs")[1]
     for script in re.findall(r'(?:src|href)="(.*?)"', page):
         assert tiny.request("GET", f"/{script}")[0] == 200

@@ -121,8 +121,8 @@ def test_a_fault_of_the_server_leaves_its_traceback_in_the_log(capsys: pytest.Ca
     state = ServerState(ServerLimits())
     state.backends = {"faulty": Faulty()}  # type: ignore[dict-item]
     with log_to_stderr("info", "json"):
-        answer = TestClient(make_app(state)).post("/v1/images/generations", json={"prompt": "red cube"})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        response = TestClient(make_app(state)).post("/v1/images/generations", json={"prompt": "red cube"})
+    assert (response.status_code, response.json()["error"]["message"]) == (
         500,
         "internal server error; see the server's log",
     )

@@ -110,8 +110,8 @@ def test_models_have_the_names_that_the_operator_gives(renamed: RunningServer) -
         ("one", "one"), ("other", "other"), ("gpt-image-1", "other"),
     ]  # fmt: skip
     for name, root in (("other", "other"), ("gpt-image-1", "other"), (None, "one")):
-        status, answer = renamed.post({"prompt": "red cube", "model": name})
-        assert (status, answer["lantern"]["model"]) == (200, root)
+        status, response = renamed.post({"prompt": "red cube", "model": name})
+        assert (status, response["lantern"]["model"]) == (200, root)
     assert renamed.post({"prompt": "red cube", "model": "tiny"})[0] == 404
     wait_until(lambda: [line["model"] for line in renamed.request_lines()] == ["other", "other", "one", ""])
 

@@ -16,15 +16,15 @@ JSON = {"content-type": "application/json"}
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/livez", "/readyz", "/v1/models", "/v1/models/tiny", "/page/page.js"])
 def test_head_has_the_headers_of_get_and_no_body(tiny: RunningServer, path: str) -> None:
-    answers = [tiny.request(method, path) for method in ("HEAD", "GET")]
-    (status, head, body), (expected, headers, content) = answers
+    responses = [tiny.request(method, path) for method in ("HEAD", "GET")]
+    (status, head, body), (expected, headers, content) = responses
     assert (status, expected, body) == (200, 200, b"")
     assert head["content-type"] == headers["content-type"]
     assert int(head["content-length"]) == len(content)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("HEAD", GENERATIONS, 405), ("HEAD", "/nothing", 404)])
-def test_head_is_refused_as_get_is(tiny: RunningServer, method: str, path: str, status: int) -> None:
+def test_head_is_rejected_as_get_is(tiny: RunningServer, method: str, path: str, status: int) -> None:
     assert tiny.request(method, path)[0] == tiny.request("GET", path)[0] == status
 
 
@@ -39,7 +39,7 @@ def test_a_slash_at_the_end_leads_to_the_path_without_it(tiny: RunningServer) ->
 
 
 @pytest.mark.parametrize("name", ["image", "image[]"])
-def test_a_picture_in_a_list_of_one_is_that_picture(tiny: RunningServer, name: str) -> None:
+def test_an_image_in_a_list_of_one_is_that_image(tiny: RunningServer, name: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (24, 24)).save(file, "PNG")
     parts = [(f'name="{name}"; filename="a.png"', file.getvalue()), ('name="prompt"', b"red cube")]
@@ -47,8 +47,8 @@ def test_a_picture_in_a_list_of_one_is_that_picture(tiny: RunningServer, name: s
         b"--B\r\ncontent-disposition: form-data; %b\r\n\r\n%b\r\n" % (head.encode(), content) for head, content in parts
     )
     headers = {"content-type": "multipart/form-data; boundary=B"}
-    status, _, answer = tiny.request("POST", "/v1/images/edits", body + b"--B--\r\n", headers)
-    error = json.loads(answer)["error"]
+    status, _, response = tiny.request("POST", "/v1/images/edits", body + b"--B--\r\n", headers)
+    error = json.loads(response)["error"]
     assert (status, error["param"]) == (400, "image"), "read, but this bundle has no image encoder"
     assert "no image encoder" in error["message"]
 
@@ -67,17 +67,17 @@ def test_a_picture_in_a_list_of_one_is_that_picture(tiny: RunningServer, name: s
     ],
 )
 def test_text_around_words_does_not_change_the_image(tiny: RunningServer, prompt: str) -> None:
-    options = {"seed": 1, "method": "ar", "output_format": "jpeg"}  # which records no prompt
-    status, answer = tiny.post({"prompt": prompt, **options})
+    options = {"seed": 1, "method": "ar", "output_format": "jpeg"}  # JPEG files record no prompt
+    status, response = tiny.post({"prompt": prompt, **options})
     assert status == 200
-    assert answer["data"] == tiny.post({"prompt": "red cube", **options})[1]["data"]
+    assert response["data"] == tiny.post({"prompt": "red cube", **options})[1]["data"]
 
 
 @pytest.mark.parametrize("prompt", ["r\u00e9d", "\uff52\uff45\uff44 cube", "<script>red</script>", "", "\0"])
-def test_text_of_other_words_is_refused_in_one_printable_line(tiny: RunningServer, prompt: str) -> None:
-    status, answer = tiny.post({"prompt": prompt})
-    assert (status, answer["error"]["param"]) == (400, "prompt")
-    assert answer["error"]["message"].isprintable()
+def test_text_of_other_words_is_rejected_in_one_printable_line(tiny: RunningServer, prompt: str) -> None:
+    status, response = tiny.post({"prompt": prompt})
+    assert (status, response["error"]["param"]) == (400, "prompt")
+    assert response["error"]["message"].isprintable()
 
 
 def test_text_that_is_not_used_may_be_anything(tiny: RunningServer) -> None:

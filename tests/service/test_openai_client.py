@@ -50,51 +50,51 @@ def decode_pixels(file: bytes) -> Any:
 def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
     expected = scenes_pipe(PROMPT, seed=5, method="ar").images[0]
     size = f"{expected.width}x{expected.height}"
-    answer = scenes_client.images.generate(prompt=PROMPT, size=size, extra_body={"seed": 5, "method": "ar"})
-    assert decode_file(answer.data[0]) == encode_png(expected, expected.info)
-    assert (answer.output_format, answer.size, answer.background) == ("png", size, "opaque")
-    assert answer.usage is not None
-    assert answer.usage.output_tokens == 256
-    assert answer.usage.total_tokens == 256 + answer.usage.input_tokens
-    assert answer.usage.input_tokens_details.text_tokens == scenes_pipe.bundle.manifest.condition.prefix
+    response = scenes_client.images.generate(prompt=PROMPT, size=size, extra_body={"seed": 5, "method": "ar"})
+    assert decode_file(response.data[0]) == encode_png(expected, expected.info)
+    assert (response.output_format, response.size, response.background) == ("png", size, "opaque")
+    assert response.usage is not None
+    assert response.usage.output_tokens == 256
+    assert response.usage.total_tokens == 256 + response.usage.input_tokens
+    assert response.usage.input_tokens_details.text_tokens == scenes_pipe.bundle.manifest.condition.prefix
 
 
 def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
     presets = scenes_pipe.bundle.manifest.presets
     assert presets
     for quality, preset in presets.items():
-        answer = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
+        response = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
         openai_quality = {"fast": "low", "balanced": "medium", "strict": "high"}[quality]
         openai_answer = scenes_client.images.generate(prompt=PROMPT, quality=openai_quality, extra_body={"seed": 2})
         assert openai_answer.quality == openai_quality
         assert (
             decode_pixels(decode_file(openai_answer.data[0])).tobytes()
-            == decode_pixels(decode_file(answer.data[0])).tobytes()
+            == decode_pixels(decode_file(response.data[0])).tobytes()
         )
         expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
-        assert decode_pixels(decode_file(answer.data[0])).tobytes() == np.asarray(expected).tobytes()
-        assert answer.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
+        assert decode_pixels(decode_file(response.data[0])).tobytes() == np.asarray(expected).tobytes()
+        assert response.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
 
 
 def test_four_images_are_drawn_with_four_seeds(tiny_client: openai.OpenAI, tiny_pipe: Pipeline) -> None:
     options = {"seed": 7, "negative_prompt": "green sphere"}
-    answer = tiny_client.images.generate(prompt="red cube", n=4, model="tiny", extra_body=options)
+    response = tiny_client.images.generate(prompt="red cube", n=4, model="tiny", extra_body=options)
     expected = tiny_pipe("red cube", num_images=4, **options).images
-    assert [decode_pixels(decode_file(one)).tobytes() for one in answer.data] == [
-        np.asarray(one).tobytes() for one in expected
+    assert [decode_pixels(decode_file(image)).tobytes() for image in response.data] == [
+        np.asarray(image).tobytes() for image in expected
     ]
-    assert answer.model_extra["lantern"]["seeds"] == [7, 8, 9, 10]
-    assert answer.model_extra["lantern"]["tokens_per_forward_pass"] >= 1
+    assert response.model_extra["lantern"]["seeds"] == [7, 8, 9, 10]
+    assert response.model_extra["lantern"]["tokens_per_forward_pass"] >= 1
 
 
 def test_without_a_seed_images_differ(tiny_client: openai.OpenAI) -> None:
-    answers = [tiny_client.images.generate(prompt="red cube") for _ in range(2)]
-    seeds = [answer.model_extra["lantern"]["seeds"] for answer in answers]
+    responses = [tiny_client.images.generate(prompt="red cube") for _ in range(2)]
+    seeds = [response.model_extra["lantern"]["seeds"] for response in responses]
     assert seeds[0] != seeds[1]
-    assert decode_file(answers[0].data[0]) != decode_file(answers[1].data[0])
+    assert decode_file(responses[0].data[0]) != decode_file(responses[1].data[0])
 
 
-def test_a_stream_shows_partial_pictures_before_the_whole_one(
+def test_a_stream_shows_partial_images_before_the_whole_one(
     scenes_client: openai.OpenAI, scenes_pipe: Pipeline
 ) -> None:
     options = {"seed": 3, "method": "ar"}
@@ -117,11 +117,11 @@ def test_a_stream_shows_partial_pictures_before_the_whole_one(
 
 def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
     for file in ("jpeg", "webp"):
-        answer = tiny_client.images.generate(prompt="red cube", output_format=file, output_compression=80)
-        with Image.open(io.BytesIO(decode_file(answer.data[0]))) as image:
+        response = tiny_client.images.generate(prompt="red cube", output_format=file, output_compression=80)
+        with Image.open(io.BytesIO(decode_file(response.data[0]))) as image:
             assert image.format == file.upper()
-    answer = tiny_client.images.generate(prompt="red cube", response_format="url", extra_body={"seed": 1})
-    url = answer.data[0].url
+    response = tiny_client.images.generate(prompt="red cube", response_format="url", extra_body={"seed": 1})
+    url = response.data[0].url
     assert url is not None
     assert url.startswith("data:image/png;base64,iVBOR")
 
@@ -191,12 +191,12 @@ def test_the_client_comes_again_when_the_server_is_busy(bounded: RunningServer) 
         async with openai.AsyncOpenAI(max_retries=20, **options) as patient:
             return results, list(await asyncio.gather(*(patient.images.generate(prompt="red cube") for _ in range(4))))
 
-    results, answers = asyncio.run(main())
+    results, responses = asyncio.run(main())
     errors = [result for result in results if isinstance(result, Exception)]
     assert errors
     assert {type(error) for error in errors} == {openai.RateLimitError}
     assert int(errors[0].response.headers["retry-after"]) >= 1
-    assert len(answers) == 4
+    assert len(responses) == 4
 
 
 def test_keys_are_asked_for_named_in_the_log_and_read_again_on_sighup(
@@ -242,7 +242,9 @@ def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> Non
 
 # ---------------------------------------------------------------- edits and variations
 
-CONE, SIDE, CELL = "a large yellow cone left of a small blue cube on grass", 256, 16
+CONE = "a large yellow cone left of a small blue cube on grass"
+SIDE = 256
+CELL = 16
 MASK = np.zeros((SIDE, SIDE), bool)
 MASK[64:128, 16:96] = True
 
@@ -265,18 +267,18 @@ def test_an_edit_is_the_file_that_the_pipeline_gives(
 ) -> None:
     image = encode_png(before, before.info)
     options: dict[str, Any] = {"seed": 1, "method": "ar"}
-    answer = scenes_client.images.edit(
+    response = scenes_client.images.edit(
         image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE, size="256x256", extra_body=options
     )
     expected = scenes_pipe.edit(before, MASK, CONE, **options)
-    assert decode_file(answer.data[0]) == encode_png(expected.images[0], expected.images[0].info)
+    assert decode_file(response.data[0]) == encode_png(expected.images[0], expected.images[0].info)
     num_drawn = int(MASK[::CELL, ::CELL].sum())
-    assert answer.usage.output_tokens == num_drawn
-    assert answer.usage.input_tokens_details.image_tokens == 256 - num_drawn
-    np.testing.assert_array_equal(decode_pixels(decode_file(answer.data[0]))[:, 160:], np.asarray(before)[:, 160:])
+    assert response.usage.output_tokens == num_drawn
+    assert response.usage.input_tokens_details.image_tokens == 256 - num_drawn
+    np.testing.assert_array_equal(decode_pixels(decode_file(response.data[0]))[:, 160:], np.asarray(before)[:, 160:])
 
 
-def test_an_edit_streams_pictures_in_which_only_what_is_drawn_is_grey(
+def test_an_edit_streams_images_in_which_only_what_is_drawn_is_grey(
     scenes_client: openai.OpenAI, before: Image.Image
 ) -> None:
     fields: dict[str, Any] = {"image": encode_png(before, {}), "mask": TRANSPARENT, "prompt": CONE}
@@ -332,7 +334,7 @@ def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, befor
     assert large.value.status_code == 413
 
 
-def test_forms_that_are_none_are_refused(scenes: RunningServer) -> None:
+def test_forms_that_are_none_are_rejected(scenes: RunningServer) -> None:
     for kind, body, status in (
         ("application/json", b"{}", 415),
         ("multipart/form-data", b"--x\r\n", 400),

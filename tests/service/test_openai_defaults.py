@@ -68,10 +68,10 @@ def request_image(client: openai.OpenAI, method: str, **fields: Any) -> Any:
     extra_fields = {"prompt": "red cube", "seed": 1, "method": "ar"}
     prompt = {} if method == "create_variation" else {"prompt": "red cube"}
     try:
-        answer = getattr(client.images, method)(**prompt, **image, **fields, extra_body=extra_fields)
+        response = getattr(client.images, method)(**prompt, **image, **fields, extra_body=extra_fields)
     except openai.BadRequestError as error:
         return error.param, error.message
-    return answer.data
+    return response.data
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations

@@ -75,7 +75,7 @@ def test_an_origin_is_compared_as_browsers_send_it(written: str, sent: str) -> N
         "file:///home",
     ],
 )
-def test_what_no_browser_sends_is_refused_before_a_port_is_opened(
+def test_what_no_browser_sends_is_rejected_before_a_port_is_opened(
     written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.serve.server.listen", lambda *_: pytest.fail("a port was opened"))

@@ -29,7 +29,7 @@ from lantern_rt.text.words import ANY_WORDS
 pytestmark = IN_A_BROWSER
 
 
-def test_a_picture_grows_before_it_is_done(page: Page) -> None:
+def test_an_image_grows_before_it_is_done(page: Page) -> None:
     page.evaluate("""() => {
         window.seen = new Set();
         const look = () => window.seen.add(document.querySelector(".stage img")?.src ?? "");
@@ -61,7 +61,7 @@ def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
     expect(page.locator(".over")).to_be_visible()
 
 
-def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> None:
+def test_exact_methods_give_the_same_image_and_are_compared(page: Page) -> None:
     draw(page, "sjd", "ar")
     expect(page.locator("#status")).to_contain_text(re.compile("(times|about) as fast as"))
     expect(page.locator("#status")).to_contain_text("Same image, byte for byte.")
@@ -105,7 +105,7 @@ def test_times_are_compared_where_they_differ(
     assert factor_row == factors
 
 
-def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
+def test_a_relaxed_method_may_draw_another_image(page: Page) -> None:
     page.select_option("#method", "lantern++")
     page.fill("#method-parameters", "lambda=3")
     draw(page, "lantern++", "ar")
@@ -114,7 +114,7 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
     expect(page.locator("h2").first).to_have_text("lantern++:lambda=3")
 
 
-def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
+def test_cancelling_stops_the_image_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
     page.select_option("#method", "ar")
     others = Thread(target=scenes.post, args=({"prompt": "a cube", "method": "ar", "n": 3},))
     others.start()  # beside which it is slow, but does not wait
@@ -132,9 +132,9 @@ def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: R
 
 def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
     page.fill("#prompt", "a red dragon")
-    with page.expect_response(re.compile("generations")) as answer:
+    with page.expect_response(re.compile("generations")) as response:
         page.click("#draw")
-    error = answer.value.json()["error"]
+    error = response.value.json()["error"]
     expect(page.locator("#error")).to_have_text(error["message"].partition("; ")[0])
     expect(page.locator("#error")).to_contain_text("dragon")
     expect(page.locator("#any-words")).to_have_text(ANY_WORDS)
@@ -156,7 +156,8 @@ def test_every_request_has_a_new_seed_until_one_is_kept(page: Page) -> None:
         expect(page.locator(".how")).to_contain_text(f"Seed {seed}, sjd")
         return seed
 
-    first_seed, second_seed = request_seed(), request_seed()
+    first_seed = request_seed()
+    second_seed = request_seed()
     assert first_seed != second_seed
     page.click(".keep")
     expect(page.locator("#random")).not_to_be_checked()
@@ -193,14 +194,14 @@ def test_an_earlier_image_is_shown_again_with_its_figures(page: Page) -> None:
     draw(page, "ar")
     assert read_figures(page) != first_figures
     thumbnails = page.locator("#history button")
-    assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["true", "false"]
+    assert [thumbnail.get_attribute("aria-current") for thumbnail in thumbnails.all()] == ["true", "false"]
     name = f"a matte pink ball in the center at night, seed {seed}"
     page.get_by_role("button", name=name).focus()
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_have_text(name)
     expect(page.locator(".subject")).to_have_text("a matte pink ball in the center at night")
     assert read_figures(page) == first_figures
-    assert [one.get_attribute("aria-current") for one in thumbnails.all()] == ["false", "true"]
+    assert [thumbnail.get_attribute("aria-current") for thumbnail in thumbnails.all()] == ["false", "true"]
     assert decode_image(download_image(page)).shape == (256, 256, 3)
 
 
@@ -229,12 +230,12 @@ def test_fields_and_labels_have_room(page: Page, width: int) -> None:
     page.click("summary:visible")
     page.fill("#seed", "4294967295")
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    for one in page.locator(".field input:visible, .field label:visible").all():
-        assert one.evaluate("one => one.scrollWidth <= one.clientWidth"), one.inner_text()
-    boxes = [one.bounding_box() for one in page.locator(".sampling label").all()]
+    for first_box in page.locator(".field input:visible, .field label:visible").all():
+        assert first_box.evaluate("one => one.scrollWidth <= one.clientWidth"), first_box.inner_text()
+    boxes = [first_box.bounding_box() for first_box in page.locator(".sampling label").all()]
     assert len(boxes) == 4
-    for one, two in combinations(boxes, 2):
-        assert one["y"] != two["y"] or abs(one["x"] - two["x"]) >= one["width"] + 8
+    for first_box, second_box in combinations(boxes, 2):
+        assert first_box["y"] != second_box["y"] or abs(first_box["x"] - second_box["x"]) >= first_box["width"] + 8
 
 
 def test_a_key_is_asked_for_where_the_server_wants_one(page: Page) -> None:
@@ -279,7 +280,7 @@ def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, s
     expect(page.locator("#error")).to_contain_text("model: found 'classes'")
 
 
-def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: RunningServer) -> None:
+def test_the_curl_command_draws_the_image_that_is_saved(page: Page, scenes: RunningServer) -> None:
     page.fill("#seed", "7")
     draw(page, "sjd")
     with page.expect_download() as download:
@@ -288,8 +289,8 @@ def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: Ru
     page.click(".curl")
     command = page.inner_text(".command")
     assert f"{scenes.url}/v1/images/generations" in command
-    _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
-    encoded_image = answer["data"][0]["b64_json"]
+    _, response = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
+    encoded_image = response["data"][0]["b64_json"]
     assert download.value.path().read_bytes() == base64.b64decode(encoded_image)
 
 

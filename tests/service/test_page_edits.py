@@ -48,7 +48,7 @@ def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
     page.focus(".change")
     page.keyboard.press("Enter")
     expect(page.locator(".mask")).to_be_focused()
-    for key, times in (("ArrowDown", 9), ("ArrowRight", 40), ("ArrowLeft", 4)):  # as far as the last column
+    for key, times in (("ArrowDown", 9), ("ArrowRight", 40), ("ArrowLeft", 4)):  # to the last column
         for _ in range(times):
             page.keyboard.press(key)
     page.keyboard.press("Space")
@@ -67,7 +67,7 @@ def test_keys_choose_the_cells_that_are_drawn_anew(page: Page) -> None:
     assert (pixels_after == pixels_before)[:, :160].all()
 
 
-def test_a_picture_of_ones_own_is_changed(page: Page, tmp_path: Path) -> None:
+def test_an_image_of_ones_own_is_changed(page: Page, tmp_path: Path) -> None:
     Image.new("RGB", (300, 200), (90, 160, 60)).save(tmp_path / "own.jpg")
     page.set_input_files("#open", tmp_path / "own.jpg")
     expect(page.locator(".painting")).to_be_visible()

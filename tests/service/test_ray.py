@@ -47,7 +47,8 @@ class Application(RunningServer):
     """An application that the cluster serves at a path, used like any other server."""
 
     def __init__(self, address: str, root: str) -> None:
-        self.address, self.root = address, root
+        self.address = address
+        self.root = root
 
 
 class Served:
@@ -57,8 +58,8 @@ class Served:
         node: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20}
         self.cluster = Cluster(True, head_node_args={**node, "resources": {"head": 1}, "include_dashboard": False})
         self.other = self.cluster.add_node(**node)
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = found.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free_socket:
+            port = free_socket.getsockname()[1]
         configuration = yaml.safe_load(CONFIGURATION.read_text())
         configuration |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
         [usual] = configuration["applications"]
@@ -68,10 +69,10 @@ class Served:
                 **usual,
                 "name": name,
                 "route_prefix": f"/{name}",
-                "args": {**usual["args"], **ONE_THREAD, **own},
+                "args": {**usual["args"], **ONE_THREAD, **settings},
                 "deployments": [ingress],
             }
-            for name, own in (("steady", STEADY), ("growing", GROWING))
+            for name, settings in (("steady", STEADY), ("growing", GROWING))
         ]
         file = folder / "serve_config.json"
         file.write_text(json.dumps(configuration))
@@ -97,7 +98,7 @@ class Served:
         return len(self.processes(name))
 
     def log(self) -> str:
-        """Return what the ingresses wrote."""
+        """Return the logs of the ingresses."""
         logs = Path(self.cluster.head_node.get_session_dir_path()) / "logs"
         return "".join(file.read_text() for file in logs.glob("worker-*.err"))
 
@@ -127,8 +128,8 @@ def decode_pixels(picture: str) -> bytes:
 
 def test_models_and_errors_are_those_of_one_server(cluster: Served) -> None:
     assert [model["id"] for model in cluster.steady.get("/v1/models")[1]["data"]] == ["scenes"]
-    status, answer = cluster.steady.post({"prompt": PROMPTS[0], "top_k": -1})
-    assert (status, answer["error"]["param"]) == (400, "top_k")
+    status, response = cluster.steady.post({"prompt": PROMPTS[0], "top_k": -1})
+    assert (status, response["error"]["param"]) == (400, "top_k")
     assert cluster.steady.post({"prompt": PROMPTS[0], "model": "others"})[0] == 404
     assert cluster.steady.request("GET", "/")[0] == 200
 
@@ -169,9 +170,9 @@ def test_too_many_requests_are_told_when_to_come_again(cluster: Served) -> None:
         return cluster.growing.request("POST", GENERATIONS, json.dumps(request_body).encode(), headers)
 
     with ThreadPoolExecutor(30) as pool:
-        answers = [*pool.map(draw, range(30))]
-    rejections = [(headers, json.loads(body)) for status, headers, body in answers if status == 429]
-    assert {status for status, _, _ in answers} <= {200, 429, 504}
+        responses = [*pool.map(draw, range(30))]
+    rejections = [(headers, json.loads(body)) for status, headers, body in responses if status == 429]
+    assert {status for status, _, _ in responses} <= {200, 429, 504}
     assert len(rejections) >= 10
     for headers, body in rejections:
         assert body["error"]["code"] == "busy"
@@ -185,17 +186,19 @@ def test_when_a_node_dies_its_requests_are_drawn_elsewhere_and_give_the_same_ima
     expected = [
         scenes_pipe(request["prompt"], seed=request["seed"], method=request["method"] or "ar") for request in requests
     ]
-    steps_begun, step_count, lost_before = Event(), count(), cluster.log().count("lost a replica")
+    steps_begun = Event()
+    step_count = count()
+    lost_before = cluster.log().count("lost a replica")
 
     def draw(request: dict[str, Any]) -> dict[str, Any]:
         if request["seed"] % 2:
-            status, answer = cluster.steady.post(request)
-            assert status == 200, answer
-            return answer["data"][0]
+            status, response = cluster.steady.post(request)
+            assert status == 200, response
+            return response["data"][0]
         with cluster.steady.open({**request, "stream": True, "steps": True, "partial_images": 5}) as connection:
-            answer = connection.getresponse()
+            response = connection.getresponse()
             body = b""
-            while part := answer.read1():
+            while part := response.read1():
                 body += part
                 if next(step_count) > 60:
                     steps_begun.set()

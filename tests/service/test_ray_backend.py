@@ -57,7 +57,8 @@ class Replicas:
     """Stands in for a handle: each request goes to a replica that dies after that many updates, or fails at once."""
 
     def __init__(self, replica: Any, *failures: int | Exception, error: Exception | None = None) -> None:
-        self._replica, self._dies = replica, iter(failures)
+        self._replica = replica
+        self._dies = iter(failures)
         self._error = error or ActorUnavailableError("lost", b"1" * 16)
         self.responses: list[Response] = []
         self.generate = self
@@ -127,7 +128,7 @@ def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
     assert pickle.loads(pickle.dumps(BusyError("full", 7))).seconds == 7
 
 
-def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_refused(
+def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_rejected(
     replica: Replica, tiny_pipe: Pipeline
 ) -> None:
     async def complete(request: GenerationRequest) -> Completion:

@@ -91,8 +91,8 @@ def request_stream(site: Site, seed: int) -> tuple[int, str]:
 
 
 def request_image(site: Site, seed: int) -> tuple[int, str]:
-    status, answer = site.post({"prompt": "red cube", "seed": seed})
-    return status, answer["data"][0]["b64_json"] if status == 200 else json.dumps(answer)
+    status, response = site.post({"prompt": "red cube", "seed": seed})
+    return status, response["data"][0]["b64_json"] if status == 200 else json.dumps(response)
 
 
 def test_rolling_restarts_lose_no_request(
@@ -123,7 +123,10 @@ def test_rolling_restarts_lose_no_request(
         thread.join()
     assert all(answers_by_seed)
     assert [
-        answer for seed, answers in enumerate(answers_by_seed) for answer in answers if answer != expected[seed]
+        response
+        for seed, responses in enumerate(answers_by_seed)
+        for response in responses
+        if response != expected[seed]
     ] == []
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class ServedApplication(RunningServer):
-    """What the configuration serves, used like any other server."""
+    """The application that the configuration serves, used like any other server."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1:8000"

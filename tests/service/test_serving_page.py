@@ -76,12 +76,12 @@ def test_the_programs_of_the_page_run_as_written(
 def test_a_request_is_answered_as_the_page_shows(scenes: RunningServer) -> None:
     (command,) = read_blocks("sh", SECTIONS["Requests"])
     (shown_answer,) = map(json.loads, read_blocks("json", SECTIONS["Requests"]))
-    answer = run_curl(scenes, command)
-    assert describe_types(answer) == describe_types(shown_answer)
+    response = run_curl(scenes, command)
+    assert describe_types(response) == describe_types(shown_answer)
     for name in ("output_format", "quality", "background", "size", "usage"):
-        assert answer[name] == shown_answer[name]
+        assert response[name] == shown_answer[name]
     for name in ("model", "method", "quality", "seeds", "target_passes"):
-        assert answer["lantern"][name] == shown_answer["lantern"][name]
+        assert response["lantern"][name] == shown_answer["lantern"][name]
 
 
 def test_an_error_is_what_the_page_shows(scenes: RunningServer) -> None:
@@ -100,9 +100,9 @@ def test_a_stream_has_the_events_of_the_page(tiny: RunningServer) -> None:
     assert sent_fields.keys() == shown_fields.keys()
     shown_fields["lantern.step"] -= {"steps"}  # the field that asks for it
     assert sent_fields["lantern.step"] - {"type"} == shown_fields["lantern.step"]
-    answer = {"created_at", "size", "quality", "background", "output_format", "type"}
-    assert sent_fields["image_generation.partial_image"] == answer | shown_fields["image_generation.partial_image"]
-    assert sent_fields["image_generation.completed"] == answer | {"b64_json", "usage", "lantern"}
+    response = {"created_at", "size", "quality", "background", "output_format", "type"}
+    assert sent_fields["image_generation.partial_image"] == response | shown_fields["image_generation.partial_image"]
+    assert sent_fields["image_generation.completed"] == response | {"b64_json", "usage", "lantern"}
 
 
 def test_a_line_of_the_log_has_the_fields_of_the_page(tiny: RunningServer) -> None:

@@ -1,4 +1,4 @@
-"""Run SGLang's own stage for GLM-Image, from its wheel, against a running server; the rest of SGLang is stubbed."""
+"""Run SGLang's stage for GLM-Image, from its wheel, against a running server; the rest of SGLang is stubbed."""
 
 from __future__ import annotations
 

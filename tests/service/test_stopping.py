@@ -28,51 +28,51 @@ SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
 
 def start_request(server: RunningServer, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
     """Send a request in a thread; once images are being drawn, return the thread and the list for its answer."""
-    answers: list[Any] = []
+    responses: list[Any] = []
 
-    def ask() -> None:
+    def send_request() -> None:
         try:
-            answers.append(server.post(body))
+            responses.append(server.post(body))
         except OSError as error:
-            answers.append(error)
+            responses.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send_request)
     thread.start()
     wait_until(lambda: server.metric("lantern_images_running", model="scenes") > 0)
-    return thread, answers
+    return thread, responses
 
 
 def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_terminated(
     start: Callable[..., RunningServer],
 ) -> None:
     server = start("scenes", "--threads", 1, ready=False)
-    status, answer = server.post(SLOW)
-    assert (status, answer["error"]["code"]) == (503, "loading")
+    status, response = server.post(SLOW)
+    assert (status, response["error"]["code"]) == (503, "loading")
     assert server.get("/livez")[0] == 200
     server.wait_until_ready()
-    thread, answers = start_request(server, SLOW)
+    thread, responses = start_request(server, SLOW)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/readyz")[1]["status"] == "draining")
     assert server.get("/livez")[0] == 200
-    status, answer = server.post(SLOW)
-    assert (status, answer["error"]["code"]) == (503, "draining")
+    status, response = server.post(SLOW)
+    assert (status, response["error"]["code"]) == (503, "draining")
     thread.join()
-    assert answers[0][0] == 200
-    assert len(answers[0][1]["data"]) == 2
+    assert responses[0][0] == 200
+    assert len(responses[0][1]["data"]) == 2
     assert server.process.wait(30) == 0
     assert "Traceback" not in server.log
 
 
 def test_ctrl_c_drains_and_a_second_one_ends_at_once(start: Callable[..., RunningServer]) -> None:
     server = start("scenes", "--threads", 1)
-    thread, answers = start_request(server, {**SLOW, "n": 10})
+    thread, responses = start_request(server, {**SLOW, "n": 10})
     server.process.send_signal(signal.SIGINT)
     wait_until(lambda: server.get("/readyz")[0] == 503)
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(60) == 0
     thread.join()
-    status, answer = answers[0]
-    assert (status, answer["error"]["code"]) == (503, "stopped")
+    status, response = responses[0]
+    assert (status, response["error"]["code"]) == (503, "stopped")
     assert "Traceback" not in server.log
 
 
@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other_socket:
         port = other_socket.getsockname()[1]
         assert run_program(["serve", "--port", str(port)]) == 2
@@ -147,7 +147,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         (["no/such/bundle"], "bundle 'no/such/bundle'"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(
+def test_wrong_options_are_rejected_in_one_line(
     arguments: list[str], message_start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["serve", *arguments]) == 2

@@ -49,7 +49,9 @@ class Crowd:
     async def visit(self) -> None:
         """Send one request of a random kind."""
         kind = self.rng.choices(("whole", "stream", "leave", "wrong", "late"), (6, 3, 3, 1, 1))[0]
-        method, prompt, seed = self.rng.choice(METHODS), self.rng.choice(PROMPTS), self.rng.choice(SEEDS)
+        method = self.rng.choice(METHODS)
+        prompt = self.rng.choice(PROMPTS)
+        seed = self.rng.choice(SEEDS)
         body_fields: dict[str, Any] = {"prompt": prompt, "seed": seed, "method": method}
         if kind == "whole":
             body_fields["n"] = self.rng.choice((1, 1, 2))
@@ -73,7 +75,7 @@ class Crowd:
                 await asyncio.wait_for(reader.read(1), self.rng.random() * 0.05)
                 self.outcomes["left"] += 1
                 return
-            answer = await asyncio.wait_for(reader.read(-1), 60)
+            response = await asyncio.wait_for(reader.read(-1), 60)
         except TimeoutError:
             assert kind == "leave"
             self.outcomes["left"] += 1
@@ -84,7 +86,7 @@ class Crowd:
             return
         finally:
             writer.close()
-        head_text, _, content = answer.partition(b"\r\n\r\n")
+        head_text, _, content = response.partition(b"\r\n\r\n")
         status = int(head_text.split()[1])
         self.outcomes[str(400 if status == 413 else status)] += 1
         assert status in {"whole": (200, 429), "stream": (200, 429), "wrong": (400, 413), "late": (200, 429, 504)}[kind]
@@ -96,9 +98,13 @@ class Crowd:
         elif status == 200:
             self.check(json.loads(content), method, prompt, seed, body_fields["n"])
 
-    def check(self, answer: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
+    def check(self, response: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
         """Check that the images are those that the same request gives alone."""
-        files = [image_data["b64_json"] for image_data in answer["data"]] if "data" in answer else [answer["b64_json"]]
+        files = (
+            [image_data["b64_json"] for image_data in response["data"]]
+            if "data" in response
+            else [response["b64_json"]]
+        )
         assert len(files) == count
         for i, file in enumerate(files):
             with Image.open(io.BytesIO(base64.b64decode(file))) as image:
@@ -127,10 +133,12 @@ def test_no_image_is_lost_or_mixed_up_and_nothing_is_kept(
         for seed in range(len(SEEDS) + 4)
     }
     server = start(tiny_folder, "--threads", 1, "--batch", 6, "--waiting", 12)
-    process, crowd = psutil.Process(server.process.pid), Crowd(server, expected, visits)
+    process = psutil.Process(server.process.pid)
+    crowd = Crowd(server, expected, visits)
     asyncio.run(crowd.come(visits // 4, 16))
     wait_until_idle(server)
-    memory_before, images_before = measure_memory(process.pid), crowd.images
+    memory_before = measure_memory(process.pid)
+    images_before = crowd.images
     asyncio.run(crowd.come(visits - visits // 4, 16))
     wait_until_idle(server)
     memory_growth = measure_memory(process.pid) - memory_before
@@ -151,4 +159,6 @@ def measure_memory(process: int) -> float:
 
 def wait_until_idle(server: RunningServer) -> None:
     """Wait until no image is being drawn and none waits."""
-    wait_until(lambda: sum(server.metric(f"lantern_images_{one}", model="tiny") for one in ("running", "waiting")) == 0)
+    wait_until(
+        lambda: sum(server.metric(f"lantern_images_{state}", model="tiny") for state in ("running", "waiting")) == 0
+    )

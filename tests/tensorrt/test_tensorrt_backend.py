@@ -52,7 +52,7 @@ def scenes(float_scenes_bundle: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scenes bundle for two GPUs."""
+    """Build the scenes bundle for two GPUs."""
     pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     folder = tmp_path_factory.mktemp("plans") / "scenes"
     build_engines(scenes, "scenes", RTX, folder, False, silent)

@@ -152,7 +152,7 @@ def test_too_few_images_and_damaged_shards_are_rejected(
         ("kind", []),
     ],
 )
-def test_shards_that_contradict_the_bundle_are_refused(
+def test_shards_that_contradict_the_bundle_are_rejected(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str, value: Any
 ) -> None:
     write(pipeline, tmp_path, 2)
@@ -177,7 +177,7 @@ def test_shards_that_contradict_the_bundle_are_refused(
         ("prompts", [3]),
     ],
 )
-def test_numbers_out_of_range_and_other_shapes_are_refused(
+def test_numbers_out_of_range_and_other_shapes_are_rejected(
     pipeline: Pipeline, tmp_path: Path, field: str, value: Any
 ) -> None:
     write(pipeline, tmp_path / "good", 2)

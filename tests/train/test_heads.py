@@ -1,4 +1,4 @@
-"""`lantern-rt train-drafter heads`: what is learned is what windows draft with, and exact pictures stay."""
+"""Train draft heads: the tables give the module's logits, and exact images stay the same."""
 
 from __future__ import annotations
 
@@ -36,49 +36,54 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
     module = TrainedHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
     heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.export_tables().items()})
-    late, left = samples.unaccepted_states.numpy(), samples.left_tokens.numpy()
+    states_after_draft = samples.unaccepted_states.numpy()
+    left_tokens = samples.left_tokens.numpy()
     uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
-    changes = zip(heads.compute_gates(late), samples.unaccepted_tokens.tolist(), left[:, None], strict=True)
+    changes = zip(
+        heads.compute_gates(states_after_draft), samples.unaccepted_tokens.tolist(), left_tokens[:, None], strict=True
+    )
     corrections = np.concatenate([heads.compute_correction(*change) for change in changes])
     with torch.no_grad():
-        close = {"rtol": 5e-3, "atol": 2e-2}
-        np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **close)
-        guessed = module.predict_logits(samples)
+        tolerance = {"rtol": 5e-3, "atol": 2e-2}
+        np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **tolerance)
+        module_logits = module.predict_logits(samples)
     for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
-        logits = heads.predict_logits(left[[i]], 0, heads.compute_context(states))[0]
-        np.testing.assert_allclose(logits, guessed[i], **close)
+        logits = heads.predict_logits(left_tokens[[i]], 0, heads.compute_context(states))[0]
+        np.testing.assert_allclose(logits, module_logits[i], **tolerance)
 
 
-def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_they_are(
+def test_heads_learn_are_written_into_the_bundle_and_leave_exact_images_as_they_are(
     c2i_bundle: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(c2i_bundle, folder)
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
-        before = pipeline(class_ids=[3, 5], seed=1, method="ar").codes
+        expected_codes = pipeline(class_ids=[3, 5], seed=1, method="ar").codes
     assert run_program(["train-drafter", "heads", str(folder), "--data", str(shards), "--steps", "60"]) == 0
-    late, corrected, _ = (float(part.split()[-1]) for part in capsys.readouterr().out.splitlines()[0].split(","))
-    assert corrected > late
+    uncorrected, corrected, _ = (float(part.split()[-1]) for part in capsys.readouterr().out.splitlines()[0].split(","))
+    assert corrected > uncorrected
     bundle = open_bundle(folder)
     assert bundle.heads is not None
     assert [*bundle.manifest.presets] == ["strict"]
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         for method in ("ar", "sjd:window=3", "sjd:window=15", "eagle:tree=chain-3", "eagle:tree=dynamic-8-3-2"):
-            np.testing.assert_array_equal(pipeline(class_ids=[3, 5], seed=1, method=method).codes, before)
+            np.testing.assert_array_equal(pipeline(class_ids=[3, 5], seed=1, method=method).codes, expected_codes)
         relaxed = {"method": "sjd:window=4:lambda=3"}
         alone, among = (pipeline(class_ids=ids, seed=2, **relaxed).codes[0] for ids in ([5], [5, 3]))
         np.testing.assert_array_equal(alone, among)
 
 
-def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_refused(c2i_bundle: Path, tmp_path: Path) -> None:
+def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_rejected(
+    c2i_bundle: Path, tmp_path: Path
+) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     tables = TrainedHeads(read_heads_target(bundle), 0).export_tables()
     first = write_heads(bundle, tables)
-    other = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
-    assert [*other.folder.glob("heads*")] == [other.path("heads")]
+    damaged = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
+    assert [*damaged.folder.glob("heads*")] == [damaged.path("heads")]
     with pytest.raises(BundleError, match="NaN or infinity"):
-        _ = other.heads
-    lying = replace(other, manifest=other.manifest.model_copy(update={"heads": HeadsSpec(rank=7, units=96)}))
+        _ = damaged.heads
+    mislabeled = replace(damaged, manifest=damaged.manifest.model_copy(update={"heads": HeadsSpec(rank=7, units=96)}))
     with pytest.raises(BundleError, match=r"float16 \[.*\]"):
-        _ = lying.heads
+        _ = mislabeled.heads

@@ -34,12 +34,13 @@ from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
 
 FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
 WORDS = ("a red cube", "sand on a cube", "red sand")
-PER_SHARD, SEEDS = 12, 20
+PER_SHARD = 12
+SEEDS = 20
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
 
 
 class Trained(NamedTuple):
-    """A bundle with heads, the data they learned from, and what its training printed."""
+    """A bundle with heads, their training data, and the output of the training."""
 
     bundle: Path
     data: Path
@@ -57,7 +58,7 @@ def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-Image with first grids of about 16 codes, 4 x 4, 3 x 5 and 6 x 2."""
+    """Export GLM-Image with first grids of about 16 codes, 4 x 4, 3 x 5 and 6 x 2."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
         patch.setattr(glm_image, "_FIRST_SIDE", 4)
@@ -88,7 +89,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Trained(bundle, place / "data", prompts, printed[0])
 
 
-def subject(trained: Trained) -> Prompts:
+def read_prompts(trained: Trained) -> Prompts:
     return read_bundle_prompts(open_bundle(trained.bundle), trained.prompts)
 
 
@@ -98,7 +99,7 @@ def test_heads_bring_drafts_nearer_to_the_target(trained: Trained) -> None:
 
 
 def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: Trained) -> None:
-    """States and output layer give the logits of the target's own passes, and late states those after the draft."""
+    """Compare logits from stored states with the target's own passes, and stored states after unaccepted codes."""
     with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
         sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
         layer = read_heads_target(pipeline.bundle).layer
@@ -107,37 +108,45 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             source = shard.source
             assert (source.rows, source.columns, source.cells) == (size.rows, size.columns, size.codes)
             images = shard.read(slice(0, 3))
-            request = subject(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
-            drawn = pipeline.check(**request, method="ar").images
-            prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, drawn))[:3]
+            request = read_prompts(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
+            images_of_request = pipeline.check(**request, method="ar").images
+            prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images_of_request))[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
             layout = pipeline.bundle.manifest.layout(size)
-            guidance, cells = Guidance(sampling, layout), range(size.codes)
+            guidance = Guidance(sampling, layout)
+            cells = range(size.codes)
             rows = range(2 if sampling.guided else 1)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):
-                known = codes.astype(np.int64)
+                code_ids = codes.astype(np.int64)
                 logits = np.concatenate(
-                    [*compute_sequence_logits(model, layout, prompt.rows(len(rows)), known[:-1], Clock())], 1
+                    [*compute_sequence_logits(model, layout, prompt.rows(len(rows)), code_ids[:-1], Clock())], 1
                 )
                 states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in rows])
                 inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
-                found = layer.logits(torch.from_numpy(guidance.mix(inputs, cells))).numpy()
-                np.testing.assert_allclose(found, guidance.mix(logits, cells), rtol=0, atol=0.1)
-                cell, late = images.unaccepted_cells[i, 0], images.unaccepted_codes[i, 0]
-                drafted = np.append(known[: cell - 1], late)
-                for row, own in enumerate(compute_sequence_states(model, layout, prompt.rows(len(rows)), [drafted])):
-                    np.testing.assert_allclose(images.unaccepted_states[i, row, 0], own[-1], rtol=2e-3, atol=5e-3)
+                state_logits = layer.logits(torch.from_numpy(guidance.mix(inputs, cells))).numpy()
+                np.testing.assert_allclose(state_logits, guidance.mix(logits, cells), rtol=0, atol=0.1)
+                cell = images.unaccepted_cells[i, 0]
+                unaccepted_code = images.unaccepted_codes[i, 0]
+                drafted = np.append(code_ids[: cell - 1], unaccepted_code)
+                for row, pass_states in enumerate(
+                    compute_sequence_states(model, layout, prompt.rows(len(rows)), [drafted])
+                ):
+                    np.testing.assert_allclose(
+                        images.unaccepted_states[i, row, 0], pass_states[-1], rtol=2e-3, atol=5e-3
+                    )
 
 
-def test_pictures_of_every_size_are_those_of_plain_decoding(trained: Trained) -> None:
+def test_images_of_every_size_are_those_of_plain_decoding(trained: Trained) -> None:
     with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
         assert pipeline.bundle.manifest.drafters[0] == "heads"
         for size in pipeline.bundle.manifest.all_sizes:
 
-            def drawn(method: str, images: int, together: int, size: Any = size) -> tuple[list[list[int]], float]:
-                request = pipeline.check(**subject(trained).request(0, images), size=size.name, method=method)
+            def generate(method: str, images: int, together: int, size: Any = size) -> tuple[list[list[int]], float]:
+                request = pipeline.check(**read_prompts(trained).request(0, images), size=size.name, method=method)
                 prepared = pipeline.prepare(request)
-                model, prompts, seeds = prepared.model(), prepared.prompts(), prepared.seeds
+                model = prepared.model()
+                prompts = prepared.prompts()
+                seeds = prepared.seeds
                 codes: list[list[int]] = [[] for _ in seeds]
                 for step in decode(model, prepared.plan, prompts, seeds, together):
                     for part in step.parts:
@@ -145,11 +154,11 @@ def test_pictures_of_every_size_are_those_of_plain_decoding(trained: Trained) ->
                 assert step.stats is not None
                 return codes, step.stats.tokens_per_forward_pass
 
-            expected, _ = drawn("ar", SEEDS, SEEDS)
+            expected, _ = generate("ar", SEEDS, SEEDS)
             for method in METHODS:
-                codes, speed = drawn(method, SEEDS, 4)
+                codes, speed = generate(method, SEEDS, 4)
                 assert codes == expected
-                assert drawn(method, 3, 1)[0] == expected[:3]
+                assert generate(method, 3, 1)[0] == expected[:3]
                 assert speed > 1
 
 

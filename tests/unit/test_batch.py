@@ -198,7 +198,7 @@ def test_a_cancelled_image_leaves_at_once_and_nothing_of_it_remains() -> None:
         queue.step()
     assert sequences[1].codes[:CODES] == codes_alone(visits[1], Ar())
     batch_fields: dict[str, Any] = vars(queue.batch)
-    assert not batch_fields["_drafters"].all
+    assert not batch_fields["_drafters"].with_sequences
     assert batch_fields["_cache"] is None
 
 
@@ -270,5 +270,5 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
     for i, sequence in enumerate(sequences):
         if sequence not in failed_sequences:
             assert sequence.codes == codes_alone(Visit(i, sampling, method, 0, 0), method)
-    assert not batch_fields["_drafters"].all
+    assert not batch_fields["_drafters"].with_sequences
     assert batch_fields["_cache"] is None

@@ -212,7 +212,7 @@ def test_cells_that_a_mask_touches_are_regenerated_in_every_form_of_mask(manifes
     assert edit_of(manifest, COLOURS, keep_rows=5).regenerated_cells.any(1).tolist() == [False] * 5 + [True] * 11
 
 
-def test_requests_that_contradict_themselves_are_refused(bundle: Bundle) -> None:
+def test_requests_that_contradict_themselves_are_rejected(bundle: Bundle) -> None:
     wrong_options: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
     for options in wrong_options:
         error = error_of(

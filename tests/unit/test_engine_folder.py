@@ -202,7 +202,7 @@ def test_graphs_replaced_by_engines_are_not_read(bundle: Path, engines: Path, tm
         ({"builder_version": "1.0.0"}, "engines built by tensorrt-rtx 1.0.0"),
     ],
 )
-def test_plans_of_another_bundle_or_version_are_refused(
+def test_plans_of_another_bundle_or_version_are_rejected(
     bundle: Path, engines: Path, fields: dict[str, str], found: str
 ) -> None:
     change(engines, **fields)
@@ -213,7 +213,7 @@ def test_plans_of_another_bundle_or_version_are_refused(
     )
 
 
-def test_an_altered_missing_or_linked_plan_is_refused(
+def test_an_altered_missing_or_linked_plan_is_rejected(
     bundle: Path, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = engines / "drafter.plan"

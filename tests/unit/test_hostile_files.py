@@ -174,7 +174,7 @@ def test_prompt_lines_end_only_at_the_line_ends_of_editors(tmp_path: Path, insid
     assert read_prompts(tmp_path / "prompts.txt") == [(1, "a red cube"), (3, f"a blue{inside}cone")]
 
 
-def test_prompts_in_utf_16_without_a_mark_are_refused(tmp_path: Path) -> None:
+def test_prompts_in_utf_16_without_a_mark_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("a red cube\n".encode("utf-16-le"))
     with expects_error(RequestError, "prompts.txt", "NUL", "in UTF-8"):
         read_prompts(tmp_path / "prompts.txt")
@@ -205,12 +205,12 @@ def test_files_that_are_too_large_are_rejected_without_reading_them(tmp_path: Pa
         "tree-z-" + 35 * "3",
     ],
 )
-def test_trees_too_large_to_draft_are_refused(name: str) -> None:
+def test_trees_too_large_to_draft_are_rejected(name: str) -> None:
     with expects_error(TreeError, "tree"):
         parse_tree(name)
 
 
-def test_a_bundle_with_too_large_a_tree_is_refused(folder: Path) -> None:
+def test_a_bundle_with_too_large_a_tree_is_rejected(folder: Path) -> None:
     methods = [{"method": "eagle", "tree": "dynamic-999-99-99"}]
     change(folder, decoding={"methods": methods})
     with expects_error(BundleError, "default tree", "found 999 nodes, expected at most 128"):
@@ -246,7 +246,7 @@ def npy(header: bytes, version: bytes = b"\x01\x00", data: bytes = bytes(256)) -
         b"",
     ],
 )
-def test_a_neighbour_table_with_a_damaged_header_is_refused_by_name(folder: Path, damaged: bytes) -> None:
+def test_a_neighbour_table_with_a_damaged_header_is_rejected_by_name(folder: Path, damaged: bytes) -> None:
     path = folder / "neighbors.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("indices.npy", damaged)

@@ -126,7 +126,7 @@ def test_a_thread_that_cannot_be_started_is_one_line(
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 
 
-def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
+def test_a_full_disk_is_rejected_for_a_trace_and_leaves_no_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = make_tiny_bundle(tmp_path / "large", grid=24)

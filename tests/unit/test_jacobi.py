@@ -37,7 +37,7 @@ from lantern_rt.runtime.tree_names import parse_tree
 VOCABULARY = 2
 CODES = 5
 HIDDEN = 6
-NEIGHBORS = np.array([[1], [0]])  # of two codes, each is the neighbour of the other
+NEIGHBORS = np.array([[1], [0]])  # each code is the neighbour of the other
 # Relaxed acceptance that borrows nothing: an exact method that decides by rejection sampling.
 REJECTION: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
 

@@ -73,7 +73,7 @@ def test_a_link_counts_as_a_file_wherever_it_leads(tmp_path: Path, target: str) 
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_mount_point_is_refused_before_the_work() -> None:
+def test_a_mount_point_is_rejected_before_the_work() -> None:
     error = error_of(OutputError, check_new_folder, Path("/"), True, "bundle.json")
     assert (error.problem, error.remedy) == (
         "is a mount point, which cannot be replaced",
@@ -81,7 +81,7 @@ def test_a_mount_point_is_refused_before_the_work() -> None:
     )
 
 
-def test_a_folder_to_replace_in_a_folder_without_write_access_is_refused_before_the_work(
+def test_a_folder_to_replace_in_a_folder_without_write_access_is_rejected_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(**_: object) -> None:

@@ -191,7 +191,7 @@ def test_tensors_that_cannot_become_arrays_are_rejected(embeds: Checker, kind: s
 
 
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)
-def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any) -> None:
+def test_embeddings_that_do_not_fit_are_rejected(embeds: Checker, embeddings: Any) -> None:
     check_rejected(embeds, "embeddings", {"embeddings": embeddings})
 
 

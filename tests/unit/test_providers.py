@@ -133,7 +133,9 @@ def test_loading_stops_unless_a_provider_runs_the_whole_graph() -> None:
     check_assignment(GRAPH, cuda, make_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
-def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_without_convolutions_is_rejected_before_an_image_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("onnxruntime")
     check_provider("cpu")
 
@@ -156,7 +158,7 @@ def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("path", "words"), [("plugin.so", "no device"), ("broken.so", "libvulkan"), (None, "no module onnxruntime_ep")]
 )
-def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
+def test_a_plugin_that_is_missing_broken_or_without_a_device_is_rejected(
     monkeypatch: pytest.MonkeyPatch, path: str | None, words: str
 ) -> None:
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)

@@ -121,7 +121,7 @@ def make_loop(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_file, make_loop])
-def test_a_cache_that_cannot_be_written_is_refused_before_the_download(
+def test_a_cache_that_cannot_be_written_is_rejected_before_the_download(
     host: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     cache = tmp_path / "cache"

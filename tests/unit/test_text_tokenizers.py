@@ -102,7 +102,7 @@ def test_ids_have_no_special_tokens_padding_or_truncation(ids_file: Path) -> Non
     assert TemplateTokenizer(load_tokenizer(ids_file), "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
 
 
-def test_a_prompt_with_too_many_tokens_or_none_is_refused(ids_file: Path) -> None:
+def test_a_prompt_with_too_many_tokens_or_none_is_rejected(ids_file: Path) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2$"):
         TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 2)
     with pytest.raises(RequestError, match=r"^prompt: found no tokens, expected a few words$"):

@@ -67,7 +67,7 @@ def test_special_tokens_digits_and_foreign_letters_are_unknown_words(tokenizer: 
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", "?!...", "🙂"])
-def test_a_prompt_without_words_is_refused(tokenizer: WordTokenizer, prompt: str) -> None:
+def test_a_prompt_without_words_is_rejected(tokenizer: WordTokenizer, prompt: str) -> None:
     assert encode_error(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
 
 
