@@ -22,7 +22,7 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import Weight
 from ..bundle.weights import INTEGERS, StoredWeights
 from ..errors import BundleError
-from ..inputs import reading
+from ..inputs import convert_read_errors
 from .columns import unpack_mask
 from .contracts import Tensor
 from .decoder_tensors import device_tensors, rows_dtype
@@ -90,7 +90,7 @@ def make_device_graph(
     Raises:
         BundleError: the file is damaged, or is not the graph of `spec`.
     """
-    with reading(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+    with convert_read_errors(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
         weights = StoredWeights(path)
         if f"layers.{spec.num_layers}.ffn.up.weight" in weights:
             raise BundleError(field=str(path), found="more layers", expected=str(spec.num_layers), remedy=EXPORT_AGAIN)
@@ -145,7 +145,7 @@ class _DeviceWriter(DecoderWriter):
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and split_and_rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
+        """Split and rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
@@ -304,8 +304,8 @@ class _DeviceWriter(DecoderWriter):
     def look_up_embeddings(self) -> str:
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops and not self.half:
-            return self.graph.op("Gather", self.write_weight("embed.write_weight"), "token_ids")
-        stored_weight = self.weights["embed.write_weight"]
+            return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
+        stored_weight = self.weights["embed.weight"]
         rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
         return rows if stored_weight.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..inputs import describe_error_fields, format_error, format_value, read_plain_file, reading
+from ..inputs import convert_read_errors, describe_error_fields, format_error, format_value, read_plain_file
 from ..methods import FrozenModel
 from .profiles import BACKENDS, Profile
 
@@ -178,7 +178,7 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         raise EngineError(
             f"cannot be read ({format_error(error)})", field=str(file), expected="a short JSON text"
         ) from error
-    with reading(file, "JSON", EngineError, _BUILD_AGAIN):
+    with convert_read_errors(file, "JSON", EngineError, _BUILD_AGAIN):
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:

@@ -219,17 +219,21 @@ class DecoderWriter(ABC):
         layer_name = f"layers.{index}"
         has_norm = index > 0 or self.architecture.input_norm
         x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.attention_norm.weight" if has_norm else None)
-        addend = self.write_output_norm(self.write_attention_block(normed, layer_name), f"{layer_name}.attention_post_norm.weight")
+        addend = self.write_output_norm(
+            self.write_attention_block(normed, layer_name), f"{layer_name}.attention_post_norm.weight"
+        )
         x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.ffn_norm.weight")
         gate = self.write_linear(normed, f"{layer_name}.ffn.gate")
         up = self.write_linear(normed, f"{layer_name}.ffn.up")
         active = self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
-        return x, self.write_output_norm(self.write_linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight")
+        return x, self.write_output_norm(
+            self.write_linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight"
+        )
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
-        """Write the write_attention_block of the layer `layer_name` and return its output."""
-        query, key, value = self.split_and_rotate(self.write_linear(x, f"{layer_name}.write_attention_block.qkv"), layer_name)
-        return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.write_attention_block.out")
+        """Write the attention of the layer `layer_name` and return its output."""
+        query, key, value = self.split_and_rotate(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
+        return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
     def write_head(self, hidden: str, below: str | None = None) -> None:
         """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
@@ -260,7 +264,9 @@ class DecoderWriter(ABC):
         bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # stored as float32
         return self.graph.op("Add", y, bias, name=output)
 
-    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+    def write_sum_and_norm(
+        self, x: str, addend: str | None, weight: str | None, name: str | None = None
+    ) -> tuple[str, str]:
         """Write the residual sum and its RMS norm; without a norm, the normed sum is the sum.
 
         WebGPU does not record copies. Therefore the sum itself gets the name, instead of an Identity node's output.
@@ -325,7 +331,7 @@ class DecoderWriter(ABC):
 
     @abstractmethod
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its write_norm. Args: see `write_sum_and_norm`."""
+        """Write the residual sum and its norm. Args: see `write_sum_and_norm`."""
 
     @abstractmethod
     def write_gelu(self, x: str) -> str:

@@ -99,7 +99,7 @@ class Engines:
                 self._drafter = self._graphs.load_decoder("drafter", spec, None)
             return self._drafter
 
-    def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
+    def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
         """Compute conditional and unconditional prefixes, float32 `[rows, length, hidden_size]`.
 
         The two lengths may differ.
@@ -107,7 +107,7 @@ class Engines:
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
-    def vq_decoder(self, codes: Ints) -> Floats:
+    def decode_images(self, codes: Ints) -> Floats:
         """Decode tokens `[images, rows, columns]` to images, float32 `[images, 3, height, width]`, about -1 .. 1.
 
         The bundle has an image decoder.
@@ -116,7 +116,7 @@ class Engines:
         cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
-    def vq_encoder(self, images: Floats) -> Ints:
+    def encode_images(self, images: Floats) -> Ints:
         """Encode images, float32 `[images, 3, height, width]` in -1 .. 1, to tokens, int64 `[images, cells]`.
 
         Raises: BundleError: the bundle has no VQ encoder.
@@ -134,7 +134,7 @@ class Engines:
         if self._vq_decoder is None:
             return
         size = self._bundle.manifest.size()
-        self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
+        self.decode_images(np.zeros((1, size.rows, size.columns), np.int64))
 
 
 def choose_providers(requested: Providers, bundle: Bundle) -> Providers:

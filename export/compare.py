@@ -27,7 +27,7 @@ from ..engines.graph_writer import column_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
 from ..errors import BundleError
-from ..inputs import format_value, reading
+from ..inputs import convert_read_errors, format_value
 from ..runtime.engine import PassInput
 from .checkpoints.deferred import compute_tensor, defer_tensor
 from .graph.graph_file import GraphFile
@@ -88,7 +88,7 @@ def compare_with_module(
     results: dict[str, list[Arrays]] = {}
     for layout, open_layout in layouts.items():
         results[layout] = []
-        with reading(path, "a graph that runs", BundleError, "export the bundle again"):
+        with convert_read_errors(path, "a graph that runs", BundleError, "export the bundle again"):
             session = open_layout()
             for name in names:
                 report(next(done), total)

@@ -24,7 +24,7 @@ from ..engines.contracts import Progress
 from ..engines.engine_folder import EngineFolder
 from ..engines.gpu import find_gpu
 from ..errors import BundleError, CheckpointError, ParityError
-from ..inputs import format_value, reading
+from ..inputs import convert_read_errors, format_value
 from .checkpoints.deferred import compute_tensor
 from .compare import CaseResult, compare_with_evaluator, compare_with_module, run_module
 from .compare_engines import compare_engines
@@ -222,7 +222,7 @@ def verify_bundle(
         with (
             np.errstate(all="ignore"),
             warnings.catch_warnings(action="ignore"),
-            reading(path, "a graph that runs", BundleError, "export the bundle again"),
+            convert_read_errors(path, "a graph that runs", BundleError, "export the bundle again"),
         ):
             if graph is None:
                 progress(f"comparing {path.name}", 0, 1)

@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
-from .inputs import check_int, read_plain_file, reading
+from .inputs import check_int, convert_read_errors, read_plain_file
 from .options import ImageSource
 from .runtime.engine import Bools, Floats, Ints
 
@@ -118,7 +118,10 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         raise RequestError(field=name, found=f"an object of type {type(source).__name__}", expected=expected)
     path = Path(source) if isinstance(source, str | Path) else Path(name)
     expected = "a PNG, JPEG or WebP file"
-    with reading(path, expected, RequestError, "give another image"), warnings.catch_warnings(action="ignore"):
+    with (
+        convert_read_errors(path, expected, RequestError, "give another image"),
+        warnings.catch_warnings(action="ignore"),
+    ):
         if isinstance(source, np.ndarray) or (isinstance(source, Image.Image) and source.mode in ("I", "F")):
             image = _image_from_array(name, np.asarray(source))
         elif isinstance(source, Image.Image):
@@ -159,7 +162,7 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     sizes = []
     for name, source in sources.items():
         header = read_image(name, source, header_only=True)
-        with reading(Path(name), "an orientation", RequestError, "give another image"):
+        with convert_read_errors(Path(name), "an orientation", RequestError, "give another image"):
             # The `getexif` of PNG images would decode all pixels.
             rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)
         if 0 in header.size:

@@ -1,7 +1,7 @@
 """Checks of user input: single values, errors of libraries as one line of text, and files.
 
 Reading a pipe or a device might never end, and libraries that parse damaged files raise any exception. Every file is
-therefore opened here, and parsed inside `reading`, whose error names the file in one line.
+therefore opened here, and parsed inside `convert_read_errors`, whose error names the file in one line.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def require_library(name: str, feature: str, extra: str) -> None:
 
 
 @contextmanager
-def reading(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
+def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
     """Convert any exception of the block to an error that names the file.
 
     Errors of this package pass unchanged. Panics of Rust libraries, which are not `Exception`s, are converted, too.

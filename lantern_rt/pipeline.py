@@ -300,7 +300,7 @@ class Pipeline:
         """
         request = check_request(self.bundle.manifest, self._tokenizer, prompts, **options)
         if request.images[0].edit is not None:
-            request.images[0].edit.encode(self.engines.vq_encoder)
+            request.images[0].edit.encode(self.engines.encode_images)
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -394,7 +394,7 @@ class Pipeline:
             return make_blank_image(*manifest.pixels(size))
         # The decoder needs a token in every cell: repeat the last known token.
         filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]
-        image = image_from_pixels(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
+        image = image_from_pixels(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
         if edit is not None:
             image = edit.blend(image)
         if not known.all():

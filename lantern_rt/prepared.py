@@ -99,12 +99,12 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
         BundleError: the condition graph gave another shape than the bundle says, or NaN.
     """
     negative = images[0].negative
-    negative_row = None if negative is None else engines.condition(negative.inputs)[0]
+    negative_row = None if negative is None else engines.compute_condition(negative.inputs)[0]
     edit = images[0].edit
-    preserved = None if edit is None else edit.encode(engines.vq_encoder)
+    preserved = None if edit is None else edit.encode(engines.encode_images)
     for _, group in groupby(images, lambda image: id(image.inputs)):
         image, *others = group
-        cond, uncond = engines.condition(image.inputs if edit is None else edit.complete(image.inputs))
+        cond, uncond = engines.compute_condition(image.inputs if edit is None else edit.complete(image.inputs))
         uncond = uncond if negative_row is None else negative_row
         if [(1, len(real)) for real in image.is_real] != [cond.shape[:2], uncond.shape[:2]]:
             problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"

@@ -22,7 +22,7 @@ from .bundle.hub import parse_reference
 from .engines.host import EXPORT_BYTES, check_free_memory, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
-from .inputs import reading, require_library
+from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
 from .output.files import check_disks, check_new_folder, convert_output_errors
 
@@ -171,7 +171,7 @@ def _bundle_folder(name: str) -> Path:
 @contextmanager
 def _reading_cache() -> Iterator[Path]:
     folder = models_cache_folder()
-    with reading(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
+    with convert_read_errors(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
         with suppress(FileNotFoundError):
             folder.stat()  # methods of Path ignore other errors since Python 3.13
         yield folder
@@ -226,7 +226,7 @@ def check_host(name: str, export: bool = False) -> None:
         raise
     hub = Path(constants.HF_HUB_CACHE)
     remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
-    with reading(hub, "a folder of checkpoints", OutputError, remedy):
+    with convert_read_errors(hub, "a folder of checkpoints", OutputError, remedy):
         downloaded = sum(_downloaded_bytes(hub, repository) for repository in source.repositories)
         check_disks([(hub, source.download_bytes - downloaded), (models_cache_folder(), source.bundle_bytes)], remedy)
     if source.login and get_token() is None:

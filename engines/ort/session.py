@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, EngineError
-from ...inputs import format_error, reading, reraise_interruption
+from ...inputs import convert_read_errors, format_error, reraise_interruption
 from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
 from ..graph_writer import TYPES, GraphWriter
 from ..host import choose_thread_count, import_onnxruntime
@@ -71,7 +71,7 @@ class GraphSession:
             self.session = load_session(path, choose_thread_count(threads), provider, records=records)
         else:
             self.session = load_session(model, choose_thread_count(threads), provider, path.parent, records)
-        with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
+        with convert_read_errors(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
             for kind, tensors, expected in (
                 ("input", self.session.get_inputs(), inputs),

@@ -23,7 +23,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...inputs import format_error, format_value, open_plain_file, read_plain_file, reading, reraise_interruption
+from ...inputs import (
+    convert_read_errors,
+    format_error,
+    format_value,
+    open_plain_file,
+    read_plain_file,
+    reraise_interruption,
+)
 from ...text.tokenizers import parse_tokenizer
 from .pickles import check_pickles
 from .torchscript import read_torchscript
@@ -60,7 +67,7 @@ def raises_checkpoint_error(read: Reader) -> Reader:
         path = [*args, *named.values()][0]
         remedy = "download it again, or save it again as plain tensors"
         with (
-            reading(path, "a checkpoint's file or folder", CheckpointError, remedy),
+            convert_read_errors(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
             _check_contents(path)

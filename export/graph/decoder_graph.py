@@ -73,7 +73,9 @@ class PastFirstWriter(DecoderWriter):
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.write_decoder(x, self.config.num_layers)
 
-    def write_sum_and_norm(self, x: str, addend: str | None, weight: str | None, name: str | None = None) -> tuple[str, str]:
+    def write_sum_and_norm(
+        self, x: str, addend: str | None, weight: str | None, name: str | None = None
+    ) -> tuple[str, str]:
         if name is not None:  # the last: outputs have rows first
             total = x if addend is None else self.graph.op("Add", x, addend)
             x = self.graph.transpose(total, 1, 0, 2, name=name if weight is None else None)

@@ -26,10 +26,10 @@ class TwoHeads(nn.Module):
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
         self.right = nn.Linear(width, vocabulary, bias=False)
-        self.hidden_below = nn.Linear(width, vocabulary, bias=False)
+        self.below = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, hidden_below: Tensor) -> Tensor:
-        return torch.cat([self.right(hidden), self.hidden_below(hidden_below)], -1)
+        return torch.cat([self.right(hidden), self.below(hidden_below)], -1)
 
 
 Head = nn.Linear | TwoLayerHead | TwoHeads

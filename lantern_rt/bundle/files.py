@@ -26,11 +26,11 @@ from pydantic import ValidationError
 
 from ..errors import BundleError, RequestError
 from ..inputs import (
+    convert_read_errors,
     describe_error_fields,
     format_error,
     format_value,
     read_plain_file,
-    reading,
     reraise_interruption,
     split_lines,
 )
@@ -325,7 +325,7 @@ def _file_error(path: Path, actual: str, expected: str) -> BundleError:
 
 
 def _convert_parse_errors(path: Path, expected: str) -> AbstractContextManager[None]:
-    return reading(path, expected, BundleError, _EXPORT_AGAIN)
+    return convert_read_errors(path, expected, BundleError, _EXPORT_AGAIN)
 
 
 def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

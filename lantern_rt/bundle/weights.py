@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BundleError
-from ..inputs import reading
+from ..inputs import convert_read_errors
 from .decoder import EXPORT_AGAIN
 from .onnx_scan import Weight, graph_weights
 
@@ -32,7 +32,7 @@ class StoredWeights(dict[str, Weight]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with reading(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+        with convert_read_errors(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
             super().__init__({_STORAGE.sub("", name): weight for name, weight in graph_weights(path).items()})
             for file, offset, size in filter(None, (weight.external for weight in self.values())):
                 if offset + size > (path.parent / file).stat().st_size:
@@ -58,5 +58,5 @@ class StoredWeights(dict[str, Weight]):
         return sum(math.prod(weight.shape) for weight in self.values() if "float" in weight.dtype)
 
     def _read_weight(self, weight: Weight) -> NDArray[np.float32]:
-        with reading(self._path, "an ONNX graph", BundleError, EXPORT_AGAIN):
+        with convert_read_errors(self._path, "an ONNX graph", BundleError, EXPORT_AGAIN):
             return weight.array(self._path.parent).astype(np.float32)

@@ -13,7 +13,7 @@ import typer
 from ..bundle.files import MANIFEST_FILE, Bundle
 from ..bundle.hub import HUB, REPOSITORY, convert_hub_errors
 from ..errors import OutputError, RequestError
-from ..inputs import format_value, read_plain_file, reading
+from ..inputs import convert_read_errors, format_value, read_plain_file
 from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
@@ -97,7 +97,7 @@ def push_bundle(
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     recipe = read_recipe(path)
     restore_settings(path, recipe, bundle)
-    with reading(path, "an image", RequestError, REMEDY):
+    with convert_read_errors(path, "an image", RequestError, REMEDY):
         return read_plain_file(path, _MAX_IMAGE_BYTES), recipe.model_dump(exclude_none=True)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import check_int, format_value, read_plain_file, reading
+from ..inputs import check_int, convert_read_errors, format_value, read_plain_file
 from ..output.files import check_output
 from ..output.names import make_slug, plan_outputs
 from .console import print_json, print_stderr, print_text, show_progress
@@ -281,7 +281,7 @@ def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, 
 
 
 def _read_token_ids(path: Path) -> Any:
-    with reading(path, "a JSON list of token ids", RequestError, "write it as [1, 2, 3]"):
+    with convert_read_errors(path, "a JSON list of token ids", RequestError, "write it as [1, 2, 3]"):
         ids = json.loads(read_plain_file(path, _MAX_ID_BYTES))
         if not isinstance(ids, list):
             raise ValueError(format_value(ids))

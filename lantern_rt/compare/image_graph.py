@@ -20,7 +20,7 @@ from ..engines.contracts import Progress
 from ..engines.host import choose_thread_count
 from ..engines.ort.session import open_session
 from ..errors import EngineError, RequestError
-from ..inputs import format_error, open_plain_file, read_plain_file, reading, reraise_interruption
+from ..inputs import convert_read_errors, format_error, open_plain_file, read_plain_file, reraise_interruption
 from ..text.tokenizers import parse_tokenizer
 from .statistics import Floats, Ints
 
@@ -69,7 +69,9 @@ def read_preprocessing(graph: Path) -> Preprocessing:
         RequestError: the file is invalid.
     """
     path = graph.parent / PREPROCESSING_FILE
-    with reading(path, f"a {PREPROCESSING_FILE}", RequestError, "correct it, or move it away from the graph"):
+    with convert_read_errors(
+        path, f"a {PREPROCESSING_FILE}", RequestError, "correct it, or move it away from the graph"
+    ):
         try:
             text = read_plain_file(path, _FILE_LIMIT)
         except (FileNotFoundError, NotADirectoryError):
@@ -224,7 +226,10 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], pro
     rows = []
     for number, path in enumerate(files):
         progress("features of real images", number, len(files))
-        with reading(path, "an image", RequestError, "remove it from the folder"), open_plain_file(path) as file:
+        with (
+            convert_read_errors(path, "an image", RequestError, "remove it from the folder"),
+            open_plain_file(path) as file,
+        ):
             image = ImageOps.fit(open_image(file).convert("RGB"), size, Resampling.BICUBIC)
         rows.append(features([image]))
     return np.concatenate(rows)
@@ -290,7 +295,9 @@ class Agreement(ImageGraph):
                 raise RequestError(problem, field="agreement", remedy=remedy)
             tokenizer = bundle.path("tokenizer")
             self.facts["tokenizer"] = f"the tokenizer of {bundle.manifest.name}"
-        with reading(tokenizer, f"a {TOKENIZER_FILE}", RequestError, "put the one that belongs to the graph"):
+        with convert_read_errors(
+            tokenizer, f"a {TOKENIZER_FILE}", RequestError, "put the one that belongs to the graph"
+        ):
             self.tokenizer = parse_tokenizer(read_plain_file(tokenizer, _FILE_LIMIT), truncation=True)
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..errors import RequestError
-from ..inputs import check_int, read_plain_file, reading, split_lines
+from ..inputs import check_int, convert_read_errors, read_plain_file, split_lines
 from ..prompts import load_bundle_tokenizer, prepare_prompts
 from ..requests import check_request
 from ..text.embeddings import read_embeddings
@@ -118,7 +118,7 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
     Raises:
         RequestError: the file cannot be read or has no prompt.
     """
-    with reading(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
+    with convert_read_errors(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
         lines = [line.strip().strip("\0") for line in split_lines(read_plain_file(path, _PROMPTS_LIMIT).decode())]
         if any("\0" in line for line in lines):
             raise ValueError("a character NUL in a line")  # UTF-16 without a byte order mark

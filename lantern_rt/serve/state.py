@@ -27,7 +27,7 @@ from starlette.requests import Request as HttpRequest
 from .. import __version__
 from ..edits import BYTES_LIMIT
 from ..errors import RequestError
-from ..inputs import format_value, read_plain_file, reading
+from ..inputs import convert_read_errors, format_value, read_plain_file
 from .backend import ImageBackend
 from .log import RequestRecord
 from .protocol import Completion, GenerationRequest, HttpError, set_defaults
@@ -71,7 +71,7 @@ class ServerLimits:
 
 def read_keys(path: Path) -> dict[bytes, str]:
     """Read API keys from a file; see `parse_keys`. Raises: RequestError: the file cannot be read, or has no key."""
-    with reading(path, "a file of API keys, one per line", RequestError, "give another file"):
+    with convert_read_errors(path, "a file of API keys, one per line", RequestError, "give another file"):
         text = read_plain_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
     return parse_keys(text, "api_key_file", str(path))
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
-from ..inputs import open_plain_file, reading
+from ..inputs import convert_read_errors, open_plain_file
 
 BYTES_LIMIT = 1 << 30  # Maximum decompressed size of an array.
 _REMEDY = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
@@ -27,7 +27,10 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     Raises:
         RequestError: the file cannot be read or has other contents.
     """
-    with reading(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY), open_plain_file(path) as file:
+    with (
+        convert_read_errors(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY),
+        open_plain_file(path) as file,
+    ):
         with ZipFile(file) as archive:
             if large := next((info for info in archive.infolist() if info.file_size > BYTES_LIMIT), None):
                 raise ValueError(f"{large.filename} of {large.file_size:,} bytes, expected at most {BYTES_LIMIT:,}")

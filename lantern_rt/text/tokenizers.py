@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BundleError, RequestError
-from ..inputs import format_value, read_plain_file, reading
+from ..inputs import convert_read_errors, format_value, read_plain_file
 from .captions import clean_caption
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class TemplateTokenizer:
 
 
 def _convert_tokenizer_errors() -> AbstractContextManager[None]:
-    return reading(Path("tokenizer.json"), "a valid tokenizer", BundleError, "export the bundle again")
+    return convert_read_errors(Path("tokenizer.json"), "a valid tokenizer", BundleError, "export the bundle again")
 
 
 def _check_template(text: str) -> None:
@@ -139,5 +139,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         BundleError: the file is not a valid tokenizer.
     """
-    with reading(path, "a tokenizer", BundleError, "export the bundle again"):
+    with convert_read_errors(path, "a tokenizer", BundleError, "export the bundle again"):
         return parse_tokenizer(read_plain_file(path, _FILE_LIMIT))

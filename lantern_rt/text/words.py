@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, StrictInt, field_validator
 
 from ..errors import BundleError, RequestError
-from ..inputs import format_value, read_plain_file, reading
+from ..inputs import convert_read_errors, format_value, read_plain_file
 
 PAD = "<pad>"
 UNKNOWN = "<unk>"
@@ -119,6 +119,6 @@ def read_word_tokenizer(path: Path) -> WordTokenizer:
     Raises:
         BundleError: the file is not a valid word list.
     """
-    with reading(path, "a tokenizer of known words", BundleError, "export the bundle again"):
+    with convert_read_errors(path, "a tokenizer of known words", BundleError, "export the bundle again"):
         text = read_plain_file(path, _FILE_LIMIT)
         return WordTokenizer(_TokenizerFile.model_validate_json(text).model.vocab)

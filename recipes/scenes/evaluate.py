@@ -93,7 +93,7 @@ def tokenizer_psnr(pipe: Pipeline, pictures: NDArray[np.uint8]) -> float:
     errors = []
     for picture in pictures:
         pixels = np.moveaxis(picture, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1  # [1, 3, size, size]
-        decoded = pipe.engines.vq_decoder(pipe.engines.vq_encoder(pixels))
+        decoded = pipe.engines.decode_images(pipe.engines.encode_images(pixels))
         errors.append(np.square((decoded.clip(-1, 1) - pixels) / 2).mean())
     return float(-10 * np.log10(np.mean(errors)))
 

@@ -108,7 +108,7 @@ def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on
 
 def test_images_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
     codes = np.random.default_rng(0).integers(0, pipe.bundle.manifest.codebook_size, (1, 256))
-    np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
+    np.testing.assert_allclose(pipe.engines.decode_images(codes), on_cpu.engines.decode_images(codes), atol=1e-4)
 
 
 def test_reading_gathering_and_noise_tables_agree_with_numpy(provider: str) -> None:

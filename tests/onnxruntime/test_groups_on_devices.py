@@ -61,7 +61,7 @@ def test_edits_and_likelihoods_are_the_same_on_device_and_cpu(on_cpu: Pipeline, 
     mask[40:100, 20:90] = 255
     edits = [pipe.edit(result.images[0], mask, class_ids=7, seed=2, tries=2) for pipe in (on_cpu, on_device)]
     assert edits[0].codes[0].tolist() == edits[1].codes[0].tolist()
-    preserved = on_cpu.engines.vq_encoder(
+    preserved = on_cpu.engines.encode_images(
         np.asarray(result.images[0])[None].transpose(0, 3, 1, 2) / np.float32(127.5) - 1
     )
     outside = mask.reshape(8, 16, 8, 16).max((1, 3)).ravel() == 0

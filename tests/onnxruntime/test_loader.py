@@ -78,11 +78,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
     engines = Engines(open_bundle(folder), SINGLE_THREAD)
-    prefix, uncond = engines.condition({"class_ids": np.array([3, 4, 3])})
+    prefix, uncond = engines.compute_condition({"class_ids": np.array([3, 4, 3])})
     assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.hidden_size)
     assert np.array_equal(prefix[0], prefix[2])
     assert np.array_equal(uncond[0], uncond[1])
-    images = engines.vq_decoder(np.zeros((2, 64), np.int64))
+    images = engines.decode_images(np.zeros((2, 64), np.int64))
     assert images.shape == (2, 3, 16, 16)
     assert images.dtype == np.float32
     assert engines.drafter is engines.drafter
@@ -126,13 +126,13 @@ def test_an_image_encoder_must_accept_images_of_three_channels(folder: Path, tmp
     engines = Engines(open_bundle(copy), SINGLE_THREAD)
     image = np.full((1, channels, 16, 16), 5, np.float32)
     if channels == 3:
-        assert (engines.vq_encoder(image) == 5).all()
+        assert (engines.encode_images(image) == 5).all()
     else:
         with expects_error(BundleError, "input `images`"):
-            engines.vq_encoder(image)
+            engines.encode_images(image)
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with expects_error(EngineError, "failed to run the graph"):
-        Engines(open_bundle(folder), SINGLE_THREAD).vq_decoder(np.full((1, 64), 999))
+        Engines(open_bundle(folder), SINGLE_THREAD).decode_images(np.full((1, 64), 999))
     assert capfd.readouterr() == ("", "")

@@ -172,7 +172,9 @@ def test_the_lower_half_of_an_image_is_the_published_one_below_a_preserved_upper
     cond = np.array(trace["prompt_ids"])[: -rows * (columns + 1)]
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None, :3]}
     assert cond[-3:].tolist() == uncond[:3].tolist()
-    first, second = (PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.condition(inputs))
+    first, second = (
+        PrefixRow(embeds[0], np.ones(embeds.shape[1], bool)) for embeds in pipe.engines.compute_condition(inputs)
+    )
     preserved = np.where(np.arange(codes.size) < rows * columns, codes.ravel(), -1)
     settings = pipe.check("a table", size="32x64", temperature=0, cfg_scale=trace["cfg"]).settings
     model = load_model(pipe.bundle, pipe.engines, [method])

@@ -196,7 +196,9 @@ def load_llamagen(bundle: Path, folder: str) -> Loaded:
     image = RasterLayout(manifest.codes_per_image + EXTRA_CODES)
     neighbors = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
     model = LoadedModel(engines.target, engines.drafter, manifest.target.max_positions, layout, neighbors)
-    cond, uncond = engines.condition({"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]})
+    cond, uncond = engines.compute_condition(
+        {"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]}
+    )
     is_real = arrays["emb_mask"] > 0
     return (
         model,
@@ -218,7 +220,7 @@ def load_anole(bundle: Path, folder: str) -> Loaded:
     for trace in TRACES[folder][:3]:
         cond = np.array([0, *trace["prompt_text_ids"], 140, 133])
         uncond = np.array([0, 133])
-        prefix_rows = engines.condition({"token_ids": cond[None], "uncond_ids": uncond[None]})
+        prefix_rows = engines.compute_condition({"token_ids": cond[None], "uncond_ids": uncond[None]})
         rows_with_ids = zip(prefix_rows, (cond, uncond), strict=True)
         prompts.append(Prompt(*(PrefixRow(row[0], np.ones(len(ids), bool), ids) for row, ids in rows_with_ids)))
     return model, RasterLayout(ANOLE_CODES + EXTRA_CODES), prompts
@@ -331,8 +333,10 @@ def test_embeddings_are_left_padded_as_published(t2i_drafter_bundle: Path, monke
     pipe = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
     golden = np.load(DATA / "lantern-e2e-llamagen/golden.npz")
     condition_inputs: list[dict[str, Any]] = []
-    condition = pipe.engines.condition
-    monkeypatch.setattr(pipe.engines, "condition", lambda inputs: condition_inputs.append(inputs) or condition(inputs))
+    condition = pipe.engines.compute_condition
+    monkeypatch.setattr(
+        pipe.engines, "compute_condition", lambda inputs: condition_inputs.append(inputs) or condition(inputs)
+    )
     next(pipe.stream(embeddings=(golden["t5_embeddings"], golden["t5_mask"])))
     assert len(condition_inputs) == len(golden["emb_mask"])
     for inputs, mask, embeds in zip(condition_inputs, golden["emb_mask"], golden["caption_emb"], strict=True):

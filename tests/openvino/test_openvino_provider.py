@@ -56,14 +56,14 @@ def test_tokens_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str, temp
 
 def test_images_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
     codes = np.random.default_rng(0).integers(0, 1024, (2, 256))
-    np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
+    np.testing.assert_allclose(pipe.engines.decode_images(codes), on_cpu.engines.decode_images(codes), atol=1e-4)
 
 
 def test_only_the_image_decoder_may_run_on_openvino(on_cpu: Pipeline) -> None:
     codes = np.random.default_rng(1).integers(0, 1024, (1, 256))
     pipe = Pipeline.from_bundle(SCENES, provider=["cpu", "vq_decoder=openvino"])
     assert (pipe.engines.backend, pipe.engines.image_backend) == ("onnxruntime-cpu", "onnxruntime-openvino")
-    np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
+    np.testing.assert_allclose(pipe.engines.decode_images(codes), on_cpu.engines.decode_images(codes), atol=1e-4)
 
 
 def test_bfloat16_images_differ_from_the_cpus_by_less_than_a_level_and_tokens_are_the_same(on_cpu: Pipeline) -> None:

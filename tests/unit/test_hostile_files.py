@@ -23,7 +23,7 @@ from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BundleError, EngineError, LanternError, RequestError, TreeError, escape_unprintable
-from lantern_rt.inputs import format_value, reading
+from lantern_rt.inputs import convert_read_errors, format_value
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import parse_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
@@ -279,7 +279,10 @@ def test_a_panic_of_a_library_is_an_error_and_an_interrupt_is_not(tmp_path: Path
     class PanicException(BaseException):
         pass
 
-    with expects_error(BundleError, f"{tmp_path}: it broke, expected a; b"), reading(tmp_path, "a", BundleError, "b"):
+    with (
+        expects_error(BundleError, f"{tmp_path}: it broke, expected a; b"),
+        convert_read_errors(tmp_path, "a", BundleError, "b"),
+    ):
         raise PanicException("it broke")
-    with pytest.raises(KeyboardInterrupt), reading(tmp_path, "a", BundleError, "b"):
+    with pytest.raises(KeyboardInterrupt), convert_read_errors(tmp_path, "a", BundleError, "b"):
         raise KeyboardInterrupt

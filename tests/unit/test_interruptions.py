@@ -18,7 +18,7 @@ from lantern_rt.compare.image_graph import Features, Preprocessing
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.providers import PROVIDERS, plugin_devices
 from lantern_rt.engines.ort.session import check_provider
-from lantern_rt.inputs import reading
+from lantern_rt.inputs import convert_read_errors
 from lantern_rt.output.recipe import read_recipe
 
 Interrupt = Callable[..., Any]
@@ -67,7 +67,7 @@ def test_a_time_limit_ends_an_evaluation(tmp_path: Path, interrupt: Interrupt, m
 def test_a_time_limit_ends_the_reading_of_a_file(
     tmp_path: Path, words_bundle: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(TimeoutError), reading(tmp_path, "a file", BundleError, "give another"):
+    with pytest.raises(TimeoutError), convert_read_errors(tmp_path, "a file", BundleError, "give another"):
         interrupt()
     with pytest.raises(TimeoutError), convert_hub_errors("hf:owner/name", BundleError, "try again"):
         interrupt()
@@ -85,7 +85,7 @@ def test_an_error_that_no_handler_raised_is_converted(pipe: Pipeline, monkeypatc
     def fail(*_: object) -> None:
         raise TimeoutError("not from a signal")
 
-    with pytest.raises(BundleError), reading(Path("file"), "a file", BundleError, "give another"):
+    with pytest.raises(BundleError), convert_read_errors(Path("file"), "a file", BundleError, "give another"):
         fail()
     monkeypatch.setattr(import_onnxruntime().InferenceSession, "run", fail)
     with pytest.raises(EngineError):

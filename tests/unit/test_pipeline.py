@@ -120,9 +120,9 @@ def test_class_ids_replace_prompts(class_bundle: Path) -> None:
 
 def test_embeddings_are_padded_on_the_left(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     condition_inputs = []
-    condition = embeds_pipe.engines.condition
+    condition = embeds_pipe.engines.compute_condition
     monkeypatch.setattr(
-        embeds_pipe.engines, "condition", lambda inputs: condition_inputs.append(inputs) or condition(inputs)
+        embeds_pipe.engines, "compute_condition", lambda inputs: condition_inputs.append(inputs) or condition(inputs)
     )
     values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
     mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])

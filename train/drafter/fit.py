@@ -24,7 +24,7 @@ from ... import __version__
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...export.models.eagle import EagleModule
-from ...inputs import format_error, format_value, open_plain_file, reading
+from ...inputs import convert_read_errors, format_error, format_value, open_plain_file
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
@@ -250,7 +250,7 @@ class DrafterTraining:
         path = state_path(self.output)
         if not path.exists():
             return
-        with reading(path, "a training state", CheckpointError, "delete it to start again"):
+        with convert_read_errors(path, "a training state", CheckpointError, "delete it to start again"):
             with open_plain_file(path) as file:
                 state = torch.load(file, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._describe_run():

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from ...bundle.manifest import Manifest, Size, unsupported
 from ...errors import CheckpointError, RequestError
-from ...inputs import format_value, open_plain_file, reading
+from ...inputs import convert_read_errors, format_value, open_plain_file
 from ...methods import Sjd
 from ...output.files import write_output
 from ...runtime.raster import RasterLayout
@@ -162,7 +162,7 @@ class Shard:
 
     def __init__(self, path: Path, vocabulary: int = 1 << 31) -> None:
         self.path = path
-        with reading(path, "drafter data in safetensors", CheckpointError, _REMEDY):
+        with convert_read_errors(path, "drafter data in safetensors", CheckpointError, _REMEDY):
             with open_plain_file(path):
                 untyped: Any = safe_open
                 self._file = untyped(path, "np")
