@@ -93,7 +93,7 @@ def published_program(
         start_time = time.perf_counter()
         codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
         codes.cpu()  # waits for the device
-        codes_time = time.perf_counter()  # the order of the codes makes no difference to what their image costs
+        codes_time = time.perf_counter()  # the order of the codes does not change the cost of their image
         vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
         return Image(codes_time - start_time, time.perf_counter() - codes_time)
 

@@ -111,7 +111,7 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     seconds: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     for _ in range(repeats):
         for nodes, batch in batches.items():
-            engine.run(batch, cache)  # finds caches full of what the size before it read
+            engine.run(batch, cache)  # finds caches full of data of the previous size
             began = time.perf_counter()
             cache.append(engine.run(batch, cache).new_kv, [np.arange(2)] * rows)
             seconds[nodes].append(time.perf_counter() - began)

@@ -49,15 +49,15 @@ def main() -> int:
         checkpoints = Path(folder) / "checkpoints"
         bundle = arguments.output or Path(folder) / "bundle"
 
-        def say(message: str, done: int = 0, total: int = 0) -> None:
+        def print_progress(message: str, done: int = 0, total: int = 0) -> None:
             if not done:
                 print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {message}", flush=True)
 
         write_checkpoints(shape, checkpoints, drafter=shape.family == "anole")
-        say(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
+        print_progress(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
         start = time.perf_counter()
         peak.bytes = 0
-        export_checkpoints(shape, checkpoints, bundle, precision, progress=say)
+        export_checkpoints(shape, checkpoints, bundle, precision, progress=print_progress)
         figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": folder_bytes(bundle)}
     allowed = 1.3 * shape.layer_parameters * STORED_BYTES[precision] + 1.5e9
     memory = f"peak memory {figures['peak'] / 1e9:.2f} GB (allowed {allowed / 1e9:.2f})"

@@ -1,4 +1,4 @@
-"""How long it takes from a published name to its first image: with its finished bundle, and by an export.
+"""Measure the time from a published name to its first image: with its finished bundle, and by an export.
 
     python benchmarks/first_image.py --name llamagen-c2i-b-256 --shape GPT-B --python base/bin/python
 
@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B")
     parser.add_argument("--python", default=sys.executable, help="of the environment for the finished bundle")
     arguments = parser.parse_args()
-    name, model = arguments.name, published.find_model(arguments.name)
+    name = arguments.name
+    model = published.find_model(arguments.name)
     with tempfile.TemporaryDirectory() as work, serve_hub() as hub:
         folder = Path(work)
         write_checkpoints(SHAPES[arguments.shape], folder / "checkpoints", drafter="drafter" in model.files)
@@ -52,12 +53,15 @@ def main() -> None:
 
         def measure(label: str, python: str) -> Path:
             (folder / "models.json").write_text(json.dumps({name: row}))
-            home, cpu, start = folder / label, cpu_seconds(), time.perf_counter()
+            home = folder / label
+            cpu = cpu_seconds()
+            start = time.perf_counter()
             command = [python, "-c", RUN, str(folder / "models.json"), "run", name, *subject, "--yes"]
             home.mkdir()
             variables = environment(hub, home / "hub", LANTERN_RT_CACHE=str(home / "bundles"))
             subprocess.run(command, env=variables, cwd=home, check=True, capture_output=True)
-            seconds, size = time.perf_counter() - start, COMPLETED.total() / 1e6
+            seconds = time.perf_counter() - start
+            size = COMPLETED.total() / 1e6
             print(f"{label}: {size:.0f} MB, {seconds:.1f} s, {cpu_seconds() - cpu:.1f} s of all cores", flush=True)
             COMPLETED.clear()
             return home / "bundles" / f"{name}@{published.choose_default_precision()}"

@@ -30,7 +30,7 @@ QUARTER_TURN = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8)
 
 
 def write_checkpoints() -> None:
-    """Write what is missing or differs."""
+    """Write checkpoints that are missing or differ."""
     recipe = json.loads((DRAWN / "recipe.json").read_text())
     streams: dict[str, Floats] = {}
     for name, file in recipe["files"].items():

@@ -37,7 +37,8 @@ def test_a_sharded_folder_is_read_as_the_same_decoder_with_all_files_as_sources(
 
 
 def test_the_output_head_has_only_the_image_tokens() -> None:
-    model, weights = read_anole(ANOLE, VQGAN), load_file(ANOLE / "model.safetensors")
+    model = read_anole(ANOLE, VQGAN)
+    weights = load_file(ANOLE / "model.safetensors")
     assert torch.equal(model.graphs[0].module.state_dict()["head.weight"], weights["lm_head.weight"][4:132])
     assert torch.equal(model.code_embeddings, weights["model.embed_tokens.weight"][4:132])
     layout = model.fields["condition"].layout

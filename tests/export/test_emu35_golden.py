@@ -1,6 +1,6 @@
 """Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image.
 
-Left out with what the product leaves out: scores of text, of a size that the model chooses, and of image to image.
+Omitted, like in the product, are scores of text, of a size that the model chooses, and of image to image.
 """
 
 from __future__ import annotations

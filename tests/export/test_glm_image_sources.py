@@ -33,7 +33,7 @@ PRECISIONS += [("int8", "float32"), (None, "float16"), (None, "bfloat16")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint with an image encoder of two blocks whose weights tell images apart."""
+    """Write the checkpoint with an image encoder of two blocks, whose weights tell images apart."""
     torch.set_num_threads(1)
     folder = shutil.copytree(GLM_IMAGE, tmp_path_factory.mktemp("checkpoint") / "glm")
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder
 
 
 @pytest.mark.parametrize(
-    ("name", "edit", "said"),
+    ("name", "edit", "message"),
     [
         ("processor/processor_config.json", lambda c: c["image_processor"].update(image_std=[0.5, 0, 1]), "image_std"),
         (f"{PART}/config.json", lambda c: c["vision_config"].update(num_heads=5), "num_heads"),
@@ -188,10 +188,10 @@ def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder
     ],
 )
 def test_an_encoder_that_does_not_fit_is_rejected_by_its_field(
-    folder: Path, tmp_path: Path, name: str, edit: Any, said: str
+    folder: Path, tmp_path: Path, name: str, edit: Any, message: str
 ) -> None:
     wrong = shutil.copytree(folder, tmp_path / "wrong")
     content = json.loads((wrong / name).read_text())
     edit(content)
     (wrong / name).write_text(json.dumps(content))
-    assert said in str(error_of(CheckpointError, read_glm_image, wrong, grid=2))
+    assert message in str(error_of(CheckpointError, read_glm_image, wrong, grid=2))

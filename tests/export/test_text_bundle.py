@@ -1,4 +1,4 @@
-"""From a text encoder's folder to an image of a prompt."""
+"""Make a bundle from a text encoder's folder, and an image from a prompt."""
 
 from __future__ import annotations
 

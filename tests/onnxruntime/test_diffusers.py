@@ -1,4 +1,4 @@
-"""diffusers' pipeline of GLM-Image, with random weights, generates the same image from our codes as from its own.
+"""Check that diffusers' pipeline of GLM-Image, with random weights, makes the same image from lantern-rt's codes.
 
 diffusers is installed in the session `journeys` of noxfile.py.
 """
@@ -25,7 +25,7 @@ PROMPT = "a wooden sign that says 'open'"
 
 @pytest.fixture(scope="module")
 def decoder() -> Any:
-    """The whole pipeline of diffusers; its first stage has the small checkpoint's weights, and samples greedily."""
+    """Return diffusers' whole pipeline, whose first stage has the small checkpoint's weights and samples greedily."""
     from transformers import AutoTokenizer, ByT5Tokenizer, T5Config, T5EncoderModel
     from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
     from transformers.models.glm_image.modeling_glm_image import GlmImageForConditionalGeneration

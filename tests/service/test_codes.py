@@ -105,19 +105,23 @@ def test_sglang_gets_the_published_ids_of_one_image_and_of_several_sizes_at_once
 def test_a_seed_of_sglang_is_the_seed_of_the_pipeline_and_null_draws_one_that_is_told(
     glm: RunningServer, glm_pipe: Pipeline
 ) -> None:
-    trace, other, third = GREEDY[:3]
-    calls = sglang_body(trace, 3), sglang_body(other, 4, temperature=0.7, top_p=0.5), sglang_body(third, None)
-    _, (first, second, drawn) = post(glm, "/generate", join_bodies(*calls))
+    first_trace, second_trace, third_trace = GREEDY[:3]
+    calls = (
+        sglang_body(first_trace, 3),
+        sglang_body(second_trace, 4, temperature=0.7, top_p=0.5),
+        sglang_body(third_trace, None),
+    )
+    _, (first_response, second_response, drawn) = post(glm, "/generate", join_bodies(*calls))
     seed = drawn["meta_info"]["sampling_seed"]
     expected = [
-        glm_pipe(**pipeline_arguments(trace, seed=3, temperature=1.0)),
-        glm_pipe(**pipeline_arguments(other, seed=4, temperature=0.7, top_p=0.5)),
-        glm_pipe(**pipeline_arguments(third, seed=seed, temperature=1.0)),
+        glm_pipe(**pipeline_arguments(first_trace, seed=3, temperature=1.0)),
+        glm_pipe(**pipeline_arguments(second_trace, seed=4, temperature=0.7, top_p=0.5)),
+        glm_pipe(**pipeline_arguments(third_trace, seed=seed, temperature=1.0)),
     ]
-    assert [image_answer["output_ids"] for image_answer in (first, second, drawn)] == [
+    assert [image_answer["output_ids"] for image_answer in (first_response, second_response, drawn)] == [
         result.codes[0].tolist() for result in expected
     ]
-    _, again = post(glm, "/generate", sglang_body(third, None))
+    _, again = post(glm, "/generate", sglang_body(third_trace, None))
     assert again["meta_info"]["sampling_seed"] != seed
 
 
@@ -155,7 +159,7 @@ WRONG = [
     (("input_ids",), "text", "input_ids"),
     (GRIDS, [[1, 9, 9], [1, 16, 16]], "image_grid_thw"),
     (GRIDS, [[1, 3, 5]], "image_grid_thw"),
-    (GRIDS, [[1, 12, 20], [1, 3, 5]], "image_grid_thw"),  # in the wrong order
+    (GRIDS, [[1, 12, 20], [1, 3, 5]], "image_grid_thw"),  # first grid and grid in the wrong order
     (("image_data",), [], "image_data"),
     (("sampling_params", "max_new_tokens"), 254, "max_new_tokens"),
     (("sampling_params", "ignore_eos"), False, "sampling_params.ignore_eos"),
@@ -246,7 +250,7 @@ def test_fifty_callers_of_both_endpoints_get_what_they_asked_for_and_those_who_l
     }
     mismatches: list[Any] = []
 
-    def ask(number: int) -> None:
+    def request_codes(number: int) -> None:
         seed = number % 5
         if number % 2:
             _, response = post(glm, "/generate", sglang_body(GREEDY[1], seed))
@@ -268,7 +272,7 @@ def test_fifty_callers_of_both_endpoints_get_what_they_asked_for_and_those_who_l
         with glm.connect(format_head("/generate", "application/json", len(body)) + body):
             wait_until(lambda: glm.metric("lantern_images_running", model="tiny-glm-image") > 0)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(50)]
+    threads = [threading.Thread(target=request_codes, args=(number,)) for number in range(50)]
     threads += [threading.Thread(target=leave) for _ in range(3)]
     for thread in threads:
         thread.start()

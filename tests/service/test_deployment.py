@@ -123,7 +123,9 @@ def test_the_command_of_a_container_is_one_of_a_server(
     assert command[0] == "serve"
     (tmp_path / "keys.txt").write_text("a-key\n")
     command = [str(tmp_path / "keys.txt") if part == KEYS else part for part in command]
-    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: [one.close() for one in sockets])
+    monkeypatch.setattr(
+        "uvicorn.Server.run", lambda server, sockets: [server_socket.close() for server_socket in sockets]
+    )
     assert run_program([*command, "--port", "0"]) == 0
 
 

@@ -284,13 +284,14 @@ def test_an_edit_streams_images_in_which_only_what_is_drawn_is_grey(
     fields: dict[str, Any] = {"image": encode_png(before, {}), "mask": TRANSPARENT, "prompt": CONE}
     options = {"seed": 1, "method": "ar", "steps": True}
     *events, last_event = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
-    partial_events = [one for one in events if one.type == "image_edit.partial_image"]
-    kinds = "".join(one.kinds for one in events if one.type == "lantern.step")
+    partial_events = [event for event in events if event.type == "image_edit.partial_image"]
+    kinds = "".join(event.kinds for event in events if event.type == "lantern.step")
     assert (last_event.type, len(partial_events)) == ("image_edit.completed", 3)
     grey = [
-        (decode_pixels(decode_file(one)) == GREY).all(2) & (np.asarray(before) != GREY).any(2) for one in partial_events
+        (decode_pixels(decode_file(event)) == GREY).all(2) & (np.asarray(before) != GREY).any(2)
+        for event in partial_events
     ]
-    assert all((one <= MASK).all() for one in grey)
+    assert all((is_grey <= MASK).all() for is_grey in grey)
     assert MASK.sum() > grey[1].sum() > grey[2].sum() > 0
     np.testing.assert_array_equal(np.array([*kinds]) == "k", ~MASK[::CELL, ::CELL].ravel())
 

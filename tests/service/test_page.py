@@ -189,7 +189,8 @@ def test_several_images_are_those_of_one_request_of_the_api(page: Page, scenes: 
 def test_an_earlier_image_is_shown_again_with_its_figures(page: Page) -> None:
     draw(page, "sjd")
     expect(page.locator("#history")).to_be_hidden()
-    first_figures, seed = read_figures(page), page.input_value("#seed")
+    first_figures = read_figures(page)
+    seed = page.input_value("#seed")
     page.fill("#prompt", "a green cube on grass")
     draw(page, "ar")
     assert read_figures(page) != first_figures
@@ -296,7 +297,8 @@ def test_the_curl_command_draws_the_image_that_is_saved(page: Page, scenes: Runn
 
 def test_a_phone_shows_everything_in_its_width_and_large_enough_to_touch(phone: Page) -> None:
     draw(phone, "sjd", "ar")
-    stage, form = phone.locator(".stage").first.bounding_box(), phone.locator("#form").bounding_box()
+    stage = phone.locator(".stage").first.bounding_box()
+    form = phone.locator("#form").bounding_box()
     assert form["y"] + form["height"] < stage["y"], "the form comes first"
     assert 0 < stage["y"] < PHONE["viewport"]["height"] / 2, "the page scrolls to the image"
     phone.click(".curl >> nth=0")

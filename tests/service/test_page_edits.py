@@ -14,7 +14,7 @@ pytestmark = IN_A_BROWSER
 
 
 def edit_image(page: Page) -> bytes:
-    """Paint over the middle of the image, have it drawn anew, and save it."""
+    """Paint over the middle of the image, edit the painted part, and save the image."""
     page.locator(".mask").scroll_into_view_if_needed()
     box = page.locator(".mask").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)

@@ -1,4 +1,4 @@
-"""Heads of every family: data of all sizes, training, and the pictures of plain decoding."""
+"""Heads of every family: data of all sizes, training, and the images of plain decoding."""
 
 from __future__ import annotations
 

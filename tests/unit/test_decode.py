@@ -280,7 +280,7 @@ def append_first_nodes(cache: ToyCache, new_kv: Any, accepted_indices: list[NDAr
 
 
 def commit_hidden_states(change: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[Commit]], None]:
-    """Commit changed hidden states: `change` gets those of a pass, `[rows, nodes, hidden_size]`."""
+    """Commit changed hidden states: `change` gets the hidden states of a pass, `[rows, nodes, hidden_size]`."""
     return lambda drafts, committed: commit(drafts, [item._replace(hidden=change(item.hidden)) for item in committed])
 
 

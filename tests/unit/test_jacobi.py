@@ -213,7 +213,7 @@ def make_window() -> JacobiWindow:
 
 
 def test_new_drafts_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
-    """In a grid of three columns, the position after the tokens 0 1 2 3 4 is the last of its row."""
+    """Extend a row of three columns: the position after the tokens 0 1 2 3 4 is the last of its row."""
     tree = make_window().draft([0, 1, 2, 3, 4], 20)
     assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second draft starts a row and copies the token above"
     assert make_window().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has no tokens above"

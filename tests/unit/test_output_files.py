@@ -22,8 +22,8 @@ from lantern_rt.output.files import (
 from lantern_rt.output.names import plan_outputs
 
 
-def write_folder(goal: Path) -> None:
-    with atomic_folder(goal, False, "bundle.json") as folder:
+def write_folder(output: Path) -> None:
+    with atomic_folder(output, False, "bundle.json") as folder:
         (folder / "bundle.json").touch()
 
 

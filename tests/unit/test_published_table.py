@@ -56,7 +56,7 @@ def test_every_row_has_what_its_family_needs(name: str) -> None:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A host that can use every model: memory, disk and libraries."""
+    """Set up a host that can use every model: memory, disk and libraries."""
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path))
     monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and SimpleNamespace(free=1 << 50))

@@ -1,4 +1,4 @@
-"""From logits to distributions and samples."""
+"""Test the steps from logits to distributions and samples."""
 
 from __future__ import annotations
 

