@@ -187,9 +187,8 @@ class Service:
         finally:
             with self._changed:
                 self._closing = True
-            self._fail_all_requests(
-                RequestError("closed before the request was done", field="service", remedy="make another")
-            )
+            problem = "closed before the request was done"
+            self._fail_all_requests(RequestError(problem, field="service", remedy="make another"))
 
     def _receive(self) -> bool:
         """Wait for work, process new and cancelled requests, and return whether to continue."""
@@ -256,9 +255,8 @@ class Service:
         try:
             parts = chosen.run()
         except Exception as error:
-            joining = [
-                sequence for sequence in chosen.joining_sequences if sequence not in chosen.batch.active_sequences
-            ]
+            active_sequences = chosen.batch.active_sequences
+            joining = [sequence for sequence in chosen.joining_sequences if sequence not in active_sequences]
             if not joining or not isinstance(error, LanternError):
                 raise
             # they could not join, for example for lack of memory; the batch is unchanged

@@ -17,7 +17,7 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-STATEMENTS = {PRODUCT: 17_500, ("recipes",): 1_650, ("tests",): 21_400, ("benchmarks",): 1_720}
+STATEMENTS = {PRODUCT: 17_500, ("recipes",): 1_650, ("tests",): 21_400, ("benchmarks",): 1_745}
 ROOM = 1.02
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONGEST_FILE = 500
