@@ -134,7 +134,7 @@ def _default_parameters(manifest: Manifest, name: str) -> dict[str, Any]:
 
 
 def _choose_neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the neighbors, bound and residual of a relaxed method; all of them None if it adds no neighbours."""
+    """Return neighbors, bound and residual of relaxed acceptance; all are None if the method is exact."""
     bounds = [bound for bound in ("delta", "lambda") if name in PARAMETERS[bound]]
     default_bound = bounds[0] if len(bounds) == 1 else None
     bound = next((bound for bound in bounds if bound in parameters), default_bound)

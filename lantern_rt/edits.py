@@ -243,7 +243,10 @@ def prepare_edit(
 
 
 def check_edits(manifest: Manifest) -> None:
-    """Raise RequestError if the bundle has no image encoder, or one for whole source images."""
+    """Raise RequestError if the bundle cannot regenerate a part of an image.
+
+    It cannot if it has no image encoder, or one whose codes only serve as the source of image to image.
+    """
     if manifest.source is not None:
         problem = f"bundle {manifest.name} generates whole images from an image, and no part of it"
         raise RequestError(problem, field="image", remedy="give it to `lantern-rt run --image`, without a mask")

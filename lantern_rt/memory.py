@@ -191,7 +191,7 @@ def count_weight_bytes(bundle: Bundle, role: str) -> int:
     path = bundle.path(role)
     weights = StoredWeights(path).count_floats()
     if weights >= MAX_WEIGHTS:
-        raise BundleError(field=str(path), found="more weights than any file holds", remedy="export the bundle again")
+        raise BundleError(field=str(path), found="weights larger than any file", remedy="export the bundle again")
     return 4 * weights
 
 

@@ -208,7 +208,7 @@ class Batch:
         drafts: Mapping[ImageSequence, Draft],
         outputs: Mapping[ImageSequence, TargetOutput],
     ) -> None:
-        """Sample tokens for several sequences at once where that costs less: on a device, and for exact chains."""
+        """Sample tokens of several sequences at once, on a device or if the drafts are chains of an exact method."""
         logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)

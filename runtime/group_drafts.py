@@ -69,7 +69,7 @@ class GroupDraft:
 
 
 class GroupDrafter(Drafter):
-    """Drafter of all sequences that are generated in groups; it has no state."""
+    """Drafter of sequences that are generated in groups of several tokens per pass; it has no state."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
         """Return the next group of every sequence."""

@@ -228,7 +228,11 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
 
 
 def _group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
-    """Return the length of a chain, 0 for drafts that sample alone, the number of batch rows, and the settings."""
+    """Return what drafts that sample together have in common.
+
+    Returns:
+        Length of the chain (0 for drafts that sample alone); number of batch rows; sampling settings.
+    """
     num_rows = output.rows.stop - output.rows.start
     together = output.structure.is_chain and output.layout.nodes_match_draft and not output.sampling.penalised
     # All codes are guided if the last is, as guided codes come first; without rows for guidance none is.

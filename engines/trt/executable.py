@@ -68,7 +68,7 @@ class KernelCache:
                 self._path = cache_folder() / "kernels" / f"{name}.bin"
 
     def make_context(self, library: Any, engine: Any) -> Any:
-        """Return an execution context that reads and adds kernels.
+        """Return an execution context that reads kernels from this cache, and adds the kernels that it compiles.
 
         The context allocates memory for intermediate results when a profile is chosen.
         """

@@ -26,7 +26,10 @@ class Parts(NamedTuple):
 
 
 def split(matrix: NDArray[Any]) -> Parts:
-    """Split a matrix `[rows, columns]`, of at most 8,192 columns. A value changes by `2**-40` of its row's largest."""
+    """Split a matrix into two matrices of integers, so that products of such parts are exact in float64.
+
+    The matrix `[rows, columns]` has at most 8,192 columns. A value changes by `2**-40` of its row's largest value.
+    """
     values = matrix.astype(np.float64)
     exponents = np.frexp(np.abs(values).max(1, keepdims=True))[1]
     scale = np.ldexp(1.0, exponents - _BITS)
