@@ -185,7 +185,7 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ParityError("differs"), RuntimeError("bug")])
-@pytest.mark.parametrize("step", ["check_parity", "FileEntry.of"])
+@pytest.mark.parametrize("step", ["check_parity", "FileEntry.from_file"])
 def test_nothing_half_written_stays_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: str
 ) -> None:

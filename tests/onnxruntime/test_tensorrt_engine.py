@@ -59,7 +59,7 @@ class CachePair:
         new_kv = self.rng.standard_normal((TENSORS, nodes, rows, HEADS, WIDTH), np.float32)
         batch = PassInput(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
         write = self.cache.encode_pass(batch, nodes)["write"]
-        contents = self.contents().copy()
+        contents = self.device_array().copy()
         for row, start in enumerate(write.tolist()):
             contents[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
         (value,) = self.cache.block_handle.block.values
