@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from against_pytorch import tokens_a_pass
+from against_pytorch import measure_tokens_a_pass
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import Pipeline
@@ -34,7 +34,7 @@ def count_passes(pipeline: Pipeline, size: str | None, images: int, project: str
     for method in METHODS:
         stats = pipeline("a red cube", size=size, num_images=images, method=method).stats
         passes = sum(image.target_passes for image in stats.per_image) / images
-        rate = tokens_a_pass(project, method)
+        rate = measure_tokens_a_pass(project, method)
         rows.append(
             {"method": method, "passes": passes, "projected": passes if rate is None else math.ceil(codes / rate)}
         )
