@@ -228,7 +228,7 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
 
 
 def _group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
-    """Return what drafts that sample together have in common.
+    """Return the key by which drafts are grouped to sample together.
 
     Returns:
         Length of the chain (0 for drafts that sample alone); number of batch rows; sampling settings.

@@ -26,7 +26,7 @@ class Parts(NamedTuple):
 
 
 def split(matrix: NDArray[Any]) -> Parts:
-    """Split a matrix into two matrices of integers, so that products of such parts are exact in float64.
+    """Split a matrix into two matrices of integers, so that products of these parts are exact in float64.
 
     The matrix `[rows, columns]` has at most 8,192 columns. A value changes by `2**-40` of its row's largest value.
     """
