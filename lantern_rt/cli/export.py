@@ -176,8 +176,8 @@ def _check_download(output: Path, sizes: ExportSizes) -> None:
     if sizes.download:
         check_bundle(output, sizes.bundle, sizes.download)
         free = format_bytes(available_memory())
-        least = f"at least {format_bytes(sizes.bundle)} of disk, and of memory to run it, of which {free} is free"
-        print_stderr(f"{format_bytes(sizes.download)} from the hub; the bundle takes {least}")
+        needed = f"at least {format_bytes(sizes.bundle)} on disk, and as much memory to run ({free} free)"
+        print_stderr(f"downloads {format_bytes(sizes.download)} from the hub; the bundle needs {needed}")
 
 
 def _print_costs(output: Path, seconds: float, peak: int | None) -> None:

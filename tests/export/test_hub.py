@@ -149,7 +149,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     arguments += ["--lora", "hf:owner/style:0.5"]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
-    assert " from the hub; the bundle takes at least " in done.stderr
+    assert " from the hub; the bundle needs at least " in done.stderr
     assert [(source.role, source.name, source.origin) for source in read_manifest(output).provenance.sources] == [
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
