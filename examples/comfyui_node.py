@@ -22,15 +22,15 @@ def _pipeline(bundle: str) -> Pipeline:
 
 
 class LanternDraw:
-    """Pictures of a prompt, drawn by the bundle of a visual autoregressive model."""
+    """Generates images from a prompt with the bundle of a visual autoregressive model."""
 
     CATEGORY = "image"
-    FUNCTION = "draw"
+    FUNCTION = "generate"
     RETURN_TYPES = ("IMAGE",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        """What the node asks for, as ComfyUI has it."""
+        """Return the node's inputs with their types and defaults."""
         return {
             "required": {
                 "bundle": ("STRING", {"default": "scenes", "tooltip": "folder, embedded name, or hf:owner/name"}),
@@ -42,18 +42,21 @@ class LanternDraw:
             }
         }
 
-    def draw(
+    def generate(
         self, bundle: str, prompt: str, negative_prompt: str, seed: int, count: int, quality: str
     ) -> tuple[torch.Tensor]:
-        """Pictures `[count, height, width, 3]`, float32 in 0 .. 1; cancelling in ComfyUI stops within a pass."""
+        """Return images `[count, height, width, 3]`, float32 in 0 .. 1.
+
+        If the user cancels in ComfyUI, generation stops after the current forward pass.
+        """
         options: dict[str, Any] = {"seed": seed, "num_images": count, "quality": quality}
         bar = ProgressBar(100) if ProgressBar else None
         for step in _pipeline(bundle).stream(prompt, negative_prompt=negative_prompt, **options):
             if bar is not None:
                 bar.update_absolute(step.done, step.total)  # raises when the user cancels
-        pictures = [np.asarray(step.image(i), np.float32) / 255 for i in range(count)]
-        return (torch.from_numpy(np.stack(pictures)),)
+        images = [np.asarray(step.image(i), np.float32) / 255 for i in range(count)]
+        return (torch.from_numpy(np.stack(images)),)
 
 
 NODE_CLASS_MAPPINGS = {"LanternDraw": LanternDraw}
-NODE_DISPLAY_NAME_MAPPINGS = {"LanternDraw": "Draw with lantern-rt"}
+NODE_DISPLAY_NAME_MAPPINGS = {"LanternDraw": "Generate with lantern-rt"}

@@ -1,10 +1,10 @@
-"""GLM-Image: lantern-rt generates the codes, diffusers makes the image of them.
+"""Generate an image with GLM-Image: lantern-rt generates the codes, diffusers turns them into an image.
 
     python examples/glm_image.py bundles/glm-image GLM-Image/ "a red fox in deep snow" --size 1024x1024
     python examples/glm_image.py bundles/glm-image GLM-Image/ "the same fox in summer" --image fox.png
 
-The second argument is the folder or repository of diffusers' `GlmImagePipeline`, whose own autoregressive part is not
-loaded. It needs a GPU, and `pip install diffusers transformers`. The codes need neither.
+The second argument is the folder or repository of diffusers' `GlmImagePipeline`, whose autoregressive part is not
+loaded. That pipeline needs a GPU and `pip install diffusers transformers`; generating the codes needs neither.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from lantern_rt import Pipeline
 
 
-def prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, Any]:
-    """Generate the codes of an image, and return them as arguments of a call of `GlmImagePipeline`.
+def make_prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, Any]:
+    """Generate the codes of an image and return them as arguments for `GlmImagePipeline`.
 
     Args:
         pipe: pipeline of a bundle of GLM-Image.
-        prompt: the prompt, which `GlmImagePipeline` gets, too.
-        options: other options of a call of `pipe`, such as `size`, `seed`, `method` or `image`, the source image of an
-            image to image request.
+        prompt: the prompt, which `GlmImagePipeline` must get as well.
+        options: other options of `Pipeline.__call__`, such as `size`, `seed`, `method` or `image` (the source image for
+            image to image).
 
     Returns:
-        `prior_token_ids`, int64 `[1, 4 * cells]`, with `width` and `height` in pixels. With a source image also
-        `image`, scaled as its codes were made, its codes `prior_token_image_ids` and its grid `source_image_grid_thw`.
+        `prior_token_ids`, int64 `[1, 4 * codes]`, and `width` and `height` in pixels. With a source image also the
+        scaled source `image`, its codes `prior_token_image_ids` and its grid size `source_image_grid_thw`.
     """
     manifest = pipe.bundle.manifest
     request = pipe.check(prompt, **options)
@@ -38,26 +38,26 @@ def prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, Any]:
     size = request.settings.image_size(manifest)
     codes = last.codes[0][size.first_codes :].reshape(size.rows, size.columns)
     width, height = manifest.pixels(size)
-    arguments = {"prior_token_ids": doubled(codes)[None], "width": width, "height": height}
+    arguments = {"prior_token_ids": repeat_codes(codes)[None], "width": width, "height": height}
     source = request.images[0].edit
     if source is None:
         return arguments
-    grid = source.codes.reshape(source.size.rows, source.size.columns)
+    source_codes = source.codes.reshape(source.size.rows, source.size.columns)
     return arguments | {
         "image": [source.image],
-        "prior_token_image_ids": [doubled(grid)],
+        "prior_token_image_ids": [repeat_codes(source_codes)],
         "source_image_grid_thw": [torch.tensor([[1, 2 * source.size.rows, 2 * source.size.columns]])],
     }
 
 
-def doubled(codes: NDArray[np.int64]) -> torch.Tensor:
-    """Return codes `[rows, columns]` as diffusers takes them: each for 2 x 2 cells, int64 `[4 * rows * columns]`."""
+def repeat_codes(codes: NDArray[np.int64]) -> torch.Tensor:
+    """Repeat each code `[rows, columns]` for 2 x 2 grid cells, as diffusers expects: int64 `[4 * rows * columns]`."""
     return torch.from_numpy(codes.repeat(2, 0).repeat(2, 1).ravel())
 
 
 def main() -> None:
-    """Generate one image."""
-    parser = argparse.ArgumentParser(description="An image of GLM-Image.")
+    """Generate an image from command-line arguments."""
+    parser = argparse.ArgumentParser(description="Generate an image with GLM-Image.")
     parser.add_argument("bundle", help="bundle of the autoregressive part")
     parser.add_argument("model", help="folder or repository of GlmImagePipeline")
     parser.add_argument("prompt")
@@ -69,7 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {"size": arguments.size, "image": arguments.image, "seed": arguments.seed}
     with Pipeline.from_bundle(arguments.bundle) as pipe:
-        tokens = prior_tokens(pipe, arguments.prompt, **options)
+        tokens = make_prior_tokens(pipe, arguments.prompt, **options)
 
     from diffusers import GlmImagePipeline
 

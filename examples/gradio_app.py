@@ -1,4 +1,7 @@
-"""A page with Gradio: `pip install gradio`, then `python examples/gradio_app.py [BUNDLE]`; pictures grow on it."""
+"""Serve a Gradio page that shows images while they are generated.
+
+Start it with `pip install gradio`, then `python examples/gradio_app.py [BUNDLE]`.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ from PIL.Image import Image
 
 from lantern_rt import LanternError, Pipeline
 
-PREVIEWS = 8  # of a picture on its way; each takes a run of the image decoder
+NUM_PREVIEWS = 8  # per image; each preview runs the image decoder
 
 
 def make_app(pipe: Pipeline) -> gradio.Blocks:
-    """The page of a pipeline whose bundle takes prompts."""
+    """Return the page for a pipeline whose bundle takes prompts."""
 
-    def draw(prompt: str, negative_prompt: str, seed: float, quality: str) -> Iterator[tuple[Image, str]]:
+    def generate(prompt: str, negative_prompt: str, seed: float, quality: str) -> Iterator[tuple[Image, str]]:
         try:
-            shown = 0
+            shown_previews = 0
             steps = pipe.stream(prompt, negative_prompt=negative_prompt, seed=int(seed), quality=quality)
-            for step in steps:  # Gradio closes it when a user leaves or presses Stop, and nothing runs on
+            for step in steps:  # Gradio closes the stream when the user leaves or presses Stop, which ends generation
                 if step.stats is not None:
                     speed = f"{step.stats.tokens_per_forward_pass:.2f} tokens per forward pass"
                     yield step.image(0), f"{step.settings.method}: {speed}, {step.stats.seconds:.1f} s"
-                elif step.done * PREVIEWS // step.total > shown:
-                    shown = step.done * PREVIEWS // step.total
+                elif step.done * NUM_PREVIEWS // step.total > shown_previews:
+                    shown_previews = step.done * NUM_PREVIEWS // step.total
                     yield step.image(0), f"{step.done} of {step.total} tokens"
-        except LanternError as error:  # one line: what was found, what was expected, what to do
+        except LanternError as error:  # its text is one line for the user
             raise gradio.Error(str(error)) from error
 
     manifest = pipe.bundle.manifest
@@ -38,13 +41,14 @@ def make_app(pipe: Pipeline) -> gradio.Blocks:
                 negative_prompt = gradio.Textbox(label="Negative prompt", visible=manifest.sampling.guided)
                 seed = gradio.Number(value=0, precision=0, minimum=0, label="Seed")
                 quality = gradio.Dropdown([*manifest.presets], value="strict", label="Quality")
-                button, stop = gradio.Button("Draw", variant="primary"), gradio.Button("Stop")
+                generate_button = gradio.Button("Generate", variant="primary")
+                stop_button = gradio.Button("Stop")
             with gradio.Column():
-                picture = gradio.Image(format="png", label="Picture", interactive=False)
-                figures = gradio.Textbox(label="Figures", interactive=False)
+                image = gradio.Image(format="png", label="Image", interactive=False)
+                statistics = gradio.Textbox(label="Statistics", interactive=False)
         inputs = [prompt, negative_prompt, seed, quality]
-        drawing = button.click(draw, inputs, [picture, figures], api_name="draw")
-        stop.click(None, cancels=[drawing])
+        generation = generate_button.click(generate, inputs, [image, statistics], api_name="generate")
+        stop_button.click(None, cancels=[generation])
     return app
 
 

@@ -1,8 +1,7 @@
-"""A small HTTP service: `python examples/service.py`, then http://localhost:8000/?prompt=a+red+sphere+on+sand&seed=3
+"""Run a small HTTP service: `python examples/service.py`, then http://localhost:8000/?prompt=a+red+sphere+on+sand&seed=3
 
-Threads share one pipeline, each request decodes its own batch, and a request that takes too long is given up. Without
-limits of its own a service would let strangers use as much of the host as they like: here one image is drawn at a time,
-and others wait for their turn.
+Threads share one pipeline. The service generates one image at a time, so that strangers cannot use up the host; other
+requests wait. A request that takes longer than `MAX_SECONDS` is cancelled.
 """
 
 from __future__ import annotations
@@ -17,72 +16,78 @@ from urllib.parse import parse_qs, urlsplit
 
 from lantern_rt import LanternError, Pipeline, RequestError
 
-SECONDS = 30.0  # for one picture, its turn included
+MAX_SECONDS = 30.0  # per request, with waiting
 
 
-class Painter:
-    """Draws one picture at a time, each until its deadline."""
+class ImageGenerator:
+    """Generates one image at a time, each within a time limit."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.pipe, self.turn = pipe, threading.Lock()
+        self.pipe = pipe
+        self.lock = threading.Lock()
 
-    def png(self, prompt: str, seed: int, seconds: float = SECONDS) -> bytes:
-        """A PNG file. Raises: TimeoutError, LanternError."""
-        deadline = time.monotonic() + seconds
-        steps = self.pipe.stream(prompt, seed=seed)  # what is wrong with a request shows here, before it waits
-        if not self.turn.acquire(timeout=seconds):
+    def generate_png(self, prompt: str, seed: int, max_seconds: float = MAX_SECONDS) -> bytes:
+        """Return the bytes of a PNG file.
+
+        Raises:
+            LanternError: the request is invalid, or the model cannot be run.
+            TimeoutError: the image is not complete after `max_seconds`.
+        """
+        deadline = time.monotonic() + max_seconds
+        steps = self.pipe.stream(prompt, seed=seed)  # raises RequestError at once, before the request waits
+        if not self.lock.acquire(timeout=max_seconds):
             raise TimeoutError
         try:
             for step in steps:
                 if step.stats is None and time.monotonic() > deadline:
                     raise TimeoutError
         finally:
-            steps.close()  # cancels what is left; nothing runs on
-            self.turn.release()
+            steps.close()  # ends generation
+            self.lock.release()
         file = BytesIO()
         step.image(0).save(file, "PNG")
         return file.getvalue()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET requests with a PNG, or with the line that says what was wrong."""
+    """Responds to GET requests with a PNG, or with one line that describes the error."""
 
-    def __init__(self, painter: Painter, *arguments: object) -> None:
-        self.painter = painter
+    def __init__(self, generator: ImageGenerator, *arguments: object) -> None:
+        self.generator = generator
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """One picture of `prompt`, with `seed`."""
+        """Respond with an image of the query's `prompt` and `seed`."""
         query = {name: values[-1] for name, values in parse_qs(urlsplit(self.path).query).items()}
         try:
             seed = query.get("seed", "0")
             if not seed.isdecimal() or len(seed) > 18:
                 raise RequestError(field="seed", found=repr(seed[:20]), expected="a number of at most 18 digits")
-            self.answer(200, "image/png", self.painter.png(query.get("prompt", ""), int(seed)))
+            self.send(200, "image/png", self.generator.generate_png(query.get("prompt", ""), int(seed)))
         except RequestError as error:
-            self.answer(400, "text/plain; charset=utf-8", f"{error}\n".encode())
+            self.send(400, "text/plain; charset=utf-8", f"{error}\n".encode())
         except TimeoutError:
-            self.answer(503, "text/plain; charset=utf-8", b"busy; try again later\n")
+            self.send(503, "text/plain; charset=utf-8", b"busy; try again later\n")
         except LanternError as error:
             logging.getLogger("service").error("%s", error)
-            self.answer(500, "text/plain; charset=utf-8", b"the model cannot be run\n")
+            self.send(500, "text/plain; charset=utf-8", b"the model cannot be run\n")
 
-    def answer(self, status: int, kind: str, body: bytes) -> None:
-        """Send a whole answer."""
+    def send(self, status: int, content_type: str, body: bytes) -> None:
+        """Send a complete response."""
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
 
 def make_server(pipe: Pipeline, port: int = 8000) -> ThreadingHTTPServer:
-    """A server that is ready to serve; port 0 takes any."""
-    return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, Painter(pipe)))
+    """Return a server that listens on `port`; 0 selects any free port."""
+    return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, ImageGenerator(pipe)))
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)  # shows what lantern-rt logs, too
+    logging.basicConfig(level=logging.INFO)  # shows messages of lantern-rt as well
     with Pipeline.from_bundle("scenes") as pipe:
         pipe.warm_up()
         make_server(pipe).serve_forever()

@@ -1,7 +1,7 @@
-"""Writes a small LlamaGen checkpoint with random weights in the official layout: `python examples/small_checkpoint.py`.
+"""Write a small LlamaGen checkpoint with random weights in the official layout: `python examples/small_checkpoint.py`.
 
-It stands in for files of hundreds of megabytes while you try things out: 10 classes, 6 x 6 codes of 64, pictures of
-96 x 96 pixels that show nothing. Needs PyTorch (extra `export`).
+It replaces files of hundreds of megabytes while you try the export. The model has 10 classes and a codebook of 64 codes.
+It generates 6 x 6 codes, an image of 96 x 96 pixels of noise. PyTorch is needed (extra `export`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
 CLASSES, CODES, WIDTH, LAYERS, HEADS, GRID = 10, 64, 64, 2, 4, 6
 
 
-def transformer() -> dict[str, torch.Tensor]:
-    """Weights by their official names; norms are ones."""
+def make_target_weights() -> dict[str, torch.Tensor]:
+    """Return random weights of the target by their official names; norm weights are 1."""
     shapes = {
         "cls_embedding.embedding_table.weight": (CLASSES + 1, WIDTH),
         "tok_embeddings.weight": (CODES, WIDTH),
@@ -37,19 +37,19 @@ def transformer() -> dict[str, torch.Tensor]:
     return {name: torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape) for name, shape in shapes.items()}
 
 
-def tokenizer() -> dict[str, torch.Tensor]:
-    """Weights of an image tokenizer of 16 pixels a code, of the published shape but thin."""
+def make_tokenizer_weights() -> dict[str, torch.Tensor]:
+    """Return random weights of an image tokenizer with 16 pixels per code, narrower than the published one."""
     vq = LlamaGenVQ(VQConfig(CODES, 8, 32, 32, (32,) * 5, (32,) * 5, 1))
     vq.codebook = torch.randn(CODES, 8)
     return {name.replace("codebook", "quantize.embedding.weight"): weight for name, weight in vq.state_dict().items()}
 
 
 def main(folder: Path = Path("small")) -> None:
-    """Write `small/c2i.pt`, `small/vq.pt`, and `small/config.json` with what the weights do not tell."""
+    """Write weights to `c2i.pt` and `vq.pt`, and the settings that weights do not contain to `config.json`."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
-    torch.save({"model": transformer()}, folder / "c2i.pt")
-    torch.save({"model": tokenizer()}, folder / "vq.pt")
+    torch.save({"model": make_target_weights()}, folder / "c2i.pt")
+    torch.save({"model": make_tokenizer_weights()}, folder / "vq.pt")
     (folder / "config.json").write_text(json.dumps({"n_head": HEADS, "block_size": GRID**2}), "utf-8")
 
 

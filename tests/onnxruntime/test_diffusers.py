@@ -93,9 +93,9 @@ def test_diffusers_makes_the_same_image_of_our_codes_as_of_those_of_its_own_firs
     pixels = np.random.default_rng(rows).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     source = Image.fromarray(pixels).resize((32 * columns, 32 * rows))
     options: dict[str, Any] = {"image": source} if has_source else {}
-    prior_tokens = runpy.run_path(str(ROOT / "examples/glm_image.py"))["prior_tokens"]
+    make_prior_tokens = runpy.run_path(str(ROOT / "examples/glm_image.py"))["make_prior_tokens"]
     with Pipeline.from_bundle(glm_image_bundle, threads=1) as pipe:
-        arguments = prior_tokens(pipe, PROMPT, size=f"{32 * columns}x{32 * rows}", temperature=0, **options)
+        arguments = make_prior_tokens(pipe, PROMPT, size=f"{32 * columns}x{32 * rows}", temperature=0, **options)
     sources: dict[str, Any] = {"image": [source]} if has_source else {}
     expected = draw(decoder, height=32 * rows, width=32 * columns, **sources)
     assert draw(decoder, **arguments) == expected

@@ -91,9 +91,9 @@ def test_the_gradio_page_generates_the_images_of_the_pipeline(pipe: Pipeline) ->
     _, url, _ = app.launch(prevent_thread_lock=True, quiet=True)
     try:
         client = Client(url, verbose=False)
-        path, figures = client.predict("red cube", "", 4, "strict", api_name="/draw")
+        path, figures = client.predict("red cube", "", 4, "strict", api_name="/generate")
         with pytest.raises(Exception, match="unknown word 'purple'"):
-            client.predict("purple cube", "", 4, "strict", api_name="/draw")
+            client.predict("purple cube", "", 4, "strict", api_name="/generate")
     finally:
         app.close()
     assert "tokens per forward pass" in figures
@@ -154,7 +154,7 @@ def test_the_service_rejects_a_wrong_request_with_one_line(address: str, query: 
 def test_the_service_stops_at_the_time_limit_and_generates_the_next_image(
     service: dict[str, Any], pipe: Pipeline
 ) -> None:
-    painter = service["Painter"](pipe)
+    generator = service["ImageGenerator"](pipe)
     with pytest.raises(TimeoutError):
-        painter.png("red cube", 1, seconds=0.0)
-    assert painter.png("red cube", 1).startswith(b"\x89PNG")
+        generator.generate_png("red cube", 1, max_seconds=0.0)
+    assert generator.generate_png("red cube", 1).startswith(b"\x89PNG")
