@@ -1,11 +1,11 @@
-"""Publish finished bundles of published models on the hub, and write them into `published.json`.
+"""Publish finished bundles of published models on the hub, and record them in `published.json`.
 
     python deploy/publish.py OWNER [NAME ...] [--precision int8] [--work FOLDER] [--dry-run]
 
-Exports every name, verifies the bundle against its checkpoint, draws four images for the model card, and pushes all to
-OWNER/NAME-PRECISION. Uses the token of `hf auth login` or HF_TOKEN. A bundle in the table is not published again:
-delete it there for a new one. An interrupted program goes on when it is run again. An error of one model leaves the
-others; the exit code is 2 if there was any.
+For each model, the program exports a bundle, verifies it against the checkpoint, generates four images for the model
+card and pushes everything to OWNER/NAME-PRECISION. It uses the token of `hf auth login` or HF_TOKEN. A bundle in the
+table is not published again; to publish a new one, delete it from the table. If the program was interrupted, run it
+again to continue. If a model fails, the others are still published, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lantern_rt.errors import LanternError, ParityError, RequestError
 from lantern_rt.output.files import write_output
 from lantern_rt.output.images import encode_png
 
-PERMISSIVE = ("MIT", "Apache-2.0")  # licences of all weights of a model that may be given to anyone
+PERMISSIVE = ("MIT", "Apache-2.0")  # licences under which all weights of a model may be published
 PROMPTS = (
     "a red fox in deep snow",
     "a lighthouse on a cliff at sunset",
@@ -39,7 +39,7 @@ CLASS_IDS = (207, 360, 387, 974)
 SEEDS = (0, 1, 2, 3)
 
 
-class Job(NamedTuple):
+class PublicationJob(NamedTuple):
     """A bundle to publish."""
 
     name: str
@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Publish the bundles of the command line. Returns: the exit code."""
+    """Publish the bundles named on the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("owner", help="user or organisation on the hub")
     parser.add_argument("names", nargs="*", metavar="NAME", help="published model; default: all that may be published")
@@ -60,33 +60,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     published.TABLE = options.table
     failed = 0
-    for name in options.names or _permitted():
+    for name in options.names or _list_permitted_models():
         for precision in options.precision or ["int8"]:
-            job = Job(name, precision, f"{options.owner}/{name}-{precision}", options.work / f"{name}@{precision}")
+            repository = f"{options.owner}/{name}-{precision}"
+            job = PublicationJob(name, precision, repository, options.work / f"{name}@{precision}")
             try:
-                _check(job)
+                _check_licence(job)
                 if options.dry_run:
-                    print_text(_describe(job))
+                    print_text(_describe_job(job))
                 else:
-                    _publish(job)
+                    _publish_bundle(job)
             except LanternError as error:
                 failed += 1
                 print_stderr(f"{name} {precision}: {error}")
     return 2 if failed else 0
 
 
-def _permitted() -> list[str]:
+def _list_permitted_models() -> list[str]:
     return [name for name, model in published.published_models().items() if model.licence in PERMISSIVE]
 
 
-def _check(job: Job) -> None:
+def _check_licence(job: PublicationJob) -> None:
     model = published.find_model(job.name)
     if model.licence not in PERMISSIVE:
         expected = f"one that lets anyone publish the weights: {', '.join(PERMISSIVE)}"
         raise RequestError(field="licence", found=model.licence, expected=expected)
 
 
-def _describe(job: Job) -> str:
+def _describe_job(job: PublicationJob) -> str:
     model = published.find_model(job.name)
     if job.precision in model.bundles:
         return f"{job.name} {job.precision}: published already"
@@ -97,23 +98,23 @@ def _describe(job: Job) -> str:
     )
 
 
-def _publish(job: Job) -> None:
+def _publish_bundle(job: PublicationJob) -> None:
     if job.precision in published.find_model(job.name).bundles:
-        print_stderr(_describe(job))
+        print_stderr(_describe_job(job))
         return
-    create_repository(job.repository, private=False)  # before the work, which a wrong token would waste
+    create_repository(job.repository, private=False)  # first, so that a wrong token fails before the export
     if not (job.folder / MANIFEST_FILE).is_file():
         with show_progress() as progress:
             published.export_bundle(job.name, job.folder, job.precision, progress)
     bundle = open_bundle(job.folder)
-    _verify(job, bundle)
-    reference = push_bundle(bundle, job.repository, _draw(bundle), _notes(job))
+    _verify_bundle(job, bundle)
+    reference = push_bundle(bundle, job.repository, _generate_samples(bundle), _make_card_notes(job))
     size = sum(entry.bytes for entry in bundle.manifest.files.values()) + (job.folder / MANIFEST_FILE).stat().st_size
-    _write_row(job, {"reference": reference, "digest": bundle.digest, "download_bytes": size})
+    _write_table_row(job, {"reference": reference, "digest": bundle.digest, "download_bytes": size})
     print_text(f"{job.name} {job.precision}: {reference}")
 
 
-def _verify(job: Job, bundle: Bundle) -> None:
+def _verify_bundle(job: PublicationJob, bundle: Bundle) -> None:
     from lantern_rt.export.registry import read_family
     from lantern_rt.export.verify import verify_bundle
 
@@ -125,8 +126,8 @@ def _verify(job: Job, bundle: Bundle) -> None:
         raise ParityError("differs from its checkpoint", field=str(bundle.folder), remedy="see `lantern-rt verify`")
 
 
-def _draw(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
-    """Draw the images of the card. Returns: PNG files, and their recipes with the SHA-256 of their codes."""
+def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
+    """Generate the model card's images: PNG files with their recipes, which include the SHA-256 of the codes."""
     if not bundle.manifest.makes_images:
         return []
     classes = bundle.manifest.condition.classes
@@ -140,7 +141,7 @@ def _draw(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
     return samples
 
 
-def _notes(job: Job) -> list[str]:
+def _make_card_notes(job: PublicationJob) -> list[str]:
     model = published.find_model(job.name)
     memory = model.memory_bytes * (2 if job.precision == "fp16" else 1)
     return [
@@ -150,7 +151,7 @@ def _notes(job: Job) -> list[str]:
     ]
 
 
-def _write_row(job: Job, row: dict[str, Any]) -> None:
+def _write_table_row(job: PublicationJob, row: dict[str, Any]) -> None:
     table = json.loads(published.TABLE.read_text("utf-8"))
     table[job.name].setdefault("bundles", {})[job.precision] = row
     write_output(published.TABLE, json.dumps(table, indent=1, ensure_ascii=False).encode(), force=True)
