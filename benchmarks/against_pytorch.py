@@ -38,14 +38,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from random_bundle import SHAPES, Shape, random_bundle
+from random_bundle import SHAPES, ModelShape, random_bundle
 
 from lantern_rt import LanternError, Pipeline
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.rewrite import write_heads
+from lantern_rt.bundle.rewrite import write_draft_heads
 from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.engines.host import describe_processor
-from lantern_rt.runtime.heads import head_shapes
+from lantern_rt.runtime.heads import draft_head_shapes
 from lantern_rt.train.drafter.heads import RANK, UNITS
 
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
@@ -56,95 +56,108 @@ PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted
 
 
 @dataclass(frozen=True)
-class Image:
-    """Seconds of one image: `tokens` for its codes, `rest` mostly for its pixels; passes of the target."""
+class ImageTiming:
+    """Seconds of one image: `token_seconds` for its codes, `other_seconds` mostly for its pixels."""
 
-    tokens: float
-    rest: float
-    passes: int | None = None  # not counted for published programs
+    token_seconds: float
+    other_seconds: float
+    num_passes: int | None = None  # not counted for published programs
 
     @property
     def seconds(self) -> float:
-        return self.tokens + self.rest
+        return self.token_seconds + self.other_seconds
 
 
-def published_program(
-    clone: Path, size: str, shape: Shape, compiled: bool = False, device: str = "cpu", compute: str = "float32"
-) -> Callable[[], Image]:
+def load_pytorch_generator(
+    clone_folder: Path,
+    model_name: str,
+    shape: ModelShape,
+    compiled: bool = False,
+    device: str = "cpu",
+    compute: str = "float32",
+) -> Callable[[], ImageTiming]:
     """Return a function that draws an image with the published code and random weights.
 
-    compiled: compile the target like the program's own scripts. size: the published name, such as GPT-B.
+    compiled: compile the target like the program's own scripts. model_name: the published name, such as GPT-B.
     compute: type of the target; pixels are made in float32.
     """
-    sys.path.insert(0, str(clone))
+    sys.path.insert(0, str(clone_folder))
     gpt = importlib.import_module("autoregressive.models.gpt")
     family = next((family for family, part in PROGRAMS.items() if hasattr(gpt.ModelArgs, part)), "llamagen")
     if family != shape.family:
-        sys.exit(f"{clone} is the program of {family}, but the shape is of {shape.family}: choose another --shape")
+        sys.exit(
+            f"{clone_folder} is the program of {family}, but the shape is of {shape.family}: choose another --shape"
+        )
     generate = importlib.import_module("autoregressive.models.generate").generate
     vq = importlib.import_module("tokenizer.tokenizer_image.vq_model").VQ_models["VQ-16"]().eval().to(device)
-    groups = {"ar_token_num": shape.group, "spe_token_num": shape.group - 1} if shape.family == "par" else {}
-    model = gpt.GPT_models[size](block_size=shape.grid**2, **groups).eval().to(device, getattr(torch, compute))
+    groups = (
+        {"ar_token_num": shape.cells_per_pass, "spe_token_num": shape.cells_per_pass - 1}
+        if shape.family == "par"
+        else {}
+    )
+    model = gpt.GPT_models[model_name](block_size=shape.grid**2, **groups).eval().to(device, getattr(torch, compute))
     model = torch.compile(model, fullgraph=True) if compiled else model
     options = {"cfg_scale": GUIDANCE, "top_k": 0, "temperature": 1.0, **groups}
 
     @torch.no_grad()
-    def draw() -> Image:
+    def generate_image() -> ImageTiming:
         start_time = time.perf_counter()
         codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
         codes.cpu()  # waits for the device
         codes_time = time.perf_counter()  # the order of the codes does not change the cost of their image
         vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
-        return Image(codes_time - start_time, time.perf_counter() - codes_time)
+        return ImageTiming(codes_time - start_time, time.perf_counter() - codes_time)
 
-    return draw
+    return generate_image
 
 
-def lantern_program(
-    pipeline: Pipeline, method: str, replayed: float | None, cfg_tokens: str = "100%"
-) -> Callable[[], Image]:
+def make_lantern_generator(
+    pipeline: Pipeline, method: str, assumed_tokens_per_pass: float | None, cfg_tokens: str = "100%"
+) -> Callable[[], ImageTiming]:
     """Return a function that draws an image with this bundle.
 
-    replayed: tokens a forward pass to assume instead of the measured ones; None: use the measured ones.
+    assumed_tokens_per_pass: tokens a forward pass to assume instead of the measured ones; None: use the measured ones.
     """
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     guidance = {"cfg_scale": GUIDANCE, "cfg_tokens": cfg_tokens}
 
-    def draw() -> Image:
+    def generate_image() -> ImageTiming:
         start_time = time.perf_counter()
         statistics = pipeline(**request, method=method, **guidance).stats
         rest = time.perf_counter() - start_time - statistics.seconds
-        part = statistics.tokens_per_forward_pass / replayed if replayed else 1.0
-        return Image(statistics.seconds * part, rest, round(statistics.target_passes * part))
+        part = statistics.tokens_per_forward_pass / assumed_tokens_per_pass if assumed_tokens_per_pass else 1.0
+        return ImageTiming(statistics.seconds * part, rest, round(statistics.target_passes * part))
 
-    return draw
+    return generate_image
 
 
-def add_heads(bundle: Path) -> None:
+def add_random_draft_heads(bundle: Path) -> None:
     """Add random heads of the trained sizes to a bundle: their drafts cost the same."""
     opened = open_bundle(bundle)
     rng = np.random.default_rng(0)
-    shapes = head_shapes(opened.manifest.codebook_size, opened.manifest.target.hidden_size, RANK, UNITS)
-    write_heads(opened, {name: rng.normal(0, 0.02, shape).astype(np.float16) for name, shape in shapes.items()})
+    shapes = draft_head_shapes(opened.manifest.codebook_size, opened.manifest.target.hidden_size, RANK, UNITS)
+    write_draft_heads(opened, {name: rng.normal(0, 0.02, shape).astype(np.float16) for name, shape in shapes.items()})
 
 
-def measure_tokens_a_pass(project: str, method: str) -> float | None:
+def measure_tokens_per_pass(bundle_name: str, method: str) -> float | None:
     """Return the tokens a pass of a method with this bundle; None if passes do not depend on the codes."""
     if method.startswith(("ar", "rows", "groups")):
         return None
-    with Pipeline.from_bundle(project) as pipeline:
+    with Pipeline.from_bundle(bundle_name) as pipeline:
         request = read_bundle_prompts(pipeline.bundle).request(0, PROJECTED)
         return pipeline(**request, method=method).stats.tokens_per_forward_pass
 
 
-def measure_in_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, list[Image]]:
+def time_images_in_turns(
+    generators: dict[str, Callable[[], ImageTiming]], num_rounds: int
+) -> dict[str, list[ImageTiming]]:
     """Draw one image with each program per round, each round in another order."""
-    names = [*draws]
-    images_by_name = {name: [] for name in draws}
-    for index in range(rounds):
+    names = [*generators]
+    images_by_name = {name: [] for name in generators}
+    for index in range(num_rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            images_by_name[name].append(draws[name]())
+            images_by_name[name].append(generators[name]())
     return images_by_name
 
 
@@ -174,18 +187,20 @@ def main() -> None:
         precision = arguments.precision
         vq = "int8" if arguments.precision == "int8" else "fp32"
 
-        def pipeline(bundle: Path) -> Pipeline:
+        def open_pipeline(bundle: Path) -> Pipeline:
             providers = [arguments.device, f"vq_decoder={arguments.provider or arguments.device}"]
             opened = stack.enter_context(Pipeline.from_bundle(bundle, arguments.threads, provider=providers))
             opened.warm_up()
             return opened
 
-        draws: dict[str, Callable[[], Image]] = {}
+        generators: dict[str, Callable[[], ImageTiming]] = {}
         if arguments.official:
             placement = {"device": arguments.device, "compute": arguments.compute}
-            draws[f"{program}, PyTorch eager"] = published_program(arguments.official, size, shape, **placement)
+            generators[f"{program}, PyTorch eager"] = load_pytorch_generator(
+                arguments.official, size, shape, **placement
+            )
             if arguments.compile:
-                draws[f"{program}, torch.compile"] = published_program(
+                generators[f"{program}, torch.compile"] = load_pytorch_generator(
                     arguments.official, size, shape, compiled=True, **placement
                 )
         options = {"compute": arguments.compute, "precision": precision, "vq_precision": vq}
@@ -193,17 +208,17 @@ def main() -> None:
         if shape.family in PROGRAMS:
             plain = replace(SHAPES[size], grid=shape.grid)
             plain_bundle = random_bundle(plain, Path(folder) / "plain", **options)
-            draws[f"ar of LlamaGen, {size}"] = lantern_program(pipeline(plain_bundle), "ar", None)
+            generators[f"ar of LlamaGen, {size}"] = make_lantern_generator(open_pipeline(plain_bundle), "ar", None)
         elif not arguments.bundle:
-            add_heads(bundle)
-        method_pipeline = pipeline(bundle)
+            add_random_draft_heads(bundle)
+        method_pipeline = open_pipeline(bundle)
         for method in arguments.methods or (["groups"] if shape.family in PROGRAMS else METHODS):
-            replayed = measure_tokens_a_pass(arguments.project, method)
+            replayed = measure_tokens_per_pass(arguments.project, method)
             label = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
             for share in arguments.cfg_tokens:
                 part = "" if share == "100%" else f", guidance {share}"
-                draws[label + part] = lantern_program(method_pipeline, method, replayed, share)
-        images_by_label = measure_in_turns(draws, arguments.rounds)
+                generators[label + part] = make_lantern_generator(method_pipeline, method, replayed, share)
+        images_by_label = time_images_in_turns(generators, arguments.rounds)
     first = next(iter(images_by_label.values()))
     print(f"{describe_processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
     print(f"  {'':46} seconds  tokens    rest   ratio  passes")
@@ -212,8 +227,8 @@ def main() -> None:
             statistics.median(getattr(image, part) for image in images) for part in ("seconds", "tokens", "rest")
         ]
         ratio = statistics.median(base.seconds / image.seconds for base, image in zip(first, images, strict=True))
-        passes = images[0].passes or "-"
-        print(f"  {label:46} {medians[0]:7.2f} {medians[1]:7.2f} {medians[2]:7.2f} {ratio:7.2f} {passes:>7}")
+        num_passes = images[0].num_passes or "-"
+        print(f"  {label:46} {medians[0]:7.2f} {medians[1]:7.2f} {medians[2]:7.2f} {ratio:7.2f} {num_passes:>7}")
 
 
 if __name__ == "__main__":

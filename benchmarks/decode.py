@@ -35,8 +35,8 @@ from lantern_rt.cli.console import print_table
 from lantern_rt.engines.doctor import make_host_report
 from lantern_rt.engines.host import describe_processor
 from lantern_rt.memory import count_weight_bytes
-from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenView, PassInput
-from lantern_rt.runtime.passes import committed_mask
+from lantern_rt.runtime.engine import Cache, DeviceArray, Engine, HiddenStateView, PassInput
+from lantern_rt.runtime.passes import build_committed_mask
 
 ROWS = 2  # one image with guidance
 NODES = (2, 4, 8, 16, 32, 64)
@@ -60,13 +60,13 @@ PART_COLUMNS = {
 def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS) -> dict[str, Any]:
     """Print and return the costs of one pipeline's passes; bandwidth: bytes per second."""
     manifest = pipeline.bundle.manifest
-    size = target_bytes(pipeline.bundle)
+    size = count_target_bytes(pipeline.bundle)
     bound = size / bandwidth
     print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
     print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s", flush=True)
     passes = []
     for graph in ("target", "drafter") if manifest.drafter else ("target",):
-        seconds = pass_seconds(pipeline, graph, ROWS, repeats)
+        seconds = measure_pass_seconds(pipeline, graph, ROWS, repeats)
         for nodes, cost in seconds.items():
             row = {"graph": graph, "nodes": nodes, "ms": 1e3 * cost, "relative": cost / seconds[NODES[0]]}
             passes.append(row | {"bound_share": bound / cost if graph == "target" else None})
@@ -74,12 +74,12 @@ def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS)
     return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes}
 
 
-def target_bytes(bundle: Bundle) -> int:
+def count_target_bytes(bundle: Bundle) -> int:
     """Return the bytes of the target's stored weights, which a pass reads once."""
     return sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("target"))
 
 
-def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
+def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
     """Return median seconds of a pass of target or drafter by number of nodes, at a past of half an image."""
     manifest = pipeline.bundle.manifest
     engine: Engine = getattr(pipeline.engines, graph)
@@ -88,26 +88,26 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     rng = np.random.default_rng(0)
     hidden: DeviceArray | None = None
 
-    def chain(nodes: int, engine: Engine = engine, cache: Cache = cache) -> PassInput:
+    def make_chain_input(nodes: int, engine: Engine = engine, cache: Cache = cache) -> PassInput:
         tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
         padding = np.zeros((rows, 0), bool)
-        attention_mask, past_length = committed_mask(engine, cache, cache.lengths, nodes, padding)
+        attention_mask, past_length = build_committed_mask(engine, cache, cache.lengths, nodes, padding)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), manifest.target.max_positions - 1)
         batch = PassInput(positions, attention_mask, tokens)
         if hidden is None:
             return batch
         row, node = np.indices((rows, nodes))
-        return batch._replace(hidden=HiddenView(hidden, row, node))  # on a device the states stay there
+        return batch._replace(hidden=HiddenStateView(hidden, row, node))  # on a device the states stay there
 
     if graph == "drafter":
         target = pipeline.engines.target
         target_cache = target.new_cache(rows, NODES[-1])
-        hidden = target.run(chain(NODES[-1], target, target_cache), target_cache).hidden
+        hidden = target.run(make_chain_input(NODES[-1], target, target_cache), target_cache).hidden
     while (length := int(cache.lengths[0])) < past:  # a past that the graph itself computed
         nodes = min(NODES[-1], past - length)
-        cache.append(engine.run(chain(nodes), cache).new_kv, [np.arange(nodes)] * rows)
-    batches = {nodes: chain(nodes) for nodes in NODES}
+        cache.append(engine.run(make_chain_input(nodes), cache).new_kv, [np.arange(nodes)] * rows)
+    batches = {nodes: make_chain_input(nodes) for nodes in NODES}
     seconds: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     for _ in range(repeats):
         for nodes, batch in batches.items():
@@ -119,7 +119,7 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     return {nodes: statistics.median(values) for nodes, values in seconds.items()}
 
 
-def measure_parts(pipeline: Pipeline, repeats: int = REPEATS) -> list[dict[str, Any]]:
+def profile_target_pass(pipeline: Pipeline, repeats: int = REPEATS) -> list[dict[str, Any]]:
     """Print and return the milliseconds of the parts of a pass of the target by its nodes, at half an image."""
     manifest = pipeline.bundle.manifest
     past = manifest.condition.prefix + manifest.codes_per_image // 2
@@ -146,13 +146,13 @@ def measure_parts(pipeline: Pipeline, repeats: int = REPEATS) -> list[dict[str, 
             passes = repeats - 1
             spent = dict.fromkeys(("products", "attention", "other"), 0.0)
             for kernel in kernels:
-                spent[part_of(kernel["args"])] += kernel["dur"] / 1e3 / passes
+                spent[classify_operation(kernel["args"])] += kernel["dur"] / 1e3 / passes
             rows.append({"nodes": nodes, "operations": len(kernels) // passes} | spent)
     print_table(PART_COLUMNS, rows)
     return rows
 
 
-def part_of(operation: dict[str, Any]) -> str:
+def classify_operation(operation: dict[str, Any]) -> str:
     """Return the part that an operation of a profile belongs to."""
     if "MatMul" not in operation["op_name"]:
         return "other"
@@ -160,13 +160,13 @@ def part_of(operation: dict[str, Any]) -> str:
     return "attention" if len(shapes) > 1 and len(shapes[1]) == 4 else "products"
 
 
-def read_bandwidth(size: int, threads: int) -> float:
-    """Return bytes per second of `threads` threads that read `size` bytes, at least a megabyte; best of five.
+def measure_read_bandwidth(num_bytes: int, threads: int) -> float:
+    """Return bytes per second of `threads` threads that read `num_bytes` bytes, at least a megabyte; best of five.
 
     The bound of a pass, which has to read all weights once. Each thread looks for the largest number of its share,
     which costs little beside reading it. An array that fits in a cache is read from there, as weights would be.
     """
-    numbers = np.ones(max(size, 2**20) // 4, np.float32)
+    numbers = np.ones(max(num_bytes, 2**20) // 4, np.float32)
     shares = np.array_split(numbers, threads)
     seconds = []
     with ThreadPoolExecutor(threads) as pool:
@@ -197,11 +197,11 @@ def main() -> None:
         print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
-        bandwidth = read_bandwidth(count_weight_bytes(pipeline.bundle, "target"), threads)
+        bandwidth = measure_read_bandwidth(count_weight_bytes(pipeline.bundle, "target"), threads)
         repeats = 2 if arguments.smoke else REPEATS
         figures = measure_passes(pipeline, bandwidth, repeats)
         if pipeline.engines.backend.startswith("onnxruntime-cpu"):
-            figures["parts"] = measure_parts(pipeline, repeats)
+            figures["parts"] = profile_target_pass(pipeline, repeats)
     if arguments.json:
         report = {
             "lantern_rt": __version__,

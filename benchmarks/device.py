@@ -71,79 +71,81 @@ def main() -> None:
             bundle = random_bundle(replace(SHAPES[name], **narrow), Path(folder) / name, "float16")
             pipes[name] = pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
         if arguments.only != "counts":
-            host_times(pipes)
+            print_host_times(pipes)
         if arguments.only == "host":
             return
-        rows |= operations(pipe)
+        rows |= count_pass_operations(pipe)
         null_cuda.noise(4 * CODES)
         for method in METHODS:
-            rows[f"step of {method}"] = step(pipe, method, arguments.steps)
-        emu3 = replace(SHAPES["tiny-emu3"], hidden_size=512, key_share=4)
+            rows[f"step of {method}"] = count_step_operations(pipe, method, arguments.steps)
+        emu3 = replace(SHAPES["tiny-emu3"], hidden_size=512, queries_per_key=4)
         small = random_bundle(emu3, Path(folder) / "narrow-emu3", "float16")
         pipe = Pipeline.from_bundle(small, provider="cuda,vq_decoder=cpu", verify=False)
-        rows["Emu3, target pass over 2 nodes"] = copies(pipe)
+        rows["Emu3, target pass over 2 nodes"] = count_cache_copies(pipe)
         large = random_bundle(replace(SHAPES["GPT-XL"], num_layers=13, vq_width=32), Path(folder) / "large", "float16")
-        rows["MiB of the device's memory"] = memory(large)
+        rows["MiB of the device's memory"] = measure_memory(large)
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"  {key} {value:g}" for key, value in row.items()))
 
 
-def operations(pipe: Any) -> dict[str, dict[str, float]]:
+def count_pass_operations(pipe: Any) -> dict[str, dict[str, float]]:
     """Count operations of target passes, and of appending accepted nodes: a chain, and a path of a tree."""
     from lantern_rt.methods import Sampling
-    from lantern_rt.runtime.device import SampleRequest
+    from lantern_rt.runtime.device import SamplingRequest
     from lantern_rt.runtime.noise import Noise
 
     cache = pipe.engines.target.new_cache(ROWS, PAST + 64)
-    run = partial(target_pass, pipe, cache)
+    run = partial(run_target_pass, pipe, cache)
     while cache.lengths[0] < PAST:
         cache.append(run(50).new_kv, [np.arange(50)] * ROWS)
 
-    def append(nodes: list[int]) -> None:
+    def append_nodes(nodes: list[int]) -> None:
         cache.append(output.new_kv, [np.array(nodes)] * ROWS)
         cache.truncate(np.full(ROWS, PAST))
 
-    def choose(nodes: int) -> None:
+    def choose_codes(nodes: int) -> None:
         position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
         places = np.tile(np.arange(nodes), (ROWS, 1))
         scales = np.full(nodes, 7.5, np.float32)
-        request = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position, scales)
-        run(nodes).logits.best_codes([request], 1)
+        request = SamplingRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position, scales)
+        run(nodes).logits.sample_top_codes([request], 1)
 
     noise = Noise(1)
-    rows = {"target pass over 2 nodes, op by op": count(lambda: run(2).logits.value, 1)}
-    rows |= {f"target pass over {n} nodes, again": count(lambda n=n: run(n).logits.value, 6) for n in (2, 59)}
-    rows["the same, and choices at 59 nodes"] = count(lambda: choose(59), 6)
+    rows = {"target pass over 2 nodes, op by op": count_operations(lambda: run(2).logits.value, 1)}
+    rows |= {
+        f"target pass over {n} nodes, again": count_operations(lambda n=n: run(n).logits.value, 6) for n in (2, 59)
+    }
+    rows["the same, and choices at 59 nodes"] = count_operations(lambda: choose_codes(59), 6)
     output = run(59)
-    rows["append 4 nodes of a chain"] = count(lambda: append([0, 1, 2, 3]))
+    rows["append 4 nodes of a chain"] = count_operations(lambda: append_nodes([0, 1, 2, 3]))
     output = run(59)
-    rows["append 4 nodes of a tree"] = count(lambda: append([0, 3, 17, 40]))
+    rows["append 4 nodes of a tree"] = count_operations(lambda: append_nodes([0, 3, 17, 40]))
     return rows
 
 
-def target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
+def run_target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
     """Make a pass whose nodes see each other and all cached tokens; it runs when its output is used."""
     from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
-    mask = np.zeros((ROWS, nodes, pipe.engines.target.next_past_length(cache, nodes) + nodes), bool)
+    mask = np.zeros((ROWS, nodes, pipe.engines.target.padded_past_length(cache, nodes) + nodes), bool)
     mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
     return pipe.engines.target.run(PassInput(positions=tokens, attention_mask=mask, tokens=tokens), cache)
 
 
-def copies(pipe: Any) -> dict[str, float]:
+def count_cache_copies(pipe: Any) -> dict[str, float]:
     """Count kernels of a pass that copy the whole cache.
 
     Keys and values of Emu3-8B take 2.2 GB, and 8.9 GB if copied for all its queries.
     """
-    output = target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
+    output = run_target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
     with null_cuda.counting() as ops:
         _ = output.logits.value
     kernels = null_cuda.kernel_names(ops)
     return {"copies of the cache": sum(n for name, n in kernels.items() if name.endswith(COPYING))}
 
 
-def memory(bundle: Path) -> dict[str, float]:
+def measure_memory(bundle: Path) -> dict[str, float]:
     """Measure memory with a drafter and a cache for an image, at first and after ten steps."""
     from lantern_rt import Pipeline
 
@@ -156,9 +158,9 @@ def memory(bundle: Path) -> dict[str, float]:
     return {"opened": opened.bytes_held / 2**20, "decoding": (opened.bytes_held + decoding.bytes_held) / 2**20}
 
 
-def count(operation: Callable[[], object], warm_ups: int = 0) -> dict[str, float]:
-    """Count the operations of one call after `warm_ups` others, and its milliseconds."""
-    for _ in range(warm_ups):
+def count_operations(operation: Callable[[], object], num_warm_ups: int = 0) -> dict[str, float]:
+    """Count the operations of one call after `num_warm_ups` others, and its milliseconds."""
+    for _ in range(num_warm_ups):
         operation()
     start_time = time.perf_counter()
     with null_cuda.counting() as ops:
@@ -166,21 +168,21 @@ def count(operation: Callable[[], object], warm_ups: int = 0) -> dict[str, float
     return {**{name: getattr(ops, name) for name in COUNTS}, "ms": round(1e3 * (time.perf_counter() - start_time), 2)}
 
 
-def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
+def count_step_operations(pipe: Any, method: str, num_steps: int) -> dict[str, float]:
     """Count the operations of a mean step, without the first steps."""
     running = pipe.stream(class_ids=1, **REQUEST, method=method)
     for _ in islice(running, WARM):
         pass
     with null_cuda.counting() as ops:
-        count = sum(1 for _ in islice(running, steps))
+        count = sum(1 for _ in islice(running, num_steps))
     running.close()
     names = ("total", "graph_launches", "h2d", "d2h", "syncs")
     return {name: round(getattr(ops, name) / count, 1) for name in names}
 
 
-def host_times(pipes: dict[str, Any]) -> None:
+def print_host_times(pipes: dict[str, Any]) -> None:
     """Print the host's time for a step, by part."""
-    from host_parts import PartClock
+    from host_parts import StepPartTimer
 
     from lantern_rt import EngineError
     from lantern_rt.runtime.noise import GROUP_SIZE, Noise
@@ -190,14 +192,14 @@ def host_times(pipes: dict[str, Any]) -> None:
         Noise(seed).gumbel(0, GROUP_SIZE, CODES)
     print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - start_time):.0f} us")
     zeros = np.zeros((GROUP_SIZE, CODES), np.float32)
-    Noise._get_group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
+    Noise._get_noise_group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
     parts = ("engine", "inputs", "sampling", "loop")  # noise is zeros, and takes no time
     print(f"{'microseconds of a step':24} {'size':7} images" + "".join(f"{part:>10}" for part in (*parts, "all")))
     for method, (size, pipe), images in product(HOST_METHODS, pipes.items(), (1, 8)):
         label = f"{method:24} {size:7} {images:6}"
         try:
-            with PartClock(time.thread_time) as clock:
-                steps = step_times(clock, pipe, method, images)
+            with StepPartTimer(time.thread_time) as clock:
+                steps = measure_step_times(clock, pipe, method, images)
         except EngineError as error:
             print(f"{label}  left out: {error.problem}", flush=True)
             continue
@@ -206,11 +208,11 @@ def host_times(pipes: dict[str, Any]) -> None:
         print(label + "".join(f"{1e6 * value:10.0f}" for value in row), flush=True)
 
 
-def step_times(clock: Any, pipe: Any, method: str, images: int) -> list[Counter[str]]:
+def measure_step_times(clock: Any, pipe: Any, method: str, num_images: int) -> list[Counter[str]]:
     """Return seconds of steps by part, without the first two turns, which record recurring passes."""
     turns: list[list[Counter[str]]] = []
     while sum(map(len, turns[2:])) < MIN_STEPS:
-        running = pipe.stream(class_ids=[1] * images, seed=[*range(images)], **REQUEST, method=method)
+        running = pipe.stream(class_ids=[1] * num_images, seed=[*range(num_images)], **REQUEST, method=method)
         clock.lap()
         turns.append([clock.lap() for _ in running][1:])  # without the prefill
     return [step for turn in turns[2:] for step in turn]

@@ -23,7 +23,7 @@ from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError
 from lantern_rt.export.space import STORED_BYTES
-from lantern_rt.memory import PeakMemory
+from lantern_rt.memory import PeakMemoryMonitor
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
         shape = replace(shape, num_layers=arguments.layers)
         name = f"{name}, {arguments.layers} layers"
     arguments.work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
+    with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemoryMonitor() as peak:
         start = time.perf_counter()
         checkpoints = Path(folder) / "checkpoints"
         bundle = arguments.output or Path(folder) / "bundle"
@@ -54,12 +54,12 @@ def main() -> int:
                 print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {message}", flush=True)
 
         write_checkpoints(shape, checkpoints, drafter=shape.family == "anole")
-        print_progress(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
+        print_progress(f"wrote checkpoints of {count_folder_bytes(checkpoints) / 1e9:.2f} GB")
         start = time.perf_counter()
         peak.bytes = 0
         export_checkpoints(shape, checkpoints, bundle, precision, progress=print_progress)
-        figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": folder_bytes(bundle)}
-    allowed = 1.3 * shape.layer_parameters * STORED_BYTES[precision] + 1.5e9
+        figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": count_folder_bytes(bundle)}
+    allowed = 1.3 * shape.num_layer_parameters * STORED_BYTES[precision] + 1.5e9
     memory = f"peak memory {figures['peak'] / 1e9:.2f} GB (allowed {allowed / 1e9:.2f})"
     print(f"{name} {precision}: {figures['seconds']:.0f} s, {memory}, bundle {figures['bundle'] / 1e9:.2f} GB")
     if arguments.json:
@@ -67,7 +67,7 @@ def main() -> int:
     return 0 if figures["peak"] <= allowed else 1
 
 
-def folder_bytes(folder: Path) -> int:
+def count_folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 

@@ -38,12 +38,12 @@ main(sys.argv[1:])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", choices=published.published_models(), default="llamagen-c2i-b-256")
+    parser.add_argument("--name", choices=published.load_published_models(), default="llamagen-c2i-b-256")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B")
     parser.add_argument("--python", default=sys.executable, help="of the environment for the finished bundle")
     arguments = parser.parse_args()
     name = arguments.name
-    model = published.find_model(arguments.name)
+    model = published.find_published_model(arguments.name)
     with tempfile.TemporaryDirectory() as work, serve_hub() as hub:
         folder = Path(work)
         write_checkpoints(SHAPES[arguments.shape], folder / "checkpoints", drafter="drafter" in model.files)
@@ -51,10 +51,10 @@ def main() -> None:
         row = model.model_dump() | {"files": publish_checkpoints(folder / "checkpoints"), "options": options}
         subject = ["--class-id", "3"] if model.subject == "class_ids" else ["a red fox"]
 
-        def measure(label: str, python: str) -> Path:
+        def measure_first_image(label: str, python: str) -> Path:
             (folder / "models.json").write_text(json.dumps({name: row}))
             home = folder / label
-            cpu = cpu_seconds()
+            cpu = measure_child_cpu_seconds()
             start = time.perf_counter()
             command = [python, "-c", RUN, str(folder / "models.json"), "run", name, *subject, "--yes"]
             home.mkdir()
@@ -62,18 +62,21 @@ def main() -> None:
             subprocess.run(command, env=variables, cwd=home, check=True, capture_output=True)
             seconds = time.perf_counter() - start
             size = COMPLETED.total() / 1e6
-            print(f"{label}: {size:.0f} MB, {seconds:.1f} s, {cpu_seconds() - cpu:.1f} s of all cores", flush=True)
+            print(
+                f"{label}: {size:.0f} MB, {seconds:.1f} s, {measure_child_cpu_seconds() - cpu:.1f} s of all cores",
+                flush=True,
+            )
             COMPLETED.clear()
             return home / "bundles" / f"{name}@{published.choose_default_precision()}"
 
-        bundle = open_bundle(measure("export", sys.executable))
+        bundle = open_bundle(measure_first_image("export", sys.executable))
         files = {path.name: path.read_bytes() for path in bundle.folder.iterdir()}
         REPOSITORIES["owner/finished"] = files
         finished = {"reference": f"hf:owner/finished@{COMMIT}", "digest": bundle.digest}
         row["bundles"] = {
             published.choose_default_precision(): finished | {"download_bytes": sum(map(len, files.values()))}
         }
-        measure("finished bundle", arguments.python)
+        measure_first_image("finished bundle", arguments.python)
 
 
 def publish_checkpoints(folder: Path) -> dict[str, str]:
@@ -88,7 +91,7 @@ def publish_checkpoints(folder: Path) -> dict[str, str]:
     return references
 
 
-def cpu_seconds() -> float:
+def measure_child_cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

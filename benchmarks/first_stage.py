@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from against_pytorch import measure_tokens_a_pass
+from against_pytorch import measure_tokens_per_pass
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import Pipeline
@@ -27,14 +27,16 @@ METHODS = ("ar", "sjd:window=7", "sjd:window=15", "rows:window=8")
 COLUMNS = {"method": "{method}", "passes": "{passes:.0f}", "passes at the project's rate": "{projected:.0f}"}
 
 
-def count_passes(pipeline: Pipeline, size: str | None, images: int, project: str) -> list[dict[str, str | float]]:
+def count_passes(
+    pipeline: Pipeline, size: str | None, num_images: int, bundle_name: str
+) -> list[dict[str, str | float]]:
     """Return a row per method: passes per image of this bundle, and at the tokens per pass of the project."""
     codes = pipeline.bundle.manifest.size(size).codes
     rows: list[dict[str, str | float]] = []
     for method in METHODS:
-        stats = pipeline("a red cube", size=size, num_images=images, method=method).stats
-        passes = sum(image.target_passes for image in stats.per_image) / images
-        rate = measure_tokens_a_pass(project, method)
+        stats = pipeline("a red cube", size=size, num_images=num_images, method=method).stats
+        passes = sum(image.target_passes for image in stats.per_image) / num_images
+        rate = measure_tokens_per_pass(bundle_name, method)
         rows.append(
             {"method": method, "passes": passes, "projected": passes if rate is None else math.ceil(codes / rate)}
         )

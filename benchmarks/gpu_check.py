@@ -42,8 +42,8 @@ from typing import Any
 import gpu_profile
 import torch
 import torch_decoder
-from decode import REPEATS, ROWS, pass_seconds, target_bytes
-from host_parts import PartClock
+from decode import REPEATS, ROWS, count_target_bytes, measure_pass_seconds
+from host_parts import StepPartTimer
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__
@@ -63,33 +63,33 @@ class OutOfTimeError(Exception):
     """A step reached its limit."""
 
 
-class Report:
+class CheckReport:
     """Results of all steps, and the steps that failed.
 
     Args:
-        limit: seconds of a step.
-        file: JSON file that is written after every step, None for none.
+        max_step_seconds: seconds of a step.
+        json_file: JSON file that is written after every step, None for none.
     """
 
-    def __init__(self, limit: int, file: Path | None) -> None:
-        self.limit = limit
-        self.file = file
+    def __init__(self, max_step_seconds: int, json_file: Path | None) -> None:
+        self.max_step_seconds = max_step_seconds
+        self.json_file = json_file
         self.results: dict[str, Any] = {}
         self.failures: list[str] = []
 
     @contextmanager
-    def step(self, name: str) -> Iterator[dict[str, Any]]:
+    def run_step(self, name: str) -> Iterator[dict[str, Any]]:
         """Run a step, which fills the results; whatever it raises is printed, and the next step runs."""
         print(f"\n== {name}", flush=True)
         results: dict[str, Any] = {}
         self.results[name] = results
         began = time.perf_counter()
 
-        def stop(*_: object) -> None:
-            raise OutOfTimeError(f"not done after {self.limit} s")
+        def raise_timeout(*_: object) -> None:
+            raise OutOfTimeError(f"not done after {self.max_step_seconds} s")
 
-        signal.signal(signal.SIGALRM, stop)
-        signal.alarm(self.limit)
+        signal.signal(signal.SIGALRM, raise_timeout)
+        signal.alarm(self.max_step_seconds)
         try:
             yield results
         except Exception as error:
@@ -98,9 +98,9 @@ class Report:
         finally:
             signal.alarm(0)
         print(f"   {time.perf_counter() - began:.1f} s", flush=True)
-        if self.file:
+        if self.json_file:
             content = {"results": self.results, "failures": self.failures}
-            self.file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            self.json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -122,30 +122,30 @@ def main() -> None:
     if find_gpu() is None and not smoke:
         raise EngineError("no NVIDIA GPU and driver here", field="GPU", remedy="give --smoke for tiny sizes")
     provider = "cpu" if smoke else "cuda"
-    report = Report(arguments.limit, arguments.json)
-    with report.step("device") as results:
-        results |= device_facts()
-        results["bandwidth"] = bandwidth = device_bandwidth(1 << (22 if smoke else 31))
+    report = CheckReport(arguments.limit, arguments.json)
+    with report.run_step("device") as results:
+        results |= describe_device()
+        results["bandwidth"] = bandwidth = measure_device_bandwidth(1 << (22 if smoke else 31))
         print(", ".join(f"{name} {value}" for name, value in results.items() if value))
-    gpu_profile.prepare()
+    gpu_profile.warm_up_profiler()
     if not arguments.no_tests:
-        with report.step("tests") as results:
-            results["exit"] = run_tests(smoke)
+        with report.run_step("tests") as results:
+            results["exit"] = run_gpu_tests(smoke)
     shapes = ["tiny"] if smoke else arguments.shape or GPT
     computes = ["float32"] if smoke else arguments.compute or ["float16", "float32"]
     with tempfile.TemporaryDirectory() as folder:
         work = arguments.work or Path(folder)
         models = {bundle.name: partial(Path, bundle) for bundle in arguments.bundle or ()}
         for name, compute in () if models else product(shapes, computes):
-            models[f"{name}-{compute}"] = partial(stored_bundle, work, name, compute)
+            models[f"{name}-{compute}"] = partial(load_or_export_bundle, work, name, compute)
         for model, make_bundle in models.items():
             for backend in ["onnxruntime"] if smoke else arguments.backend or BACKENDS:
                 check_model(report, model, make_bundle, backend, provider, bandwidth, arguments)
     for name in [] if arguments.bundle else shapes:
         for mode in arguments.modes:
-            with report.step(f"PyTorch, {name}, {mode}") as results:
+            with report.run_step(f"PyTorch, {name}, {mode}") as results:
                 device = "cpu" if smoke else "cuda"
-                results |= torch_decoder.measure(SHAPES[name], mode, device, 1 if smoke else 3)
+                results |= torch_decoder.measure_decoder(SHAPES[name], mode, device, 1 if smoke else 3)
                 print(", ".join(f"{label}: {value:.3f}" for label, value in results.items()))
     print("\n" + "\n".join(f"FAILED {failure[:300]}" for failure in report.failures))
     print(f"{len(report.failures)} steps failed")
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def check_model(
-    report: Report,
+    report: CheckReport,
     model: str,
     make_bundle: Callable[[], Path],
     backend: str,
@@ -166,36 +166,36 @@ def check_model(
     title = f"{model}, {backend}"
     repeats = 2 if smoke else REPEATS
     pipelines: dict[str, Pipeline] = {}
-    with report.step(f"{title}, loading"):
+    with report.run_step(f"{title}, loading"):
         bundle = make_bundle()
-        place = {"provider": provider} if backend == "onnxruntime" else {"engines": build(bundle, backend)}
+        place = {"provider": provider} if backend == "onnxruntime" else {"engines": build_engines(bundle, backend)}
         pipelines["recorded"] = Pipeline.from_bundle(bundle, **place, verify=False)
         if backend == "onnxruntime" and not smoke:
-            with without_recording(provider):
+            with disable_cuda_graphs(provider):
                 pipelines["op by op"] = Pipeline.from_bundle(bundle, **place, verify=False)
     for how, pipeline in pipelines.items():
-        bound = 1e3 * target_bytes(pipeline.bundle) / bandwidth
-        with report.step(f"{title}, passes {how}") as results:
+        bound = 1e3 * count_target_bytes(pipeline.bundle) / bandwidth
+        with report.run_step(f"{title}, passes {how}") as results:
             print(f"target weights, read once: {bound:.3f} ms")
             for graph in ("target", "drafter") if pipeline.bundle.manifest.drafter else ("target",):
-                results[graph] = {n: 1e3 * s for n, s in pass_seconds(pipeline, graph, ROWS, repeats).items()}
+                results[graph] = {n: 1e3 * s for n, s in measure_pass_seconds(pipeline, graph, ROWS, repeats).items()}
                 print(f"ms of {graph} by nodes: " + ", ".join(f"{n}: {ms:.3f}" for n, ms in results[graph].items()))
     recorded = pipelines.get("recorded")
     if recorded is None:
         return
-    with report.step(f"{title}, kernels") as results:
+    with report.run_step(f"{title}, kernels") as results:
         for method in PROFILED:
             print(f"a step of {method}")
             results[method] = profile_steps(recorded, method, repeats)
     for images in arguments.batch:
-        with report.step(f"{title}, batches of {images}") as results:
+        with report.run_step(f"{title}, batches of {images}") as results:
             print(f"{'method':28} images/s  ms/image  passes  tokens/pass  ms/step")
             for method in arguments.methods:
-                results[method] = row = image_row(recorded, method, images, 1 if smoke else 3)
+                results[method] = row = measure_image_batches(recorded, method, images, 1 if smoke else 3)
                 print(f"{method:28}" + "{:9.3g} {:9.1f} {:7d} {:12.2f} {:8.3f}".format(*row.values()), flush=True)
 
 
-def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]:
+def profile_steps(pipeline: Pipeline, method: str, num_steps: int) -> dict[str, Any]:
     """Return the kernels of a mean step by kind."""
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     images = (pipeline.stream(**request, method=method) for _ in iter(int, 1))
@@ -203,26 +203,26 @@ def profile_steps(pipeline: Pipeline, method: str, steps: int) -> dict[str, Any]
     for _ in islice(running, WARM):
         pass
     parts = Counter[str]()
-    with PartClock(time.perf_counter) as clock:
-        for _ in islice(running, steps):
+    with StepPartTimer(time.perf_counter) as clock:
+        for _ in islice(running, num_steps):
             parts += clock.lap()
-    host = {part: 1e3 * seconds / steps for part, seconds in parts.most_common()}
+    host = {part: 1e3 * seconds / num_steps for part, seconds in parts.most_common()}
     print("ms of the host, waiting included: " + ", ".join(f"{part} {ms:.3f}" for part, ms in host.items()))
-    profile = gpu_profile.measure(lambda: next(running), steps, lines=14)
+    profile = gpu_profile.profile_kernels(lambda: next(running), num_steps, max_lines=14)
     kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in profile["kinds"].items())
     print(f"wall {profile['wall']:.3f} ms, busy {profile['busy']:.3f} in {profile['kernels']:.0f} kernels: {kinds}")
     return profile | {"host": host}
 
 
-def image_row(pipeline: Pipeline, method: str, images: int, count: int) -> dict[str, Any]:
-    """Draw `count` batches of `images` images that share passes, after a warm-up; return medians and counts."""
+def measure_image_batches(pipeline: Pipeline, method: str, batch_size: int, num_batches: int) -> dict[str, Any]:
+    """Generate `num_batches` batches of `batch_size` images after a warm-up; return medians and counts."""
     prompts = read_bundle_prompts(pipeline.bundle, count=1)
-    stats = [pipeline(**prompts.request(turn, images), method=method).stats for turn in range(count + 1)]
+    stats = [pipeline(**prompts.request(turn, batch_size), method=method).stats for turn in range(num_batches + 1)]
     seconds = statistics.median(statistics_of_turn.seconds for statistics_of_turn in stats[1:])
     last = stats[-1]
     return {
-        "images/s": images / seconds,
-        "ms/image": 1e3 * seconds / images,
+        "images/s": batch_size / seconds,
+        "ms/image": 1e3 * seconds / batch_size,
         "passes": last.target_passes,
         "tokens/pass": last.tokens_per_forward_pass,
         "ms/step": 1e3 * last.seconds / last.target_passes,
@@ -230,28 +230,28 @@ def image_row(pipeline: Pipeline, method: str, images: int, count: int) -> dict[
 
 
 @contextmanager
-def without_recording(provider: str) -> Iterator[None]:
+def disable_cuda_graphs(provider: str) -> Iterator[None]:
     """Load pipelines in this context without CUDA graphs."""
     known = providers.PROVIDERS[provider]
-    providers.PROVIDERS[provider] = known._replace(recording={}, max_recordings=0)
+    providers.PROVIDERS[provider] = known._replace(graph_capture_options={}, max_captured_graphs=0)
     try:
         yield
     finally:
         providers.PROVIDERS[provider] = known
 
 
-def stored_bundle(work: Path, name: str, compute: str) -> Path:
+def load_or_export_bundle(work_folder: Path, shape_name: str, compute: str) -> Path:
     """Return the bundle of a shape, exported unless it is there."""
-    bundle = work / f"{name}-{compute}"
+    bundle = work_folder / f"{shape_name}-{compute}"
     if not bundle.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=work) as folder:
-            shape = replace(SHAPES[name], vq_width=32, dtype=torch.bfloat16)
-            random_bundle(shape, Path(folder) / name, compute).rename(bundle)
+        work_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=work_folder) as folder:
+            shape = replace(SHAPES[shape_name], vq_width=32, dtype=torch.bfloat16)
+            random_bundle(shape, Path(folder) / shape_name, compute).rename(bundle)
     return bundle
 
 
-def build(bundle: Path, backend: str) -> Path:
+def build_engines(bundle: Path, backend: str) -> Path:
     """Build an engine folder of the bundle and return its path."""
     engines = bundle.with_name(f"{bundle.name}-{backend}")
     began = time.perf_counter()
@@ -261,7 +261,7 @@ def build(bundle: Path, backend: str) -> Path:
     return engines
 
 
-def run_tests(smoke: bool) -> int:
+def run_gpu_tests(smoke: bool) -> int:
     """Run the tests that need a GPU, with the names of failed and skipped tests; in a smoke run only collect them."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfEs"]
     command += ["--collect-only"] if smoke else []
@@ -271,23 +271,23 @@ def run_tests(smoke: bool) -> int:
     return done.returncode
 
 
-def device_facts() -> dict[str, Any]:
+def describe_device() -> dict[str, Any]:
     gpu = find_gpu()
     return {
         "lantern_rt": __version__,
         "onnxruntime": import_onnxruntime().__version__,
         "torch": torch.__version__,
         "device": gpu.name if gpu else None,
-        "driver": gpu.driver if gpu else None,
+        "driver": gpu.cuda_version if gpu else None,
         "compute capability": gpu.compute_capability if gpu else None,
     }
 
 
-def device_bandwidth(size: int) -> float:
-    """Return bytes per second, read and written, of copying `size` random bytes within device memory; median of ten."""
+def measure_device_bandwidth(num_bytes: int) -> float:
+    """Return the median bytes per second, read and written, of ten copies of `num_bytes` within device memory."""
     if not torch.cuda.is_available():
         return 20e9
-    data = torch.empty(size, dtype=torch.uint8, device="cuda").random_()  # zeros would be faster than weights
+    data = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").random_()  # zeros would be faster than weights
     copy = torch.empty_like(data)
     milliseconds = []
     for _ in range(12):
@@ -299,7 +299,7 @@ def device_bandwidth(size: int) -> float:
         milliseconds.append(start.elapsed_time(end))
     del data, copy
     torch.cuda.empty_cache()
-    return 2 * size / statistics.median(milliseconds[2:]) * 1e3
+    return 2 * num_bytes / statistics.median(milliseconds[2:]) * 1e3
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ KINDS = (  # the first whose pattern is in a kernel's name
 )
 
 
-def prepare() -> None:
+def warm_up_profiler() -> None:
     """Use the profiler once, so that it sees CUDA graphs that are captured from now on."""
     if torch.cuda.is_available():
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.zeros(1, device="cuda")
 
 
-def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str, Any]:
+def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0) -> dict[str, Any]:
     """Return milliseconds of a call: wall time, all kernels, and kernels by kind; print the longest kernels."""
     start_time = time.perf_counter()
     for _ in range(repeats):
@@ -49,12 +49,12 @@ def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     times: dict[str, list[float]] = defaultdict(list)
-    for event in device_events(profiler):
+    for event in read_device_events(profiler):
         times[event["name"]].append(event["dur"] / 1e3 / repeats)
     kinds: Counter[str] = Counter()
     for name, values in times.items():
         kinds[next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")] += sum(values)
-    longest = sorted(times, key=lambda name: -sum(times[name]))[:lines]
+    longest = sorted(times, key=lambda name: -sum(times[name]))[:max_lines]
     for name in longest:
         short_name = re.sub(r"^void |\(anonymous namespace\)::|onnxruntime::(contrib::)?(cuda::)?", "", name)[:90]
         print(f"    {sum(times[name]):8.4f} ms {len(times[name]) / repeats:6.1f} x  {short_name}")
@@ -66,7 +66,7 @@ def measure(run: Callable[[], object], repeats: int, lines: int = 0) -> dict[str
     }
 
 
-def device_events(profiler: profile) -> list[dict[str, Any]]:
+def read_device_events(profiler: profile) -> list[dict[str, Any]]:
     """Return kernels and copies of the device that a profiler saw."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from lantern_rt import Pipeline
-from lantern_rt.compare.image_graph import Agreement, read_preprocessing
+from lantern_rt.compare.image_graph import PromptAgreementModel, read_preprocessing
 from lantern_rt.compare.statistics import estimate_mean
-from recipes.scenes.evaluate import draw_prompts
+from recipes.scenes.evaluate import sample_prompts
 
 SHARES = ("100%", "75%", "50%", "25%", "0%")
 METHOD = "sjd:window=3"
@@ -32,8 +32,8 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, list[list[float]]] = {name: [[] for _ in SHARES] for name in ("excess", "agreement", "equal")}
     with Pipeline.from_bundle(arguments.bundle) as pipeline:
-        judge = Agreement(arguments.judge, read_preprocessing(arguments.judge), pipeline.bundle)
-        _, prompts = draw_prompts(arguments.count)
+        judge = PromptAgreementModel(arguments.judge, read_preprocessing(arguments.judge), pipeline.bundle)
+        _, prompts = sample_prompts(arguments.count)
         for start in range(0, len(prompts), BATCH):
             texts = prompts[start : start + BATCH]
             seeds = list(range(start, start + len(texts)))

@@ -20,26 +20,26 @@ PARTS = (
 )
 
 
-class PartClock:
+class StepPartTimer:
     """Time by part of a step: functions of a part are timed without those of other parts that they call.
 
     Within a `with` block, and only on the thread that makes the clock.
 
     Args:
-        now: the clock, in seconds.
+        read_clock: the clock, in seconds.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, read_clock: Callable[[], float]) -> None:
+        self._now = read_clock
         self._thread = get_ident()
         self._seconds: Counter[str] = Counter()
         self._parts = ["loop"]
-        self._since = now()
+        self._since = read_clock()
         self._functions = [getattr(owner, name) for owner, name, _ in PARTS]
 
     def __enter__(self) -> Self:
         for (owner, name, part), function in zip(PARTS, self._functions, strict=True):
-            setattr(owner, name, self._timed(function, part))
+            setattr(owner, name, self._wrap_function(function, part))
         self.lap()
         return self
 
@@ -49,26 +49,26 @@ class PartClock:
 
     def lap(self) -> Counter[str]:
         """Return the seconds by part since the last lap."""
-        self._count()
+        self._add_elapsed_time()
         seconds = self._seconds
         self._seconds = Counter()
         return seconds
 
-    def _count(self) -> None:
+    def _add_elapsed_time(self) -> None:
         now = self._now()
         self._seconds[self._parts[-1]] += now - self._since
         self._since = now
 
-    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
+    def _wrap_function(self, function: Callable[..., Any], part_name: str) -> Callable[..., Any]:
+        def timed_function(*arguments: Any, **options: Any) -> Any:
             if get_ident() != self._thread:
                 return function(*arguments, **options)
-            self._count()
-            self._parts.append(part)
+            self._add_elapsed_time()
+            self._parts.append(part_name)
             try:
                 return function(*arguments, **options)
             finally:
-                self._count()
+                self._add_elapsed_time()
                 self._parts.pop()
 
-        return timed
+        return timed_function

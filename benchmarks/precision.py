@@ -26,23 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import NODES, REPEATS, pass_seconds
+from decode import NODES, REPEATS, measure_pass_seconds
 
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.cli.console import print_table
 from lantern_rt.compare.prompts import read_bundle_prompts
 from lantern_rt.compare.turns import ComparedMethod, run_method
 from lantern_rt.engines.host import describe_processor
-from lantern_rt.export.measures import compare_top_tokens, measure_divergence
+from lantern_rt.export.measures import compare_top_tokens, measure_kl_divergence
 from lantern_rt.runtime.likelihood import compute_sequence_logits
-from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime.statistics import EngineTimer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
 
 from recipes.scenes.bundle import write_scenes_bundle
-from recipes.scenes.evaluate import draw_prompts, score
+from recipes.scenes.evaluate import match_attributes, sample_prompts
 from recipes.scenes.judge import load_judge
-from recipes.scenes.restore import restore_work
+from recipes.scenes.restore import restore_work_folder
 
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")
@@ -51,38 +51,38 @@ KEY_COLUMNS = {"precision": "{precision}", "method": "{method}"}
 TOGETHER = 8  # images drawn together where time does not count
 
 
-def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path]:
+def write_bundles(work_folder: Path, precisions: Sequence[str]) -> dict[str, Path]:
     """Write the embedded model in every precision, and in fp32 from its integers; existing bundles are kept."""
-    paths = {precision: work / f"scenes-{precision}" for precision in dict.fromkeys(["fp32", *precisions])}
+    paths = {precision: work_folder / f"scenes-{precision}" for precision in dict.fromkeys(["fp32", *precisions])}
     missing = [precision for precision, path in paths.items() if not path.is_dir()]
-    with tempfile.TemporaryDirectory(dir=work) as folder:
+    with tempfile.TemporaryDirectory(dir=work_folder) as folder:
         checkpoints = Path(folder) / "checkpoints"
         if missing:
-            restore_work("scenes", checkpoints)
+            restore_work_folder("scenes", checkpoints)
         for precision in missing:
             name, _, compute = precision.partition("+")
             write_scenes_bundle(checkpoints, paths[precision], False, lambda *_: None, compute or "float32", name)
     return paths
 
 
-def passes(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
+def print_pass_times(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
     """Print milliseconds of a target pass by precision and nodes."""
     print(f"\n{rows} rows: milliseconds of a pass by nodes")
     table = []
     for precision, pipeline in pipelines.items():
-        seconds = pass_seconds(pipeline, "target", rows, repeats)
+        seconds = measure_pass_seconds(pipeline, "target", rows, repeats)
         table.append({"precision": precision} | {f"n{nodes}": 1e3 * cost for nodes, cost in seconds.items()})
     print_table({"precision": "{precision}"} | {str(nodes): f"{{n{nodes}:.2f}}" for nodes in NODES}, table)
 
 
-def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) -> None:
+def print_speed(pipelines: dict[str, Pipeline], methods: Sequence[str], num_turns: int) -> None:
     """Print the speed of every method at every precision, relative to plain decoding in float32 in the same turn."""
     prompts = read_bundle_prompts(pipelines["fp32"].bundle)
     runs = [(precision, ComparedMethod(method, {"method": method})) for method in methods for precision in pipelines]
     for precision, method in runs:  # shapes of passes are met once before they are timed
         pipelines[precision](**prompts.request(0, 1), **method.options)
     by_turn = []
-    for turn in range(turns):
+    for turn in range(num_turns):
         request = prompts.request(turn, 1)
         by_turn.append({(p, method.label): run_method(pipelines[p], method, request) for p, method in runs})
     table = []
@@ -90,20 +90,20 @@ def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) ->
         gains = [turn_runs["fp32", "ar"].seconds / turn_runs[key].seconds for turn_runs in by_turn]
         tokens = statistics.fmean(turn_runs[key].statistics.tokens_per_forward_pass for turn_runs in by_turn)
         table.append({"precision": key[0], "method": key[1], "speed_up": statistics.median(gains), "tokens": tokens})
-    print(f"\nwhole images one at a time, {turns} turns: median speed-up, tokens per forward pass")
+    print(f"\nwhole images one at a time, {num_turns} turns: median speed-up, tokens per forward pass")
     columns = {"speed-up": "{speed_up:.2f}", "tokens per pass": "{tokens:.2f}"}
     print_table(KEY_COLUMNS | columns, table)
 
 
-def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int) -> None:
+def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_images: int) -> None:
     """Print the divergence from float32's distributions, the likelihood under float32, and the judge's marks.
 
     Images are drawn a few at a time, which changes none of them.
     """
     exact = pipelines["fp32"]
     judge_model = load_judge()
-    batch = min(images, TOGETHER)
-    scenes, prompts = draw_prompts(images // batch * batch)
+    batch = min(num_images, TOGETHER)
+    scenes, prompts = sample_prompts(num_images // batch * batch)
     same_image_methods = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
     keys = [(p, m) for p in pipelines for m in methods if p not in SAME_IMAGE or m not in same_image_methods]
     top_agreements: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
@@ -118,17 +118,17 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
                 values.nats - values.entropy for values in exact.likelihoods(result.codes, **request, method="ar")
             ]
             pictures = np.stack([np.asarray(image) for image in result.images])
-            marks = score(judge_model, scenes[first : first + batch], pictures)
+            marks = match_attributes(judge_model, scenes[first : first + batch], pictures)
             image_marks[key] += [float(np.mean([*image_mark.values()])) for image_mark in marks]
         reference_codes = results["fp32", "ar"].codes
         logits = {
-            precision: conditional_logits(pipeline, request, reference_codes)
+            precision: compute_conditional_logits(pipeline, request, reference_codes)
             for precision, pipeline in pipelines.items()
         }
         for precision, logits_of_precision in logits.items():
             top_agreements[precision].append(compare_top_tokens(logits["fp32"], logits_of_precision))
-            divergences[precision].append(measure_divergence(logits["fp32"], logits_of_precision))
-        print(f"{first + batch} of {images} images", file=sys.stderr, flush=True)
+            divergences[precision].append(measure_kl_divergence(logits["fp32"], logits_of_precision))
+        print(f"{first + batch} of {num_images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []
     for precision in pipelines:
         divergence = np.concatenate(divergences[precision])
@@ -155,15 +155,15 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
     print_table(KEY_COLUMNS | columns, rows)
 
 
-def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
+def compute_conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
     """Return logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
     prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
     model = prepared.model()
     layout = prepared.plan.layout
-    clock = Clock()
+    timer = EngineTimer()
     prompts = zip(prepared.prompts(), codes, strict=True)
     parts = (
-        compute_sequence_logits(model, layout, [prompt.cond], image_codes[:-1], clock)
+        compute_sequence_logits(model, layout, [prompt.cond], image_codes[:-1], timer)
         for prompt, image_codes in prompts
     )
     return np.concatenate([part[0] for image in parts for part in image])
@@ -192,11 +192,11 @@ def main() -> None:
     print(f"lantern-rt {__version__}, {describe_processor()}, threads: {pipelines['fp32'].engines.threads}")
     if arguments.only in (None, "passes"):
         for rows in arguments.rows:
-            passes(pipelines, rows, repeats)
+            print_pass_times(pipelines, rows, repeats)
     if arguments.only in (None, "speed"):
-        speed(pipelines, arguments.methods, arguments.turns)
+        print_speed(pipelines, arguments.methods, arguments.turns)
     if arguments.only in (None, "quality"):
-        quality(pipelines, arguments.methods, arguments.images)
+        print_quality(pipelines, arguments.methods, arguments.images)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_vq import write_cosmos, write_ibq, write_movqgan, write_video_vq, write_vq, write_vqgan
+from random_vq import write_cosmos_tokenizer, write_emu3_vq, write_ibq, write_llamagen_vq, write_movqgan, write_vqgan
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from lantern_rt.export.families.simplear import BEGIN, START
-from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.registry import find_family, read_family
+from lantern_rt.export.graph.precision import parse_precisions
+from lantern_rt.export.registry import load_model_family, read_family_checkpoints
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
@@ -42,12 +42,12 @@ Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of a target and of the image tokenizer (`vq_width`: channels of its first level).
 
     vocab_size: size of the joint vocabulary of text and codes; None for class-conditional LlamaGen, PAR and NAR.
-    key_share: query heads per key head.
-    group: cells that PAR draws in a pass; 0 for other families.
+    queries_per_key: query heads per key head.
+    cells_per_pass: cells that PAR draws in a pass; 0 for other families.
     head_size: width of a head; 0: heads together are as wide as the hidden states.
     """
 
@@ -61,12 +61,12 @@ class Shape:
     vq_width: int = 128
     vocab_size: int | None = None
     family: str = "llamagen"
-    key_share: int = 1
-    group: int = 0
+    queries_per_key: int = 1
+    cells_per_pass: int = 0
     head_size: int = 0
 
     @property
-    def layer_parameters(self) -> int:
+    def num_layer_parameters(self) -> int:
         """Weights of a layer."""
         return self.hidden_size * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate_size)
 
@@ -78,42 +78,42 @@ class Shape:
     @property
     def key_width(self) -> int:
         """Numbers of a position's keys."""
-        return self.query_width // self.key_share
+        return self.query_width // self.queries_per_key
 
 
 SHAPES = {
-    "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
-    "tiny-par": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="par", group=4),
-    "tiny-nar": Shape(3, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="nar"),
-    "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
-    "tiny-lumina": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
-    "tiny-lumina2": Shape(2, 4, 64, 128, 128, 8, torch.bfloat16, 32, 9100, "lumina2"),
-    "tiny-glm-image": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 0, 600, "glm_image", 2),
-    "tiny-simplear": Shape(2, 4, 64, 128, 64000, 4, torch.bfloat16, 16, 64300, "simplear", 2),
-    "tiny-emu3": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu3", 2),
-    "tiny-emu35": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu35", 2, head_size=32),
-    "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
-    "GPT-XL": Shape(36, 20, 1280, 3584, 16384, 16, torch.float32),
-    "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
+    "tiny": ModelShape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
+    "tiny-par": ModelShape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="par", cells_per_pass=4),
+    "tiny-nar": ModelShape(3, 4, 64, 128, 128, 4, torch.bfloat16, 32, family="nar"),
+    "tiny-anole": ModelShape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
+    "tiny-lumina": ModelShape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
+    "tiny-lumina2": ModelShape(2, 4, 64, 128, 128, 8, torch.bfloat16, 32, 9100, "lumina2"),
+    "tiny-glm-image": ModelShape(2, 4, 64, 128, 128, 2, torch.bfloat16, 0, 600, "glm_image", 2),
+    "tiny-simplear": ModelShape(2, 4, 64, 128, 64000, 4, torch.bfloat16, 16, 64300, "simplear", 2),
+    "tiny-emu3": ModelShape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu3", 2),
+    "tiny-emu35": ModelShape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu35", 2, head_size=32),
+    "GPT-B": ModelShape(12, 12, 768, 2048, 16384, 16, torch.float32),
+    "GPT-XL": ModelShape(36, 20, 1280, 3584, 16384, 16, torch.float32),
+    "GPT-3B": ModelShape(24, 32, 3200, 8704, 16384, 24, torch.float32),
     # GPT-B by PAR, which is published for this grid
-    "PAR-4x-B": Shape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", group=4),
-    "PAR-16x-B": Shape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", group=16),
+    "PAR-4x-B": ModelShape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", cells_per_pass=4),
+    "PAR-16x-B": ModelShape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", cells_per_pass=16),
     # GPT-B by NAR, which has a layer more; 512 pixels
-    "NAR-B": Shape(13, 12, 768, 2048, 16384, 32, torch.float32, family="nar"),
-    "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
-    "Lumina-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
+    "NAR-B": ModelShape(13, 12, 768, 2048, 16384, 32, torch.float32, family="nar"),
+    "Anole-7B": ModelShape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
+    "Lumina-7B": ModelShape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
     # the layers of Lumina-7B: the configuration of Lumina-mGPT 2.0 was not at hand
-    "Lumina2-7B": Shape(32, 32, 4096, 11008, 16384, 96, torch.bfloat16, 256, 171384, "lumina2"),
-    "GLM-Image-9B": Shape(40, 32, 4096, 13696, 16384, 32, torch.bfloat16, 0, 168064, "glm_image", 16),
-    "SimpleAR-0.5B": Shape(24, 14, 896, 4864, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 7),
-    "SimpleAR-1.5B": Shape(28, 12, 1536, 8960, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 6),
-    "Emu3-8B": Shape(32, 32, 4096, 14336, 32768, 90, torch.bfloat16, 256, 184622, "emu3", 4),
-    "Emu3.5-34B": Shape(64, 64, 5120, 25600, 131072, 64, torch.bfloat16, 256, 282926, "emu35", 8, head_size=128),
+    "Lumina2-7B": ModelShape(32, 32, 4096, 11008, 16384, 96, torch.bfloat16, 256, 171384, "lumina2"),
+    "GLM-Image-9B": ModelShape(40, 32, 4096, 13696, 16384, 32, torch.bfloat16, 0, 168064, "glm_image", 16),
+    "SimpleAR-0.5B": ModelShape(24, 14, 896, 4864, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 7),
+    "SimpleAR-1.5B": ModelShape(28, 12, 1536, 8960, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 6),
+    "Emu3-8B": ModelShape(32, 32, 4096, 14336, 32768, 90, torch.bfloat16, 256, 184622, "emu3", 4),
+    "Emu3.5-34B": ModelShape(64, 64, 5120, 25600, 131072, 64, torch.bfloat16, 256, 282926, "emu35", 8, head_size=128),
 }
 
 
 def random_bundle(
-    shape: Shape, output: Path, compute: str = "float32", precision: str | None = None, vq_precision: str = "fp32"
+    shape: ModelShape, output: Path, compute: str = "float32", precision: str | None = None, vq_precision: str = "fp32"
 ) -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
@@ -124,7 +124,7 @@ def random_bundle(
 
 
 def export_checkpoints(
-    shape: Shape,
+    shape: ModelShape,
     folder: Path,
     output: Path,
     precision: str | None = None,
@@ -137,37 +137,37 @@ def export_checkpoints(
         "target": folder / "target",
         "vq": next(folder.glob("vq*"), None),
         "drafter": next(folder.glob("drafter"), None),
-        "grid": shape.grid if "grid" in find_family(shape.family).options else None,
+        "grid": shape.grid if "grid" in load_model_family(shape.family).export_options else None,
     }
-    model = read_family(shape.family, options)
-    precisions = read_precisions(precision, compute=compute, vq=vq_precision)
+    model = read_family_checkpoints(shape.family, options)
+    precisions = parse_precisions(precision, compute=compute, vq=vq_precision)
     return export_model(model, output, precisions=precisions, progress=progress)
 
 
-def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
+def write_checkpoints(shape: ModelShape, folder: Path, drafter: bool) -> None:
     """Write all inputs of an export: folders in LANTERN's or the family's layout, and an image tokenizer."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_heads // shape.key_share,
+        "num_key_value_heads": shape.num_heads // shape.queries_per_key,
         "rms_norm_eps": 1e-5,
         "vocab_size": shape.vocab_size or shape.codes,
     }
     if shape.family == "glm_image":
-        _write_glm_image(shape, folder / "target", config | {"num_hidden_layers": shape.num_layers})
+        _write_glm_image_checkpoint(shape, folder / "target", config | {"num_hidden_layers": shape.num_layers})
         return
     if shape.vocab_size is None:
-        write_vq(shape, folder)
+        write_llamagen_vq(shape, folder)
     elif shape.family in ("emu3", "emu35"):
         config |= {"model_type": "Emu3", "max_position_embeddings": 9216}
         config |= {"head_dim": shape.query_width // shape.num_heads}
-        (write_ibq if shape.head_size else write_video_vq)(shape, folder / "vq")
+        (write_ibq if shape.head_size else write_emu3_vq)(shape, folder / "vq")
     elif shape.family == "simplear":
         config |= {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": True}
         config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6}
-        write_cosmos(shape, folder / "vq")
+        write_cosmos_tokenizer(shape, folder / "vq")
     else:
         config |= {"model_type": "chameleon", "max_position_embeddings": 4096}
         config |= {"mask_image_logits": True} if shape.family != "anole" else {}
@@ -177,21 +177,25 @@ def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
             write_vqgan(shape, folder / "vqgan")
     target = folder / "target"
     if shape.family == "nar":
-        _write_folder(target, _nar(shape), shape.dtype, {"n_head": shape.num_heads})
+        _write_checkpoint_folder(target, _yield_nar_weights(shape), shape.dtype, {"n_head": shape.num_heads})
         return
-    _write_folder(target, _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
+    _write_checkpoint_folder(
+        target, _yield_target_weights(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers}
+    )
     if shape.family in ("emu3", "emu35"):
-        _write_ranks(shape, target)
+        _write_emu3_tokenizer(shape, target)
     elif shape.family == "simplear":
         (target / "generation_config.json").write_text("{}")
-        _write_words(shape, target)
+        _write_word_tokenizer(shape, target)
     elif shape.vocab_size is not None:
-        _name_tokens(shape, target)
+        _write_chameleon_tokenizer(shape, target)
     if drafter:
-        _write_folder(folder / "drafter", _drafter(shape), shape.dtype, config | {"num_hidden_layers": 1})
+        _write_checkpoint_folder(
+            folder / "drafter", _yield_drafter_weights(shape), shape.dtype, config | {"num_hidden_layers": 1}
+        )
 
 
-def _target(shape: Shape) -> Sizes:
+def _yield_target_weights(shape: ModelShape) -> Sizes:
     """Yield names and shapes of a target's weights."""
     width = shape.hidden_size
     head = shape.query_width // shape.num_heads
@@ -200,10 +204,10 @@ def _target(shape: Shape) -> Sizes:
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
     if shape.vocab_size is None:
         yield "model.cls_embedding.embedding_table.weight", (CLASSES + 1, width)
-    if shape.group:
-        yield "spe_tok_embeddings.special_embeddings.weight", (shape.group - 1, width)
+    if shape.cells_per_pass:
+        yield "spe_tok_embeddings.special_embeddings.weight", (shape.cells_per_pass - 1, width)
     for i in range(shape.num_layers):
-        yield from _layer(shape, f"model.layers.{i}.")
+        yield from _yield_layer_weights(shape, f"model.layers.{i}.")
         yield f"model.layers.{i}.input_layernorm.weight", (width,)
         for name in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias") if rows else ():
             yield f"model.layers.{i}.self_attn.{name}", (*rows, head)
@@ -216,7 +220,7 @@ def _target(shape: Shape) -> Sizes:
         yield "lm_head.weight", (shape.vocab_size or shape.codes, width)
 
 
-def _nar(shape: Shape) -> Sizes:
+def _yield_nar_weights(shape: ModelShape) -> Sizes:
     """Yield names and shapes of NAR's weights in the layout of the official programs."""
     width = shape.hidden_size
     inner = shape.intermediate_size
@@ -235,17 +239,17 @@ def _nar(shape: Shape) -> Sizes:
         yield f"{name}output.weight", (shape.codes, width)
 
 
-def _write_glm_image(shape: Shape, folder: Path, text: dict[str, Any]) -> None:
+def _write_glm_image_checkpoint(shape: ModelShape, folder: Path, text_config: dict[str, Any]) -> None:
     """Write the folder of diffusers: target, and tokenizer with digits of sizes."""
     folder.mkdir()
     pairs = shape.hidden_size // shape.num_heads // 4
     time = pairs // 4
     row = pairs * 3 // 8
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [time, row, pairs - time - row]}
-    text |= {"rope_parameters": rope, "max_position_embeddings": 131072}
-    config = {"model_type": "glm_image", "image_start_token_id": shape.codes, "text_config": text}
+    text_config |= {"rope_parameters": rope, "max_position_embeddings": 131072}
+    config = {"model_type": "glm_image", "image_start_token_id": shape.codes, "text_config": text_config}
     target = folder / "vision_language_encoder"
-    _write_folder(target, _glm_image(shape), shape.dtype, config)
+    _write_checkpoint_folder(target, _yield_glm_image_weights(shape), shape.dtype, config)
     (target / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.75, "top_k": 16512}))
     names = [f"<|dit_token_{i}|>" for i in range(shape.codes + _GLM_SPARE)]
     names += ["<unk>", "<sop>", "<eop>", "a", "red", "cube", *map(str, range(65))]
@@ -256,7 +260,7 @@ def _write_glm_image(shape: Shape, folder: Path, text: dict[str, Any]) -> None:
     tokenizer.save(str(folder / "processor/tokenizer.json"))
 
 
-def _glm_image(shape: Shape) -> Sizes:
+def _yield_glm_image_weights(shape: ModelShape) -> Sizes:
     """Yield names and shapes of the weights of GLM-Image's autoregressive part, without the image encoder."""
     width = shape.hidden_size
     yield "model.vqmodel.quantize.embedding.weight", (shape.codes, 64)
@@ -276,15 +280,15 @@ def _glm_image(shape: Shape) -> Sizes:
     yield "lm_head.weight", (shape.codes + _GLM_SPARE, width)
 
 
-def _drafter(shape: Shape) -> Sizes:
+def _yield_drafter_weights(shape: ModelShape) -> Sizes:
     """Yield names and shapes of LANTERN's drafter of one layer."""
     yield "embed_tokens.weight", (shape.vocab_size or shape.codes, shape.hidden_size)
     yield "fc.weight", (shape.hidden_size, 2 * shape.hidden_size)
     yield "fc.bias", (shape.hidden_size,)
-    yield from _layer(shape, "layers.0.")
+    yield from _yield_layer_weights(shape, "layers.0.")
 
 
-def _layer(shape: Shape, prefix: str) -> Sizes:
+def _yield_layer_weights(shape: ModelShape, prefix: str) -> Sizes:
     for part in "qkv":
         width = shape.key_width if part in "kv" else shape.query_width
         yield f"{prefix}self_attn.{part}_proj.weight", (width, shape.hidden_size)
@@ -295,7 +299,7 @@ def _layer(shape: Shape, prefix: str) -> Sizes:
     yield f"{prefix}post_attention_layernorm.weight", (shape.hidden_size,)
 
 
-def _name_tokens(shape: Shape, folder: Path) -> None:
+def _write_chameleon_tokenizer(shape: ModelShape, folder: Path) -> None:
     """Write Chameleon's names of image tokens, with letters for a code's digits (A is 0), and a small tokenizer."""
     start = "<|im_end|>" if shape.family == "lumina2" else "<s>"
     named = {start: 0, "<racm3:break>": _BEGIN_OF_IMAGE}
@@ -314,7 +318,7 @@ def _name_tokens(shape: Shape, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _write_ranks(shape: Shape, folder: Path) -> None:
+def _write_emu3_tokenizer(shape: ModelShape, folder: Path) -> None:
     """Write Emu3's published tokenizer with only bytes as text tokens, and its names of visual tokens."""
     lines = (f"{b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
     (folder / "emu3.tiktoken").write_text("".join(lines))
@@ -323,7 +327,7 @@ def _write_ranks(shape: Shape, folder: Path) -> None:
     (folder / "emu3_vision_tokens.txt").write_text("\n".join(names))
 
 
-def _write_words(shape: Shape, folder: Path) -> None:
+def _write_word_tokenizer(shape: ModelShape, folder: Path) -> None:
     """Write a tokenizer with a word for each id before the ids of codes."""
     count = (shape.vocab_size or 0) - shape.codes
     names = ["<unk>", "a", "red", "cube", "on", "sand", START, BEGIN]
@@ -334,13 +338,13 @@ def _write_words(shape: Shape, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _write_folder(folder: Path, sizes: Sizes, dtype: torch.dtype, config: dict[str, Any]) -> None:
+def _write_checkpoint_folder(folder: Path, weight_shapes: Sizes, dtype: torch.dtype, config: dict[str, Any]) -> None:
     """Write a configuration and a safetensors file, tensor by tensor."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, object] = {}
     offset = 0
-    weight_sizes = list(sizes)
+    weight_sizes = list(weight_shapes)
     for name, size in weight_sizes:
         end = offset + torch.Size(size).numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPES[dtype], "shape": size, "data_offsets": [offset, end]}
@@ -350,13 +354,13 @@ def _write_folder(folder: Path, sizes: Sizes, dtype: torch.dtype, config: dict[s
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for seed, (name, size) in enumerate(weight_sizes, start=1):
-            block = _weight(name, size, seed).to(dtype).flatten().view(torch.uint8).numpy().data
+            block = _make_random_weight(name, size, seed).to(dtype).flatten().view(torch.uint8).numpy().data
             remaining_bytes = torch.Size(size).numel() * dtype.itemsize
             while remaining_bytes:
                 remaining_bytes -= file.write(block[:remaining_bytes])
 
 
-def _weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
+def _make_random_weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return a weight, or the numbers that repeat in it. Tables of target and drafter are the same."""
     if "norm" in name or len(size) == 1:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)

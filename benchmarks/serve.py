@@ -43,42 +43,44 @@ GREEDY = {"like them": {}, "wide": {"method": "sjd:window=63"}, "relaxed": {"met
 
 
 @dataclass
-class Answers:
+class RequestResults:
     """Seconds of requests that were answered with an image, and the numbers of rejected and late requests."""
 
-    seconds: list[float] = field(default_factory=list)
-    refused: int = 0
-    late: int = 0
+    latencies: list[float] = field(default_factory=list)
+    num_refused: int = 0
+    num_late: int = 0
 
-    def row(self, elapsed: float) -> dict[str, float]:
-        sorted_seconds = sorted(self.seconds) or [float("nan")]
+    def row(self, elapsed_seconds: float) -> dict[str, float]:
+        sorted_seconds = sorted(self.latencies) or [float("nan")]
         percentiles = [
             sorted_seconds[min(len(sorted_seconds) - 1, int(share * len(sorted_seconds)))]
             for share in (0.5, 0.95, 0.99)
         ]
         return {
-            "images_per_second": len(self.seconds) / elapsed,
+            "images_per_second": len(self.latencies) / elapsed_seconds,
             **dict(zip(("p50", "p95", "p99"), percentiles, strict=True)),
-            "refused": self.refused / max(1, self.refused + self.late + len(self.seconds)),
-            "late": self.late / max(1, self.late + len(self.seconds)),
+            "refused": self.num_refused / max(1, self.num_refused + self.num_late + len(self.latencies)),
+            "late": self.num_late / max(1, self.num_late + len(self.latencies)),
         }
 
 
-def measure_offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, method: str | None) -> float:
+def measure_offline_rate(
+    pipe: Pipeline, prompts: list[str], batch_size: int, seconds: float, method: str | None
+) -> float:
     """Return images a second of batches, drawn one after the other for `seconds`."""
     rates: list[float] = []
     first_start = time.perf_counter()
     while time.perf_counter() - first_start < seconds:
         start = time.perf_counter()
-        batch_prompts = [prompts[(len(rates) * size + i) % len(prompts)] for i in range(size)]
-        for image in pipe(batch_prompts, seed=[*range(size)], method=method).images:
+        batch_prompts = [prompts[(len(rates) * batch_size + i) % len(prompts)] for i in range(batch_size)]
+        for image in pipe(batch_prompts, seed=[*range(batch_size)], method=method).images:
             encode_png(image, image.info)
-        rates.append(size / (time.perf_counter() - start))
+        rates.append(batch_size / (time.perf_counter() - start))
     return statistics.harmonic_mean(rates)
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[tuple[str, int]]:
+def run_server(*arguments: str) -> Iterator[tuple[str, int]]:
     """Run a server in this context; yield its host and port."""
     command = [sys.executable, "-m", "lantern_rt", "serve", *arguments, "--port", "0"]
     with tempfile.NamedTemporaryFile("r") as log, subprocess.Popen(command, stderr=open(log.name, "w")) as process:
@@ -95,72 +97,79 @@ def server(*arguments: str) -> Iterator[tuple[str, int]]:
 
 
 async def request_image(
-    address: tuple[str, int], prompt: str, seed: int, answers: Answers, caller: int = 1, **options: object
+    address: tuple[str, int], prompt: str, seed: int, results: RequestResults, caller_id: int = 1, **options: object
 ) -> None:
     """Send one request on a separate connection, from a loopback address for each caller."""
     start_time = time.perf_counter()
-    reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller}", 0))
+    reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller_id}", 0))
     body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
     head = "POST /v1/images/generations HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n".encode() + body)
     response = await reader.read(-1)
     writer.close()
     if response.startswith(b"HTTP/1.1 200"):
-        answers.seconds.append(time.perf_counter() - start_time)
+        results.latencies.append(time.perf_counter() - start_time)
     elif response.startswith(b"HTTP/1.1 429"):
-        answers.refused += 1
+        results.num_refused += 1
     elif response.startswith(b"HTTP/1.1 504"):
-        answers.late += 1
+        results.num_late += 1
     else:
         raise SystemExit(response[:500].decode())
 
 
-async def closed_loop(address: tuple[str, int], prompts: list[str], clients: int, seconds: float) -> dict[str, float]:
-    answers = Answers()
+async def run_closed_loop(
+    address: tuple[str, int], prompts: list[str], num_clients: int, seconds: float
+) -> dict[str, float]:
+    results = RequestResults()
     start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
 
-    async def client() -> None:
+    async def run_client() -> None:
         while time.perf_counter() - start_time < seconds:
-            await request_image(address, random.choice(prompts), next(seeds), answers)
+            await request_image(address, random.choice(prompts), next(seeds), results)
 
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return answers.row(time.perf_counter() - start_time)
+    await asyncio.gather(*(run_client() for _ in range(num_clients)))
+    return results.row(time.perf_counter() - start_time)
 
 
-async def neighbours(address: tuple[str, int], seconds: float, fifth: dict[str, object]) -> dict[str, float]:
+async def measure_neighbours(
+    address: tuple[str, int], seconds: float, fifth_client_options: dict[str, object]
+) -> dict[str, float]:
     """Measure four callers with one request at a time, beside a fifth, which sends four if it is greedy."""
-    answers = Answers()
-    greedy_answers = Answers()
+    results = RequestResults()
+    greedy_results = RequestResults()
     start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
 
-    async def client(caller: int, caller_answers: Answers, **options: object) -> None:
+    async def run_client(caller_id: int, caller_results: RequestResults, **options: object) -> None:
         while time.perf_counter() - start_time < seconds:
-            await request_image(address, "a red cube on sand", next(seeds), caller_answers, caller, **options)
+            await request_image(address, "a red cube on sand", next(seeds), caller_results, caller_id, **options)
 
-    greedy = [asyncio.create_task(client(6, greedy_answers, **fifth)) for _ in range(4 if fifth else 1)]
-    await asyncio.gather(*(client(caller, answers) for caller in range(2, 6)))
-    row = answers.row(time.perf_counter() - start_time)
+    greedy = [
+        asyncio.create_task(run_client(6, greedy_results, **fifth_client_options))
+        for _ in range(4 if fifth_client_options else 1)
+    ]
+    await asyncio.gather(*(run_client(caller, results) for caller in range(2, 6)))
+    row = results.row(time.perf_counter() - start_time)
     for greedy_task in greedy:
         greedy_task.cancel()
     return row
 
 
-async def open_loop(
-    address: tuple[str, int], prompts: list[str], rate: float, seconds: float, **options: object
+async def run_open_loop(
+    address: tuple[str, int], prompts: list[str], requests_per_second: float, seconds: float, **options: object
 ) -> dict[str, float]:
-    answers = Answers()
+    results = RequestResults()
     start_time = time.perf_counter()
     rng = random.Random(0)
     requests = list[asyncio.Task[None]]()
     while time.perf_counter() - start_time < seconds:
         requests.append(
-            asyncio.create_task(request_image(address, rng.choice(prompts), len(requests), answers, **options))
+            asyncio.create_task(request_image(address, rng.choice(prompts), len(requests), results, **options))
         )
-        await asyncio.sleep(rng.expovariate(rate))
+        await asyncio.sleep(rng.expovariate(requests_per_second))
     await asyncio.gather(*requests)
-    return answers.row(time.perf_counter() - start_time)
+    return results.row(time.perf_counter() - start_time)
 
 
 def main() -> None:
@@ -173,7 +182,7 @@ def main() -> None:
     seconds = arguments.seconds
     rows: dict[str, dict[str, float]] = {}
 
-    def report(name: str, row: dict[str, float]) -> None:
+    def report_row(name: str, row: dict[str, float]) -> None:
         rows[name] = row
         print(f"{name:32}" + "".join(f"  {key} {value:7.3f}" for key, value in row.items()), flush=True)
 
@@ -181,28 +190,31 @@ def main() -> None:
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()
     best = 0.0
     for size, method in [(1, "ar"), *((size, None) for size in BATCHES)]:
-        rate = measure_offline(pipe, prompts, size, seconds, method)
-        report(f"offline, {method or 'strict'}, batches of {size}", {"images_per_second": rate})
+        rate = measure_offline_rate(pipe, prompts, size, seconds, method)
+        report_row(f"offline, {method or 'strict'}, batches of {size}", {"images_per_second": rate})
         best = max(best, rate)
     limits = ["--batch", str(TOGETHER), "--waiting", str(WAITING)]
     threads = [] if arguments.threads is None else ["--threads", str(arguments.threads)]
-    with server(arguments.bundle, *limits, *threads) as address:
+    with run_server(arguments.bundle, *limits, *threads) as address:
         for clients in CLIENTS:
-            asyncio.run(closed_loop(address, prompts, clients, seconds))
-            report(f"clients: {clients}", asyncio.run(closed_loop(address, prompts, clients, seconds)))
+            asyncio.run(run_closed_loop(address, prompts, clients, seconds))
+            report_row(f"clients: {clients}", asyncio.run(run_closed_loop(address, prompts, clients, seconds)))
         for load in LOADS:
-            row = asyncio.run(open_loop(address, prompts, load * best, 2 * seconds))
+            row = asyncio.run(run_open_loop(address, prompts, load * best, 2 * seconds))
             bound = (TOGETHER + WAITING) / row["images_per_second"]
-            report(f"offered: {load:g} x {best:.2f} images/s", row | {"p99_bound": bound})
-    with server(arguments.bundle, "--batch", str(TOGETHER), *threads) as address:
+            report_row(f"offered: {load:g} x {best:.2f} images/s", row | {"p99_bound": bound})
+    with run_server(arguments.bundle, "--batch", str(TOGETHER), *threads) as address:
         for _ in range(2):
-            saturation = asyncio.run(closed_loop(address, prompts, 2 * TOGETHER, seconds))
-        report("saturation", saturation)
+            saturation = asyncio.run(run_closed_loop(address, prompts, 2 * TOGETHER, seconds))
+        report_row("saturation", saturation)
         rate = saturation["images_per_second"]
-        row = asyncio.run(open_loop(address, prompts, 2 * rate, 2 * seconds, deadline=DEADLINE / rate))
-        report("deadlines, 2 x saturation", row)
-        for name, fifth in GREEDY.items():
-            report(f"neighbours of one that is {name}", asyncio.run(neighbours(address, 2 * seconds, fifth)))
+        row = asyncio.run(run_open_loop(address, prompts, 2 * rate, 2 * seconds, deadline=DEADLINE / rate))
+        report_row("deadlines, 2 x saturation", row)
+        for name, fifth_client_options in GREEDY.items():
+            report_row(
+                f"neighbours of one that is {name}",
+                asyncio.run(measure_neighbours(address, 2 * seconds, fifth_client_options)),
+            )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

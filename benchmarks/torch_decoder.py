@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from random_bundle import Shape
+from random_bundle import ModelShape
 from torch import Tensor, nn
 
 MODES = ("eager", "graph", "compiled")
@@ -22,8 +22,8 @@ SCALE = 4.0
 NODES = (2, 16, 64)  # each number is compiled separately
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape, length: int) -> None:
+class DecoderLayer(nn.Module):
+    def __init__(self, shape: ModelShape, max_length: int) -> None:
         super().__init__()
         width = shape.hidden_size
         self.heads = shape.num_heads
@@ -33,63 +33,63 @@ class Layer(nn.Module):
         self.up = nn.Linear(width, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, width, bias=False)
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(ROWS, self.heads, length, width // self.heads))
+            self.register_buffer(name, torch.zeros(ROWS, self.heads, max_length, width // self.heads))
 
     def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         rows, nodes, width = x.shape
         joint = self.qkv(self.attention_norm(x)).view(rows, nodes, 3, self.heads, -1)
         query, key, value = joint.permute(2, 0, 3, 1, 4)
-        self.keys.index_copy_(2, positions, rotate(key, cos, sin))
+        self.keys.index_copy_(2, positions, apply_rotary_embedding(key, cos, sin))
         self.values.index_copy_(2, positions, value)
-        query = rotate(query, cos, sin)
+        query = apply_rotary_embedding(query, cos, sin)
         attended = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=mask)
         x = x + self.out(attended.transpose(1, 2).reshape(rows, nodes, width))
         gate, up = self.up(self.ffn_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first_half, second_half = x.chunk(2, -1)
     return torch.cat([first_half * cos - second_half * sin, second_half * cos + first_half * sin], -1)
 
 
-class Decoder(nn.Module):
+class TorchDecoder(nn.Module):
     """Tokens `[rows, nodes]` and their positions to logits `[rows, nodes, codes]`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         width = shape.hidden_size
-        length = -(-(shape.grid**2 + NODES[-1]) // 64) * 64
+        max_length = -(-(shape.grid**2 + NODES[-1]) // 64) * 64
         self.embed = nn.Embedding(shape.codes, width)
         self.head = nn.Linear(width, shape.codes, bias=False)
-        self.layers = nn.ModuleList(Layer(shape, length) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape, max_length) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(width, 1e-5)
-        angles = torch.outer(torch.arange(length), 10000.0 ** -torch.linspace(0, 1, width // shape.num_heads // 2))
+        angles = torch.outer(torch.arange(max_length), 10000.0 ** -torch.linspace(0, 1, width // shape.num_heads // 2))
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
-        self.register_buffer("causal", torch.ones(length, length, dtype=torch.bool).tril())
+        self.register_buffer("causal", torch.ones(max_length, max_length, dtype=torch.bool).tril())
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        hidden_states = self.embed(tokens)
         cos = self.cos[positions]
         sin = self.sin[positions]
         mask = self.causal[positions]
         for layer in self.layers:
-            x = layer(x, positions, cos, sin, mask)
-        return self.logits(x)
+            hidden_states = layer(hidden_states, positions, cos, sin, mask)
+        return self.compute_logits(hidden_states)
 
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x)).float()
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.head(self.norm(hidden_states)).float()
 
 
-def sample(logits: Tensor) -> Tensor:
+def sample_codes(logits: Tensor) -> Tensor:
     """Sample codes with guidance after the last node, with exponential noise, which a CUDA graph may contain."""
     conditional, unconditional = logits[:, -1]
     guided = unconditional + SCALE * (conditional - unconditional)
     return (guided.softmax(-1) / torch.empty_like(guided).exponential_()).argmax(-1, keepdim=True)
 
 
-def capture_graph(run: Callable[[], None]) -> Callable[[], None]:
+def capture_cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
     """Capture the function as a CUDA graph and return its replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -104,22 +104,22 @@ def capture_graph(run: Callable[[], None]) -> Callable[[], None]:
 
 
 @torch.inference_mode()
-def measure(shape: Shape, mode: str, device: str, images: int = 3) -> dict[str, float]:
+def measure_decoder(shape: ModelShape, mode: str, device: str, num_images: int = 3) -> dict[str, float]:
     """Return milliseconds of passes by nodes at half an image, and images a second of plain decoding without pixels."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = Decoder(shape).eval()
+        model = TorchDecoder(shape).eval()
     model.to(torch.float16 if device == "cuda" else torch.float32)
     if mode == "compiled":
         options = {"dynamic": False, "fullgraph": True, "backend": "inductor" if device == "cuda" else "eager"}
         for layer in model.layers:
             layer.compile(**options)
-        model.logits = torch.compile(model.logits, **options)
+        model.compute_logits = torch.compile(model.compute_logits, **options)
 
-    def prepare(run: Callable[[], None]) -> Callable[[], None]:
-        return run if mode == "eager" or device == "cpu" else capture_graph(run)
+    def capture_if_cuda(run: Callable[[], None]) -> Callable[[], None]:
+        return run if mode == "eager" or device == "cpu" else capture_cuda_graph(run)
 
-    def seconds(run: Callable[[], None], repeats: int = 1) -> float:
+    def measure_seconds(run: Callable[[], None], repeats: int = 1) -> float:
         began = time.perf_counter()
         for _ in range(repeats):
             run()
@@ -132,22 +132,22 @@ def measure(shape: Shape, mode: str, device: str, images: int = 3) -> dict[str, 
     for nodes in NODES:
         tokens = torch.randint(shape.codes, (ROWS, nodes), device=device)
         positions = torch.arange(codes // 2, codes // 2 + nodes, device=device)
-        run = prepare(lambda tokens=tokens, positions=positions: model(tokens, positions))
-        figures[f"ms, {nodes} nodes"] = 1e3 * statistics.median([seconds(run) for _ in range(24)][4:])
+        run = capture_if_cuda(lambda tokens=tokens, positions=positions: model(tokens, positions))
+        figures[f"ms, {nodes} nodes"] = 1e3 * statistics.median([measure_seconds(run) for _ in range(24)][4:])
     token = torch.zeros(ROWS, 1, dtype=torch.long, device=device)
     position = torch.zeros(1, dtype=torch.long, device=device)
     image = torch.zeros(codes, dtype=torch.long, device=device)
 
-    def step() -> None:
-        code = sample(model(token, position))
+    def decode_step() -> None:
+        code = sample_codes(model(token, position))
         image.index_copy_(0, position, code)
         token.copy_(code.expand_as(token))
         position.add_(1)
 
-    step_once = prepare(step)
+    step_once = capture_if_cuda(decode_step)
     costs = []
-    for _ in range(1 + images):
+    for _ in range(1 + num_images):
         token.zero_(), position.zero_()
-        costs.append(seconds(step_once, codes))
+        costs.append(measure_seconds(step_once, codes))
     figures["images/s"] = 1 / statistics.median(costs[1:])
     return figures

@@ -77,18 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list_permitted_models() -> list[str]:
-    return [name for name, model in published.published_models().items() if model.licence in PERMISSIVE]
+    return [name for name, model in published.load_published_models().items() if model.licence in PERMISSIVE]
 
 
 def _check_licence(job: PublicationJob) -> None:
-    model = published.find_model(job.name)
+    model = published.find_published_model(job.name)
     if model.licence not in PERMISSIVE:
         expected = f"one that lets anyone publish the weights: {', '.join(PERMISSIVE)}"
         raise RequestError(field="licence", found=model.licence, expected=expected)
 
 
 def _describe_job(job: PublicationJob) -> str:
-    model = published.find_model(job.name)
+    model = published.find_published_model(job.name)
     if job.precision in model.bundles:
         return f"{job.name} {job.precision}: published already"
     size = format_bytes(model.download_bytes)
@@ -99,7 +99,7 @@ def _describe_job(job: PublicationJob) -> str:
 
 
 def _publish_bundle(job: PublicationJob) -> None:
-    if job.precision in published.find_model(job.name).bundles:
+    if job.precision in published.find_published_model(job.name).bundles:
         print_stderr(_describe_job(job))
         return
     create_repository(job.repository, private=False)  # first, so that a wrong token fails before the export
@@ -115,12 +115,12 @@ def _publish_bundle(job: PublicationJob) -> None:
 
 
 def _verify_bundle(job: PublicationJob, bundle: Bundle) -> None:
-    from lantern_rt.export.registry import read_family
+    from lantern_rt.export.registry import read_family_checkpoints
     from lantern_rt.export.verify import verify_bundle
 
-    model = published.find_model(job.name)
+    model = published.find_published_model(job.name)
     with show_progress() as progress:
-        loaded = read_family(model.family, model.export_options, progress, model.cfg_scale)
+        loaded = read_family_checkpoints(model.family, model.export_options, progress, model.cfg_scale)
         result = verify_bundle(bundle, loaded, model.files["target"], progress)
     if not result.passed:
         raise ParityError("differs from its checkpoint", field=str(bundle.folder), remedy="see `lantern-rt verify`")
@@ -142,7 +142,7 @@ def _generate_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
 
 
 def _make_card_notes(job: PublicationJob) -> list[str]:
-    model = published.find_model(job.name)
+    model = published.find_published_model(job.name)
     memory = model.memory_bytes * (2 if job.precision == "fp16" else 1)
     return [
         f"Finished bundle of the published model `{job.name}`: `lantern-rt run {job.name}` downloads it.",
@@ -155,7 +155,7 @@ def _write_table_row(job: PublicationJob, row: dict[str, Any]) -> None:
     table = json.loads(published.TABLE.read_text("utf-8"))
     table[job.name].setdefault("bundles", {})[job.precision] = row
     write_output(published.TABLE, json.dumps(table, indent=1, ensure_ascii=False).encode(), force=True)
-    published.published_models.cache_clear()
+    published.load_published_models.cache_clear()
 
 
 if __name__ == "__main__":

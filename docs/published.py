@@ -82,7 +82,7 @@ def section(name: str, model: PublishedModel) -> str:
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *(section(name, model) for name, model in published.published_models().items())])
+    return "\n".join([HEAD, *(section(name, model) for name, model in published.load_published_models().items())])
 
 
 if __name__ == "__main__":

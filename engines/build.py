@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..output.files import atomic_folder, check_new_folder
+from ..output.files import check_new_folder, write_folder_atomically
 from .contracts import Progress
-from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltGraph, EngineManifest, file_blake2b
+from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltEngine, EngineManifest, file_blake2b
 from .gpu import find_gpu
 from .precisions import check_matmul_support
 from .profiles import RTX, BuildOptions, profiles
-from .trt.builder import build_commands, build_engine_file, import_library, write_device_graph
+from .trt.builder import build_engine_file, format_build_commands, import_library, write_device_graph
 
 ROLES = ("target", "drafter", "vq_decoder")
 
@@ -56,8 +56,8 @@ def build_engines(
         command += ["--compute-capability", name]
     version = "none" if dry_run else str(import_library(backend).__version__)
     check_new_folder(output, force, ENGINE_FILE)
-    with atomic_folder(output, force, ENGINE_FILE) as folder:
-        graphs: dict[str, BuiltGraph] = {}
+    with write_folder_atomically(output, force, ENGINE_FILE) as folder:
+        graphs: dict[str, BuiltEngine] = {}
         lines: list[str] = []
         for role in (role for role in ROLES if role in bundle.manifest.files):
             start = time.perf_counter()
@@ -65,12 +65,12 @@ def build_engines(
             inputs = write_device_graph(bundle, role, shapes, folder)
             if inputs is None:
                 continue
-            lines += build_commands(backend, bundle, role, inputs, capabilities, output)
+            lines += format_build_commands(backend, bundle, role, inputs, capabilities, output)
             if dry_run:
                 continue
             graph = folder / f"{role}.onnx"
             engine = build_engine_file(backend, graph, inputs, capabilities, progress)
-            graphs[role] = BuiltGraph(
+            graphs[role] = BuiltEngine(
                 path=engine.name,
                 blake2b=file_blake2b(engine),
                 bytes=engine.stat().st_size,

@@ -20,7 +20,7 @@ Function = Callable[[Mapping[str, Array]], list[Array]]  # returns the outputs i
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """Declaration of an input or output of a graph.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tensor:
     dtypes: tuple[str, ...]
     shape: tuple[int | str | None, ...]
 
-    def fits(self, shape: Sequence[int]) -> bool:
+    def matches_shape(self, shape: Sequence[int]) -> bool:
         """Return whether an array of this shape conforms."""
         return len(shape) == len(self.shape) and all(
             expected == size or not isinstance(expected, int) for size, expected in zip(shape, self.shape, strict=True)
@@ -43,24 +43,24 @@ class Tensor:
         return f"{' or '.join(self.dtypes)} [{', '.join(str(n) if isinstance(n, int) else 'any' for n in self.shape)}]"
 
 
-def numpy_types(
+def check_graph_tensors(
     actual: Mapping[str, tuple[str, Sequence[object]]],
-    expected: Sequence[Tensor],
+    expected: Sequence[TensorSpec],
     make_error: Callable[[str, str, str], LanternError],
-    reject_others: bool,
+    reject_undeclared: bool,
 ) -> DTypes:
     """Return the NumPy types of a graph's tensors after comparing them with their declarations.
 
     Args:
         actual: type and sizes of the graph's tensors by name; free sizes are not integers.
         make_error: function that makes an error of a tensor's name, its actual form and its expected form.
-        reject_others: whether the graph must have no other tensors.
+        reject_undeclared: whether the graph must have no other tensors.
 
     Raises:
         LanternError: error made by `make_error` for the first tensor that differs.
     """
     declared = {tensor.name: tensor for tensor in expected}
-    for name in [*declared, *(sorted(actual.keys() - declared.keys()) if reject_others else ())]:
+    for name in [*declared, *(sorted(actual.keys() - declared.keys()) if reject_undeclared else ())]:
         tensor = declared.get(name)
         dtype, sizes = actual.get(name, ("", ()))
         # A declared free size must be free in the graph; a declared number must be equal or free there.
@@ -76,31 +76,31 @@ def numpy_types(
 
 
 class TensorView(NamedTuple):
-    """Tensor inside a device buffer `buffer`, `start` bytes after its beginning; with the methods of an OrtValue."""
+    """Tensor in the device buffer `buffer`, from byte `byte_offset` on, with the methods of an OrtValue."""
 
     buffer: Any
-    start: int
-    size: list[int]
+    byte_offset: int
+    dims: list[int]
     dtype: str
 
     def shape(self) -> list[int]:
         """Return the shape."""
-        return self.size
+        return self.dims
 
     def data_ptr(self) -> int:
         """Return the address."""
-        return int(self.buffer.data_ptr()) + self.start
+        return int(self.buffer.data_ptr()) + self.byte_offset
 
 
-class Executable(Protocol):
+class ExecutableGraph(Protocol):
     """A graph that a library loaded to run on device memory."""
 
-    def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
+    def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
         """Return a function that runs the graph on inputs and outputs, and keeps their memory.
 
         The function may return before the device is done.
 
         Args:
             values: inputs and outputs by name: values on the device, or views into values.
-            record: whether the function will be called often enough to record the pass as a graph.
+            capture_graph: whether the function will be called often enough to record the pass as a graph.
         """

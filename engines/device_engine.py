@@ -15,47 +15,47 @@ import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
-from ..runtime.device import DeviceLogits, SampleRequest
-from ..runtime.engine import Cache, Floats, HiddenView, Ints, PassInput, PassOutput
-from .columns import CacheColumns, pad_nodes
-from .contracts import STORAGE_DTYPES, Array, Executable, Tensor
-from .decoder_tensors import check_past_length, rows_dtype
-from .ort.cache_pool import BlockHandle, BoundPass, CachePool
-from .ort.device import Device, dtype_of
+from ..runtime.device import DeviceLogits, SamplingRequest
+from ..runtime.engine import Cache, Floats, HiddenStateView, Ints, PassInput, PassOutput
+from .columns import CacheColumnMap, pad_nodes
+from .contracts import STORAGE_DTYPES, Array, ExecutableGraph, TensorSpec
+from .decoder_tensors import check_past_length, get_hidden_dtype
+from .ort.cache_pool import BlockHandle, BoundForwardPass, CachePool
+from .ort.device import OrtDevice, dtype_of
 from .sampling_head import SamplingHead
 
 MAX_BOUND_NODES = 64  # maximum number of nodes per row in passes whose shapes recur
 
 
-class DeviceCache(CacheColumns):
+class DeviceCache(CacheColumnMap):
     """Keys and values on a device, in a cache block.
 
     Args:
         pool: pool of cache blocks.
-        rows: number of batch rows.
+        num_rows: number of batch rows.
         capacity: maximum number of entries of a row.
-        columns: number of columns of a cache in order; None: columns in any order.
+        num_columns: number of columns of a cache in order; None: columns in any order.
     """
 
-    def __init__(self, pool: CachePool, rows: int, capacity: int, columns: int | None = None) -> None:
-        super().__init__(np.zeros(rows, np.int64), capacity, columns)
+    def __init__(self, pool: CachePool, num_rows: int, capacity: int, num_columns: int | None = None) -> None:
+        super().__init__(np.zeros(num_rows, np.int64), capacity, num_columns)
         self.pool = pool
-        self.block_handle = pool.acquire(rows, self.columns)
-        self.bound: BoundPass | None = None  # the last pass
+        self.block_handle = pool.acquire_block(num_rows, self.num_columns)
+        self.bound_pass: BoundForwardPass | None = None  # the last pass
 
     def run_queued_pass(self) -> None:
         """Run the last pass if it is still queued."""
-        if self.bound is not None:
-            self.bound.run_queued_pass()
+        if self.bound_pass is not None:
+            self.bound_pass.run_queued_pass()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes, see `CacheColumns.accept_nodes`, and move their entries on the device if necessary."""
+        """Append accepted nodes like `CacheColumnMap.accept_nodes`, and move entries on the device if necessary."""
         moves = self.accept_nodes(new_kv, accepted_indices)
         if len(moves):
             self.run_queued_pass()
             block = self.block_handle.block
             self.pool.move_entries(
-                block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.columns)
+                block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.num_columns)
             )
 
     def keep_rows(self, rows: Ints) -> None:
@@ -63,64 +63,64 @@ class DeviceCache(CacheColumns):
         self.run_queued_pass()
         previous = self.block_handle  # not released before it has been copied
         self.select_rows(rows)
-        self.block_handle = self.pool.acquire(len(rows), self.columns)
+        self.block_handle = self.pool.acquire_block(len(rows), self.num_columns)
         self.pool.gather_rows([(previous.block, rows)], self.block_handle.block)
 
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache by a copy on the device."""
-        added = type(self).require(cache)
+        added = type(self).require_instance(cache)
         previous = self.block_handle  # not released before it has been copied
         self.run_queued_pass()
         added.run_queued_pass()
         self.append_rows(added)
         num_rows = previous.block.shape[0]
         num_added = added.block_handle.block.shape[0]
-        self.block_handle = self.pool.acquire(num_rows + num_added, self.columns)
+        self.block_handle = self.pool.acquire_block(num_rows + num_added, self.num_columns)
         sources = [(previous.block, np.arange(num_rows)), (added.block_handle.block, np.arange(num_added))]
         self.pool.gather_rows(sources, self.block_handle.block)
 
     def forbid_memory_reuse(self) -> None:
         """Keep the block from later caches, as it may contain NaN."""
-        self.block_handle.block.reusable = False
+        self.block_handle.block.is_reusable = False
 
 
-class DeviceOutput:
+class DeviceOutputTensor:
     """An output of a pass, `[rows, nodes, width]`; indexing the first two axes copies vectors to the host, as float32.
 
     Args:
-        handle: handle of the pass's cache block, kept so that no other cache runs the bound pass. None: the pass is
-            bound for a single run.
+        block_handle: handle of the pass's cache block, kept so that no other cache runs the bound pass. None: the pass
+            is bound for a single run.
     """
 
-    def __init__(self, bound: BoundPass, name: str, handle: BlockHandle | None = None) -> None:
-        self.bound = bound
-        self.block_handle = handle
-        self._value = bound.outputs[name]
+    def __init__(self, bound_pass: BoundForwardPass, name: str, block_handle: BlockHandle | None = None) -> None:
+        self.bound_pass = bound_pass
+        self.block_handle = block_handle
+        self._value = bound_pass.outputs[name]
         self.dtype = dtype_of(self._value)
         self.stride = self._value.shape()[1]
-        bound.output_owners.add(self)
+        bound_pass.output_owners.add(self)
 
     @property
-    def value(self) -> Any:
+    def device_value(self) -> Any:
         """The output as a value on the device, after running the pass."""
-        self.bound.run_queued_pass()
+        self.bound_pass.run_queued_pass()
         return self._value
 
     def __getitem__(self, key: Any) -> Floats:
         rows, nodes, _ = self._value.shape()
         indices: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
-        return self.bound.device.read(self.value, indices)
+        return self.bound_pass.device.read_vectors(self.device_value, indices)
 
 
-class DeviceLogitOutput(DeviceOutput, DeviceLogits):
+class DeviceLogitsTensor(DeviceOutputTensor, DeviceLogits):
     """Logits of a pass, from which tokens are sampled on the device."""
 
-    def can_sample(self, sampling: Sampling) -> bool:
+    def supports_sampling(self, sampling: Sampling) -> bool:
         """Return whether there is a sampling graph for these settings."""
         return SamplingHead.supports(sampling)
 
-    def best_codes(self, samples: Sequence[SampleRequest], count: int) -> list[tuple[Ints, Floats]]:
-        """Return the tokens of highest score, as `best_codes` does on the host up to rounding.
+    def sample_top_codes(self, samples: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
+        """Return the tokens of highest score, as `find_top_codes` does on the host up to rounding.
 
         Requests with the same filters are sampled together.
         """
@@ -132,7 +132,7 @@ class DeviceLogitOutput(DeviceOutput, DeviceLogits):
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             indices = [i for i, requested in enumerate(heads) if requested == head]
-            codes, scores = self.bound.sample(head, [samples[i] for i in indices])
+            codes, scores = self.bound_pass.sample(head, [samples[i] for i in indices])
             for row, i in enumerate(indices):
                 nodes = len(samples[i].positions)
                 results[i] = (codes[row, :nodes], scores[row, :nodes])
@@ -145,63 +145,63 @@ class DeviceEngine(ABC):
     Args:
         spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`; None: a drafter.
-        dtype: type of caches; hidden states have the type `rows_dtype(dtype)`.
-        heads: number of separate heads of a cache, as for `CachePool`.
+        dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
+        num_cache_heads: number of separate heads of a cache, as for `CachePool`.
     """
 
     def __init__(
         self,
-        graph: Executable,
-        inputs: Sequence[Tensor],
+        graph: ExecutableGraph,
+        inputs: Sequence[TensorSpec],
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None,
-        device: Device,
+        device: OrtDevice,
         dtype: str,
-        heads: int | None,
+        num_cache_heads: int | None,
     ) -> None:
         self.spec = spec
         self.device = device
         self._graph = graph
-        self._dtype = rows_dtype(dtype)
+        self._dtype = get_hidden_dtype(dtype)
         table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
         self._embedding_table = None if table is None else device.upload(table)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
-        width = spec.head_dim * (1 if heads else spec.num_kv_heads)
-        self._pool = CachePool(device, len(self._past), STORAGE_DTYPES.get(dtype, dtype), width, heads)
+        width = spec.head_dim * (1 if num_cache_heads else spec.num_kv_heads)
+        self._pool = CachePool(device, len(self._past), STORAGE_DTYPES.get(dtype, dtype), width, num_cache_heads)
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         """Create an empty cache whose memory on the device is allocated for `capacity` entries per row."""
 
     @abstractmethod
-    def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
+    def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
         """Return the number of nodes of a pass with padding. Raises: EngineError: the pass has too many nodes."""
 
-    def next_past_length(self, cache: Cache, nodes: int) -> int:
+    def padded_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the length of the longest row, rounded up. Raises: EngineError: the pass has too many nodes."""
-        device_cache = DeviceCache.require(cache)
+        device_cache = DeviceCache.require_instance(cache)
         self.padded_node_count(device_cache, nodes)
         return device_cache.past_length()
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         """Queue a pass, which runs when its logits, hidden states or cache are first used."""
-        device_cache = DeviceCache.require(cache)
+        device_cache = DeviceCache.require_instance(cache)
         device_cache.run_queued_pass()
         check_past_length(batch, device_cache)
         padded = self.padded_node_count(device_cache, batch.positions.shape[1])
-        feeds = {**device_cache.encode_pass(batch, padded), **self._node_inputs(batch, padded)}
-        bound, handle = self._bind_pass(device_cache, batch, feeds)
-        device_cache.bound = bound
-        bound.queue_inputs(feeds, batch.hidden)
-        device_cache.passes += 1
+        feeds = {**device_cache.encode_pass_inputs(batch, padded), **self._build_token_inputs(batch, padded)}
+        bound_pass, block_handle = self._bind_pass(device_cache, batch, feeds)
+        device_cache.bound_pass = bound_pass
+        bound_pass.queue_inputs(feeds, batch.hidden)
+        device_cache.num_passes += 1
         return PassOutput(
-            DeviceLogitOutput(bound, "logits", handle),
-            DeviceOutput(bound, "hidden_states", handle),
+            DeviceLogitsTensor(bound_pass, "logits", block_handle),
+            DeviceOutputTensor(bound_pass, "hidden_states", block_handle),
             device_cache.written_columns,
         )
 
-    def _node_inputs(self, batch: PassInput, nodes: int) -> dict[str, Any]:
-        """Return token ids with embeddings or hidden states, padded to `nodes` nodes.
+    def _build_token_inputs(self, batch: PassInput, num_nodes: int) -> dict[str, Any]:
+        """Return token ids with embeddings or hidden states, padded to `num_nodes` nodes.
 
         Hidden states of a pass on the same device are not copied to the host.
         """
@@ -209,49 +209,53 @@ class DeviceEngine(ABC):
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("a target reads either `tokens` or `embeds`")
             if batch.tokens is not None:
-                return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, nodes, np.int32)}
-            prefix, ids = _flatten_states(batch.embeds, self._dtype)  # used instead of the table
-            return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": pad_nodes(ids, nodes, np.int32)}
+                return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, num_nodes, np.int32)}
+            prefix, ids = _flatten_hidden_states(batch.embeds, self._dtype)  # used instead of the table
+            return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": pad_nodes(ids, num_nodes, np.int32)}
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
         states = batch.hidden
-        source = states.source if isinstance(states, HiddenView) else None
+        source = states.source if isinstance(states, HiddenStateView) else None
         on_device = (
-            isinstance(source, DeviceOutput) and source.bound.device is self.device and source.dtype == self._dtype
+            isinstance(source, DeviceOutputTensor)
+            and source.bound_pass.device is self.device
+            and source.dtype == self._dtype
         )
-        if isinstance(states, HiddenView) and isinstance(source, DeviceOutput) and on_device:
-            hidden = source.value
+        if isinstance(states, HiddenStateView) and isinstance(source, DeviceOutputTensor) and on_device:
+            hidden = source.device_value
             ids = states.rows * source.stride + states.nodes
         else:
-            hidden, ids = _flatten_states(states.read() if isinstance(states, HiddenView) else states, self._dtype)
-        tokens = pad_nodes(batch.tokens, nodes, np.int32)
-        return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, nodes, np.int32)}
+            hidden, ids = _flatten_hidden_states(
+                states.read() if isinstance(states, HiddenStateView) else states, self._dtype
+            )
+        tokens = pad_nodes(batch.tokens, num_nodes, np.int32)
+        return {"token_ids": tokens, "hidden": hidden, "hidden_ids": pad_nodes(ids, num_nodes, np.int32)}
 
     def _bind_pass(
         self, cache: DeviceCache, batch: PassInput, feeds: Mapping[str, Any]
-    ) -> tuple[BoundPass, BlockHandle | None]:
+    ) -> tuple[BoundForwardPass, BlockHandle | None]:
         """Return a bound pass and the handle of its cache block; no handle (None) if it is bound for a single run."""
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden
         block = cache.block_handle.block
 
-        def make(is_recurring: bool = True) -> BoundPass:
-            placed = dict(zip(self._past, self._pool.tensors(block), strict=True))
+        def make_bound_pass(is_recurring: bool = True) -> BoundForwardPass:
+            placed = dict(zip(self._past, self._pool.get_block_tensors(block), strict=True))
             placed |= {name.replace("past", "present", 1): value for name, value in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            return BoundPass(self._graph, self.device, feeds, placed, is_recurring)
+            return BoundForwardPass(self._graph, self.device, feeds, placed, is_recurring)
 
         is_recurring = hidden is None or (
-            isinstance(hidden, HiddenView) and getattr(hidden.source, "block_handle", None) is not None
+            isinstance(hidden, HiddenStateView) and getattr(hidden.source, "block_handle", None) is not None
         )
         if nodes > MAX_BOUND_NODES or batch.embeds is not None or not is_recurring:
-            return make(is_recurring=False), None
+            return make_bound_pass(is_recurring=False), None
         shape = (nodes, words, id(feeds.get("hidden")))
-        return self._pool.get_bound_pass(block, shape, make), cache.block_handle
+        return self._pool.get_bound_pass(block, shape, make_bound_pass), cache.block_handle
 
 
-def _flatten_states(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
+def _flatten_hidden_states(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
     """Return the states as a contiguous array, and their indices in its flattened first two axes, `[rows, nodes]`."""
     rows = np.ascontiguousarray(states, dtype)
     return rows, np.arange(rows.shape[0] * rows.shape[1]).reshape(rows.shape[:2])

@@ -19,14 +19,14 @@ import numpy as np
 
 from ..bundle.decoder import EXPORT_AGAIN
 from ..bundle.manifest import DecoderSpec, DrafterSpec
-from ..bundle.onnx_scan import Weight
+from ..bundle.onnx_scan import StoredTensor
 from ..bundle.weights import INTEGERS, StoredWeights
 from ..errors import BundleError
 from ..inputs import convert_read_errors
-from .columns import unpack_mask
-from .contracts import Tensor
-from .decoder_tensors import device_tensors, rows_dtype
-from .graph_writer import DecoderWriter, GraphWriter, column_shape
+from .columns import write_mask_unpacking
+from .contracts import TensorSpec
+from .decoder_tensors import declare_device_tensors, get_hidden_dtype
+from .graph_writer import DecoderGraphWriter, GraphWriter, choose_column_parts
 from .kv_cache import round_up
 
 MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # finite, added to scores of masked columns
@@ -36,15 +36,15 @@ class DeviceGraph(NamedTuple):
     """A decoder graph in the device layout.
 
     Attributes:
-        model: serialized ONNX model.
+        model_bytes: serialized ONNX model.
         inputs: inputs of the model.
         outputs: outputs of the model.
         dtype: type of caches and hidden states.
     """
 
-    model: bytes
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    model_bytes: bytes
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
     dtype: str
 
 
@@ -53,10 +53,10 @@ def make_device_graph(
     spec: DecoderSpec | DrafterSpec,
     is_drafter: bool,
     dtype: str = "float32",
-    basic_ops: bool = False,
+    basic_ops_only: bool = False,
     capacity: int | None = None,
     max_nodes: int | None = None,
-    multi_head: bool = False,
+    use_multi_head_op: bool = False,
 ) -> DeviceGraph:
     """Return the device layout of a target or drafter graph.
 
@@ -77,15 +77,16 @@ def make_device_graph(
         path: graph file in a bundle, in the folder of its weights.
         spec: sizes and architecture of the decoder.
         is_drafter: whether the decoder is a drafter.
-        dtype: type that the bundle's decoders compute in: float32, float16, or bfloat16, which `basic_ops` replaces by
-            float32.
-        basic_ops: whether to avoid ops for attention, bfloat16, and float16 tables in computations with float32.
+        dtype: type that the bundle's decoders compute in: float32, float16, or bfloat16, which `basic_ops_only`
+            replaces by float32.
+        basic_ops_only: whether to avoid ops for attention, bfloat16, and float16 tables in computations with float32.
         capacity: None: columns are written in any order, `write [rows, nodes, 1, 3]` is row, column and first part (0)
-            of each node, `seen` covers all columns, and caches are `[rows, columns, parts, part]`, see `column_shape`.
-            A number of columns: nodes of a row are written to consecutive columns, `write [rows]` is the first of
-            them, `seen` may cover fewer columns, and caches are `[rows, num_kv_heads, capacity, head_dim]`.
+            of each node, `seen` covers all columns, and caches are `[rows, columns, parts, part]`, see
+            `choose_column_parts`. A number of columns: nodes of a row are written to consecutive columns, `write
+            [rows]` is the first of them, `seen` may cover fewer columns, and caches are `[rows, num_kv_heads, capacity,
+            head_dim]`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
-        multi_head: whether to write the op MultiHeadAttention instead of Attention in half precision.
+        use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.
 
     Raises:
         BundleError: the file is damaged, or is not the graph of `spec`.
@@ -94,12 +95,12 @@ def make_device_graph(
         weights = StoredWeights(path)
         if f"layers.{spec.num_layers}.ffn.up.weight" in weights:
             raise BundleError(field=str(path), found="more layers", expected=str(spec.num_layers), remedy=EXPORT_AGAIN)
-        dtype = "float32" if basic_ops and dtype == "bfloat16" else dtype
-        writer = _DeviceWriter(path, weights, spec, dtype, basic_ops, capacity, max_nodes, multi_head)
+        dtype = "float32" if basic_ops_only and dtype == "bfloat16" else dtype
+        writer = _DeviceGraphWriter(path, weights, spec, dtype, basic_ops_only, capacity, max_nodes, use_multi_head_op)
         return writer.write_graph(is_drafter)
 
 
-class _DeviceWriter(DecoderWriter):
+class _DeviceGraphWriter(DecoderGraphWriter):
     weights: StoredWeights
 
     def __init__(
@@ -108,23 +109,24 @@ class _DeviceWriter(DecoderWriter):
         weights: StoredWeights,
         spec: DecoderSpec | DrafterSpec,
         dtype: str,
-        basic_ops: bool,
+        basic_ops_only: bool,
         capacity: int | None,
         max_nodes: int | None,
-        multi_head: bool,
+        use_multi_head_op: bool,
     ) -> None:
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        heads = spec.num_heads
-        super().__init__(graph, spec.require_architecture(path), weights, dtype, heads, heads // spec.num_kv_heads)
+        num_heads = spec.num_heads
+        kv_group_size = num_heads // spec.num_kv_heads
+        super().__init__(graph, spec.require_architecture(path), weights, dtype, num_heads, kv_group_size)
         self.spec = spec
-        self.basic_ops = basic_ops
+        self.basic_ops_only = basic_ops_only
         self.capacity = capacity
         self.max_nodes = max_nodes
-        self.multi_head = multi_head and self.half
-        self.parts = column_shape(spec.num_kv_heads * spec.head_dim)
+        self.use_multi_head_op = use_multi_head_op and self.half
+        self.parts = choose_column_parts(spec.num_kv_heads * spec.head_dim)
         self.decoded_weights: dict[str, str] = {}
         # TensorRT's Attention takes float16 only.
-        self.has_matmul_attention = basic_ops or (capacity is not None and not self.half)
+        self.has_matmul_attention = basic_ops_only or (capacity is not None and not self.half)
         self.interleaved = int(self.architecture.rope_style == "interleaved")
 
     def write_graph(self, is_drafter: bool) -> DeviceGraph:
@@ -132,38 +134,39 @@ class _DeviceWriter(DecoderWriter):
         graph = self.graph
         spec = self.spec
         if is_drafter:
-            states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
+            states = graph.op("Reshape", "hidden", graph.int_vector(-1, spec.hidden_size))
             joint = [self.look_up_embeddings(), self.cast_input(graph.op("Gather", states, "hidden_ids"))]
             x = self.write_linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = self.cast_input(graph.op("Gather", "embeddings", "token_ids"))
-        self.attention_mask = self.write_mask()
-        self.rotations = self.write_rotations()
-        self.part_indices = graph.part_indices("write", self.parts[0]) if self.capacity is None else ""
+        self.attention_mask = self.write_attention_mask()
+        self.rotations = self.write_rotary_operands()
+        self.column_part_indices = graph.column_part_indices("write", self.parts[0]) if self.capacity is None else ""
         self.write_decoder(x, spec.num_layers)
-        inputs, outputs = device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
+        inputs, outputs = declare_device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
-    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and rotate as `DecoderWriter.split_and_rotate` does, to tensors `[rows, nodes, heads * head_dim]`."""
+    def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
+        """Split and rotate like the base class, to tensors `[rows, nodes, num_heads * head_dim]`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
-        parts = self.group + 2  # queries, in parts as wide as the keys; keys; values
+        parts = self.kv_group_size + 2  # queries, in parts as wide as the keys; keys; values
         epsilon = self.architecture.head_norm_eps
         if epsilon is not None:
-            sizes = graph.ints((parts - 1) * width, width)
+            sizes = graph.int_vector((parts - 1) * width, width)
             both, value = graph.add_node(
-                "Split", [joint, sizes], [f"{layer_name}.unturned", f"{layer_name}.value"], axis=-1
+                "Split", [qkv, sizes], [f"{layer_name}.unturned", f"{layer_name}.value"], axis=-1
             )
-            both = self.norm_heads(both, f"{layer_name}.attention.head_norm", self.heads + num_kv_heads, epsilon)
-            joint = graph.op("Concat", both, value, axis=-1)
+            norm_name = f"{layer_name}.attention.head_norm"
+            both = self.normalize_heads(both, norm_name, self.num_heads + num_kv_heads, epsilon)
+            qkv = graph.op("Concat", both, value, axis=-1)
         # Parts become nodes, [rows, nodes * parts, width], so that one op rotates all. Values are rotated by no angle.
-        split = graph.reshape(joint, 0, -1, width)
+        split = graph.reshape(qkv, 0, -1, width)
         for rotation in self.rotations:
             split = graph.op("RotaryEmbedding", split, *rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
         rotated = graph.reshape(split, 0, -1, parts * width)
-        sizes = graph.ints((parts - 2) * width, width, width)
+        sizes = graph.int_vector((parts - 2) * width, width, width)
         names = [f"{layer_name}.query", f"{layer_name}.new_key", f"{layer_name}.new_value"]
         query, key, value = graph.add_node("Split", [rotated, sizes], names, axis=-1)
         return query, key, value
@@ -176,7 +179,7 @@ class _DeviceWriter(DecoderWriter):
         divides scores by sqrt(head_dim).
 
         Args:
-            query: name of the queries, `[rows, nodes, heads * head_dim]`.
+            query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
             key: name of the new keys.
             value: name of the new values.
             layer_name: prefix of the layer's names.
@@ -184,69 +187,71 @@ class _DeviceWriter(DecoderWriter):
         graph = self.graph
         width = self.spec.head_dim
         num_kv_heads = self.spec.num_kv_heads
-        presents: list[str] = []
+        present_kv: list[str] = []
         cache = layer_name.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):  # before attention: nodes attend to them
             if self.capacity is None:
-                present = graph.scatter_parts(f"past_{name}", self.part_indices, new, self.parts, f"present_{name}")
-                presents.append(graph.reshape(present, 0, 0, num_kv_heads * width))
+                present = graph.scatter_column_parts(
+                    f"past_{name}", self.column_part_indices, new, self.parts, f"present_{name}"
+                )
+                present_kv.append(graph.reshape(present, 0, 0, num_kv_heads * width))
             else:
                 columns = self.split_heads(new, num_kv_heads)
                 present = graph.op("TensorScatter", f"past_{name}", columns, "write", name=f"present_{name}", axis=2)
-                presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
+                present_kv.append(graph.op("Slice", present, graph.int_vector(0), "span", graph.int_vector(2)))
         scale = self.architecture.attention_scale
         if self.has_matmul_attention:
-            return self.write_matmul_attention(query, presents[0], presents[1], scale)
+            return self.write_matmul_attention(query, present_kv[0], present_kv[1], scale)
         if self.capacity is None:
-            return self.write_fused_attention(query, presents, scale)
-        query = self.split_heads(query, self.heads)
+            return self.write_fused_attention(query, present_kv, scale)
+        query = self.split_heads(query, self.num_heads)
         if scale == 1.0:
-            query = graph.op("Mul", query, self.add_scalar(width**0.5))
-        return self.join_heads(graph.op("Attention", query, *presents, self.attention_mask))
+            query = graph.op("Mul", query, self.add_scalar_constant(width**0.5))
+        return self.join_heads(graph.op("Attention", query, *present_kv, self.attention_mask))
 
-    def write_fused_attention(self, query: str, presents: list[str], scale: float) -> str:
+    def write_fused_attention(self, query: str, present_kv: list[str], scale: float) -> str:
         """Write the op Attention or MultiHeadAttention.
 
         Query heads that share keys become further nodes, as CUDA would otherwise copy the keys for every query head.
 
         Args:
-            query: name of the queries, `[rows, nodes, heads * head_dim]`.
-            presents: names of all keys and of all values.
+            query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
+            present_kv: names of all keys and of all values.
             scale: factor of the scores.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
-        group = self.group
+        kv_group_size = self.kv_group_size
         width = self.spec.head_dim
-        if group > 1:
+        if kv_group_size > 1:
             # [rows, nodes, num_kv_heads * group * width] to [rows, group * nodes, num_kv_heads * width]
-            query = graph.transpose(graph.reshape(query, 0, 0, num_kv_heads, group, width), 0, 3, 1, 2, 4)
+            query = graph.transpose(graph.reshape(query, 0, 0, num_kv_heads, kv_group_size, width), 0, 3, 1, 2, 4)
             query = graph.reshape(query, 0, -1, num_kv_heads * width)
-        if self.multi_head:
-            inputs = query, *presents, "", "", self.attention_mask
+        if self.use_multi_head_op:
+            inputs = query, *present_kv, "", "", self.attention_mask
             mixed = graph.op("com.microsoft.MultiHeadAttention", *inputs, num_heads=num_kv_heads, scale=scale)
         else:
-            inputs = query, *presents, self.attention_mask
+            inputs = query, *present_kv, self.attention_mask
             mixed = graph.op("Attention", *inputs, q_num_heads=num_kv_heads, kv_num_heads=num_kv_heads, scale=scale)
-        if group > 1:  # back to [rows, nodes, heads * width]
-            mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
-            mixed = graph.reshape(mixed, 0, 0, self.heads * width)
+        if kv_group_size > 1:  # back to [rows, nodes, heads * width]
+            mixed = graph.transpose(graph.reshape(mixed, 0, kv_group_size, -1, num_kv_heads, width), 0, 2, 3, 1, 4)
+            mixed = graph.reshape(mixed, 0, 0, self.num_heads * width)
         return mixed
 
     def write_matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
         """Write attention as matmuls. Query heads that share keys are joined along the axis of nodes.
 
         Args:
-            query: name of the queries, `[rows, nodes, heads * head_dim]`.
+            query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
             keys: name of all keys.
             values: name of all values.
             scale: factor of the scores.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
-        query = self.split_heads(query, self.heads)
+        query = self.split_heads(query, self.num_heads)
         if scale != 1.0:
-            query = graph.op("Mul", query, self.add_scalar(scale))
+            query = graph.op("Mul", query, self.add_scalar_constant(scale))
         if self.capacity is None:
             keys = self.split_heads(keys, num_kv_heads)
             values = self.split_heads(values, num_kv_heads)
@@ -254,41 +259,41 @@ class _DeviceWriter(DecoderWriter):
         query = graph.reshape(query, 0, num_kv_heads, -1, self.spec.head_dim)
         scores = graph.op("MatMul", query, graph.transpose(keys, 0, 1, 3, 2))
         mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, self.attention_mask), axis=-1), values)
-        return self.join_heads(graph.reshape(mixed, 0, self.heads, -1, self.spec.head_dim))
+        return self.join_heads(graph.reshape(mixed, 0, self.num_heads, -1, self.spec.head_dim))
 
-    def split_heads(self, x: str, heads: int) -> str:
-        """Return `x` as `[rows, heads, nodes, head_dim]`."""
-        return self.graph.transpose(self.graph.reshape(x, 0, 0, heads, self.spec.head_dim), 0, 2, 1, 3)
+    def split_heads(self, x: str, num_heads: int) -> str:
+        """Return `x` as `[rows, num_heads, nodes, head_dim]`."""
+        return self.graph.transpose(self.graph.reshape(x, 0, 0, num_heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def join_heads(self, x: str) -> str:
-        """Return `x [rows, heads, nodes, head_dim]` as `[rows, nodes, heads * head_dim]`."""
-        return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.heads * self.spec.head_dim)
+        """Return `x [rows, num_heads, nodes, head_dim]` as `[rows, nodes, num_heads * head_dim]`."""
+        return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.num_heads * self.spec.head_dim)
 
-    def norm_heads(self, x: str, prefix: str, heads: int, epsilon: float) -> str:
+    def normalize_heads(self, x: str, weight_prefix: str, num_heads: int, epsilon: float) -> str:
         """Normalize every head of queries and keys separately, in float32.
 
         Args:
-            x: name of the queries and keys, `[rows, nodes, heads * head_dim]`.
-            prefix: prefix of the names of the norm's weight and, in layer norms, bias.
-            heads: number of heads of queries and keys together.
+            x: name of the queries and keys, `[rows, nodes, num_heads * head_dim]`.
+            weight_prefix: prefix of the names of the norm's weight and, in layer norms, bias.
+            num_heads: number of heads of queries and keys together.
             epsilon: number added to the variance.
         """
         graph = self.graph
         spec = self.spec
-        x = self.to_float32(graph.reshape(x, 0, 0, heads, spec.head_dim))
-        ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
+        x = self.to_float32(graph.reshape(x, 0, 0, num_heads, spec.head_dim))
+        ones = graph.add_constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
         op = "RMSNormalization" if self.architecture.rms_head_norm else "LayerNormalization"
         normed = graph.op(op, x, ones, axis=-1, epsilon=epsilon)
-        scaled = graph.op("Mul", normed, self.write_weight(f"{prefix}.weight"))
+        scaled = graph.op("Mul", normed, self.write_weight(f"{weight_prefix}.weight"))
         if not self.architecture.rms_head_norm:
-            scaled = graph.op("Add", scaled, self.write_weight(f"{prefix}.bias"))
-        return self.to_dtype(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
+            scaled = graph.op("Add", scaled, self.write_weight(f"{weight_prefix}.bias"))
+        return self.to_dtype(graph.reshape(scaled, 0, 0, num_heads * spec.head_dim))
 
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
         graph = self.graph
         scale = self.to_dtype(self.write_weight(weight))
         epsilon = self.architecture.norm_eps
-        if addend is not None and "com.microsoft" in graph.domains:
+        if addend is not None and "com.microsoft" in graph.opset_versions:
             operands = [x, addend, scale]
             names = [name or f"{weight}.normed", "", "", f"{weight}.total"]
             op = "com.microsoft.SkipSimplifiedLayerNormalization"
@@ -303,7 +308,7 @@ class _DeviceWriter(DecoderWriter):
 
     def look_up_embeddings(self) -> str:
         """Look up the drafter's token embeddings, in the type that the graph computes in."""
-        if self.basic_ops and not self.half:
+        if self.basic_ops_only and not self.half:
             return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
         stored_weight = self.weights["embed.weight"]
         rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
@@ -311,11 +316,11 @@ class _DeviceWriter(DecoderWriter):
 
     def cast_input(self, x: str) -> str:
         """Cast an input of the graph to the type that the graph computes in."""
-        return x if rows_dtype(self.dtype) == self.dtype else self.to_dtype(x)
+        return x if get_hidden_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
-    def add_scalar(self, value: float) -> str:
+    def add_scalar_constant(self, value: float) -> str:
         """Return a constant number in the type that the graph computes in."""
-        return self.to_dtype(self.graph.constant(np.array(value, np.float32)))
+        return self.to_dtype(self.graph.add_constant(np.array(value, np.float32)))
 
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.op("MatMul", x, self.write_weight(weight), name=output)
@@ -329,41 +334,41 @@ class _DeviceWriter(DecoderWriter):
             is_integer = stored_weight.dtype in INTEGERS
             scales = self.weights[f"{name}.scales"] if is_integer else None
             self.decoded_weights[name] = (
-                self.decode_floats(stored_weight) if scales is None else self.write_dequantize(stored_weight, scales)
+                self.add_float_weight(stored_weight) if scales is None else self.write_dequantize(stored_weight, scales)
             )
         return self.decoded_weights[name]
 
-    def write_dequantize(self, stored_weight: Weight, scale: Weight) -> str:
+    def write_dequantize(self, stored_weight: StoredTensor, stored_scale: StoredTensor) -> str:
         """Dequantize an integer weight, which has a scale per block of inputs or per output.
 
         With scales per output, ONNX Runtime multiplies when it loads the graph, unless the op is DequantizeLinear.
         """
         inputs, _ = stored_weight.shape
-        count, *blocks = scale.shape
+        count, *blocks = stored_scale.shape
         integers = self.add_weight(stored_weight)
-        scales = self.decode_floats(scale)
+        scales = self.add_float_weight(stored_scale)
         if blocks:
             return self.graph.op("DequantizeLinear", integers, scales, axis=0, block_size=inputs // count)
         if self.capacity is None:
             return self.graph.op("Mul", self.graph.cast(integers, self.dtype), scales)
         return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
-    def decode_floats(self, stored_weight: Weight) -> str:
+    def add_float_weight(self, stored_weight: StoredTensor) -> str:
         """Add a floating-point weight and cast it to the type that the graph computes in."""
         name = self.add_weight(stored_weight)
         return name if stored_weight.dtype == self.dtype else self.graph.cast(name, self.dtype)
 
-    def add_weight(self, stored_weight: Weight) -> str:
+    def add_weight(self, stored_weight: StoredTensor) -> str:
         """Add a weight as it is stored, and return its name."""
-        self.graph.weights[stored_weight.name] = stored_weight.message
+        self.graph.weights[stored_weight.name] = stored_weight.tensor_message
         return stored_weight.name
 
-    def write_rotations(self) -> list[list[str]]:
+    def write_rotary_operands(self) -> list[list[str]]:
         """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
 
-        The file's tables contain each cosine and sine twice, the first sine negated. A node has `group + 2` parts as
-        wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime requires
-        at least as many angles as the longest pass has parts.
+        The file's tables contain each cosine and sine twice, the first sine negated. A node has `kv_group_size + 2`
+        parts as wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime
+        requires at least as many angles as the longest pass has parts.
 
         Returns:
             For each embedding the names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's
@@ -372,38 +377,40 @@ class _DeviceWriter(DecoderWriter):
         graph = self.graph
         width = self.spec.head_dim
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
-        slices = [graph.ints(number) for number in second]
+        slices = [graph.int_vector(number) for number in second]
         positions = self.weights["rotary.cos"].shape[0]
-        parts = self.group + 2
+        parts = self.kv_group_size + 2
         tables = []
         for name, fill in (("rotary.cos", 1), ("rotary.sin", 0)):
-            table = graph.op("Slice", self.to_float32(self.write_weight(name)), *slices[:2], graph.ints(1), slices[2])
+            table = graph.op(
+                "Slice", self.to_float32(self.write_weight(name)), *slices[:2], graph.int_vector(1), slices[2]
+            )
             # At least one row is added behind the table, for the angle 0: cosine 1 and sine 0.
-            pads = graph.ints(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
-            tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.constant(np.array(fill, np.float32)))))
-        is_value = graph.constant(np.arange(parts) == parts - 1)  # values are the last part of a node
-        no_angle = graph.ints(positions)  # the first row behind the table
+            pads = graph.int_vector(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
+            tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.add_constant(np.array(fill, np.float32)))))
+        is_value = graph.add_constant(np.arange(parts) == parts - 1)  # values are the last part of a node
+        no_angle = graph.int_vector(positions)  # the first row behind the table
 
-        def repeat_for_parts(rows: str) -> str:  # [rows, nodes] to [rows, nodes * parts]
-            angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", rows, graph.ints(-1)))
+        def repeat_angles_per_part(angle_ids: str) -> str:  # [rows, nodes] to [rows, nodes * parts]
+            angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", angle_ids, graph.int_vector(-1)))
             return graph.reshape(angles, 0, -1)
 
         if self.architecture.rotary != "grids":
-            return [[*tables, repeat_for_parts("position_ids")]]
+            return [[*tables, repeat_angles_per_part("position_ids")]]
         cos, sin = tables
         # position = shift * positions + row; the second rotation, with -sin, turns back by the angle of row `shift`.
         shift = graph.op("Div", "position_ids", no_angle)
         rows = graph.op("Sub", "position_ids", graph.op("Mul", shift, no_angle))
-        return [[cos, sin, repeat_for_parts(rows)], [cos, graph.op("Neg", sin), repeat_for_parts(shift)]]
+        return [[cos, sin, repeat_angles_per_part(rows)], [cos, graph.op("Neg", sin), repeat_angles_per_part(shift)]]
 
-    def write_mask(self) -> str:
+    def write_attention_mask(self) -> str:
         """Unpack `seen` to the mask that is added to scores, `[rows, 1, nodes, columns]`.
 
         The mask is tiled for query heads that share keys, except for TensorRT's op Attention.
         """
         graph = self.graph
-        addend = unpack_mask(graph, "seen", MASKED[self.dtype])
+        addend = write_mask_unpacking(graph, "seen", MASKED[self.dtype])
         if self.capacity is not None:
             graph.op("Shape", addend, name="span", start=2, end=3)
-        mask = self.to_dtype(graph.op("Unsqueeze", addend, graph.ints(1)))
+        mask = self.to_dtype(graph.op("Unsqueeze", addend, graph.int_vector(1)))
         return self.write_tiled_mask(mask) if self.has_matmul_attention or self.capacity is None else mask

@@ -12,14 +12,14 @@ from .host import (
     RUNTIMES,
     available_memory,
     count_usable_cores,
-    find_runtime_conflict,
+    find_onnxruntime_conflict,
     import_onnxruntime,
     installed_distributions,
     read_cpu_quota,
 )
 from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, detect_provider
 from .ort.session import check_provider
-from .system import host_memory
+from .system import read_host_memory
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
 _ACCELERATOR_PACKAGES = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of distributions
@@ -40,7 +40,7 @@ class HostReport:
 
 def make_host_report() -> HostReport:
     """Return the report of this host. Failing queries are reported as problems."""
-    conflict = find_runtime_conflict()
+    conflict = find_onnxruntime_conflict()
     problems = [str(conflict)] if conflict else []
     providers: list[str] = []
     main = DEFAULT_PROVIDER
@@ -50,7 +50,7 @@ def make_host_report() -> HostReport:
         main = detect_provider(runtime)
     except EngineError as error:
         problems = problems or [str(error)]
-    versions = _installed_versions()
+    versions = _list_package_versions()
     gpu = find_gpu()
     quota = read_cpu_quota()
     cores = count_usable_cores()
@@ -62,8 +62,12 @@ def make_host_report() -> HostReport:
                 except EngineError as error:
                     problems.append(str(error))
     needed = f"CUDA {CUDA}, driver {OLDEST_DRIVER} or newer"
-    if gpu and float(gpu.driver) < CUDA and any(name.startswith(("onnxruntime-gpu", "tensorrt")) for name in versions):
-        problems.append(f"NVIDIA driver: found one for CUDA {gpu.driver}, expected {needed}; update it")
+    if (
+        gpu
+        and float(gpu.cuda_version) < CUDA
+        and any(name.startswith(("onnxruntime-gpu", "tensorrt")) for name in versions)
+    ):
+        problems.append(f"NVIDIA driver: found one for CUDA {gpu.cuda_version}, expected {needed}; update it")
     usable = "CPUExecutionProvider" in providers and (main == DEFAULT_PROVIDER or not problems)
     listed = [name for name in versions if name in _PACKAGES or name.startswith(_ACCELERATOR_PACKAGES)]
     facts = {
@@ -73,16 +77,16 @@ def make_host_report() -> HostReport:
         or "none installed",
         "providers": ", ".join(providers) or "none",
         "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),
-        "memory": f"{_format_gib(available_memory())} available of {_format_gib(host_memory('total'))}",
+        "memory": f"{_format_gib(available_memory())} available of {_format_gib(read_host_memory('total'))}",
         "will use": f"ONNX Runtime, provider {main}, threads: {cores}" if usable else "nothing: see the problems",
-        "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.driver}" if gpu else "none found",
+        "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.cuda_version}" if gpu else "none found",
         "for GPUs": f"`lantern-rt[gpu]` in place of `[cpu]`: {needed}",
         "packages": ", ".join(f"{name} {versions[name]}" for name in listed),
     }
     return HostReport(facts, tuple(problems))
 
 
-def _installed_versions() -> dict[str, str]:
+def _list_package_versions() -> dict[str, str]:
     names = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
     return {str(name).lower().replace("_", "-"): version for name, version in sorted(names, key=str) if name}
 

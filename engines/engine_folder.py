@@ -20,9 +20,9 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..errors import EngineError
-from ..inputs import convert_read_errors, describe_error_fields, format_error, format_value, read_plain_file
+from ..inputs import convert_read_errors, describe_validation_error, format_error, format_value, read_regular_file
 from ..methods import FrozenModel
-from .profiles import BACKENDS, Profile
+from .profiles import BACKENDS, ShapeProfile
 
 ENGINE_FILE = "engine.json"
 FORMAT_VERSION = "5.0"
@@ -35,7 +35,7 @@ _COMMAND_PATTERN = (
 )
 
 
-class BuiltGraph(FrozenModel):
+class BuiltEngine(FrozenModel):
     """TensorRT engine of one graph.
 
     Attributes:
@@ -52,7 +52,7 @@ class BuiltGraph(FrozenModel):
     blake2b: Hash
     bytes: Annotated[int, Field(ge=0, le=2**50)]
     onnx: Hash
-    profiles: Annotated[tuple[Profile, ...], Field(min_length=1)]
+    profiles: Annotated[tuple[ShapeProfile, ...], Field(min_length=1)]
     seconds: float
 
 
@@ -80,7 +80,7 @@ class EngineManifest(FrozenModel):
     bundle_sha256: Hash
     command: tuple[str, ...]
     built: str
-    graphs: dict[str, BuiltGraph]
+    graphs: dict[str, BuiltEngine]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class EngineFolder:
         """Command that rebuilds this folder."""
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
-    def mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
+    def make_mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
         """Return the error for engines that do not fit this host or bundle.
 
         Args:
@@ -106,16 +106,16 @@ class EngineFolder:
         remedy = f"rebuild with `{self.rebuild_command}`"
         return EngineError(field=str(path or self.folder), found=actual, expected=expected, remedy=remedy)
 
-    def replaced_files(self) -> frozenset[str]:
+    def list_replaced_files(self) -> frozenset[str]:
         """Return the roles of the bundle's files that engines replace and that are therefore not read."""
         return frozenset(name for role in self.manifest.graphs for name in (role, f"{role}.data"))
 
-    def check(self, bundle: Bundle, version: str) -> None:
+    def check_compatibility(self, bundle: Bundle, library_version: str) -> None:
         """Check that the engines fit a bundle and library, and were not altered.
 
         Args:
             bundle: bundle to generate images with.
-            version: installed version of the library that runs the engines.
+            library_version: installed version of the library that runs the engines.
 
         Raises:
             EngineError: another bundle or version built the engines, or a file is missing or altered.
@@ -123,32 +123,34 @@ class EngineFolder:
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
             built_from = f"engines of bundle {manifest.bundle} {manifest.bundle_sha256[:12]}..."
-            raise self.mismatch_error(built_from, f"{bundle.manifest.name} {bundle.digest[:12]}...")
-        if manifest.builder_version != version:
+            raise self.make_mismatch_error(built_from, f"{bundle.manifest.name} {bundle.digest[:12]}...")
+        if manifest.builder_version != library_version:
             built_by = f"engines built by {manifest.backend} {manifest.builder_version}"
-            raise self.mismatch_error(built_by, f"the installed version, {version}")
+            raise self.make_mismatch_error(built_by, f"the installed version, {library_version}")
         self.check_files()
 
     def check_files(self) -> None:
         """Compare the files with their hashes. Raises: EngineError: a file is missing or altered."""
         with ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter lock
-            list(pool.map(self._check_file, sorted(self.manifest.graphs.values(), key=lambda entry: -entry.bytes)))
+            list(
+                pool.map(self._check_engine_file, sorted(self.manifest.graphs.values(), key=lambda entry: -entry.bytes))
+            )
 
-    def path(self, role: str) -> Path:
+    def engine_path(self, role: str) -> Path:
         """Return the path of the engine of a graph."""
         return self.folder / self.manifest.graphs[role].path
 
-    def _check_file(self, entry: BuiltGraph) -> None:
-        path = self.folder / entry.path
+    def _check_engine_file(self, engine: BuiltEngine) -> None:
+        path = self.folder / engine.path
         try:
             if not path.is_file() or path.is_symlink():
-                raise self.mismatch_error("no file", "a TensorRT engine", path)
+                raise self.make_mismatch_error("no file", "a TensorRT engine", path)
             actual = file_blake2b(path)
         except OSError as error:
             raise EngineError(f"cannot be read ({format_error(error)})", field=str(path)) from error
-        if actual != entry.blake2b:
-            expected = f"{entry.blake2b[:12]}...: engines are code, and altered code is not run"
-            raise self.mismatch_error(f"hash {actual[:12]}...", expected, path)
+        if actual != engine.blake2b:
+            expected = f"{engine.blake2b[:12]}...: engines are code, and altered code is not run"
+            raise self.make_mismatch_error(f"hash {actual[:12]}...", expected, path)
 
 
 def file_blake2b(path: Path) -> str:
@@ -163,14 +165,14 @@ def is_engine_folder(path: str | Path) -> bool:
 
 
 def open_engine_folder(path: str | Path) -> EngineFolder:
-    """Open an engine folder without reading its engines, which `EngineFolder.check` does.
+    """Open an engine folder without reading its engines, which `EngineFolder.check_compatibility` does.
 
     Raises:
         EngineError: `engine.json` is missing, unreadable or invalid.
     """
     file = Path(path) / ENGINE_FILE
     try:
-        text = read_plain_file(file, _MAX_JSON_BYTES)
+        text = read_regular_file(file, _MAX_JSON_BYTES)
     except FileNotFoundError as error:
         remedy = "an engine folder is written by `lantern-rt build-engine`"
         raise EngineError(f"no {ENGINE_FILE} in this folder", field=str(path), remedy=remedy) from error
@@ -187,7 +189,7 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        fields = describe_error_fields(error)
+        fields = describe_validation_error(error)
         field = f"{file}: field `{fields.pop('field')}`"
         raise EngineError(**fields, field=field, remedy=_BUILD_AGAIN) from error
     if not re.fullmatch(_COMMAND_PATTERN, "\0".join(manifest.command)):

@@ -19,12 +19,12 @@ class Gpu(NamedTuple):
     """A GPU.
 
     Attributes:
-        driver: CUDA version that its driver supports, such as `13.0`.
+        cuda_version: CUDA version that its driver supports, such as `13.0`.
         compute_capability: compute capability, such as `SM89`.
         name: product name.
     """
 
-    driver: str
+    cuda_version: str
     compute_capability: str
     name: str
 

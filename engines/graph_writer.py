@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle.decoder import Architecture
-from .contracts import Tensor
+from .contracts import TensorSpec
 
 _IR_VERSION = 11
 TYPES = {
@@ -47,31 +47,31 @@ class GraphWriter:
     """A graph under construction, whose nodes are in an order in which they can be run.
 
     Args:
-        domains: operator set versions by domain.
+        opset_versions: operator set versions by domain.
         nodes: nodes as protobuf messages.
         weights: initialisers by name, as protobuf messages or in a subclass's form.
     """
 
-    domains: dict[str, int] = field(default_factory=lambda: {"": 23})
+    opset_versions: dict[str, int] = field(default_factory=lambda: {"": 23})
     nodes: list[bytes] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
 
     def add_node(
-        self, op: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute
+        self, op_type: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute
     ) -> Sequence[str]:
         """Add a node with any number of outputs.
 
         Args:
-            op: operator, with its domain if it is not ONNX's, such as `com.microsoft.Attention`.
+            op_type: operator, with its domain if it is not ONNX's, such as `com.microsoft.Attention`.
             inputs: names of the inputs; "" omits an optional input.
             outputs: names of the outputs; "" omits an optional output.
 
         Returns:
             `outputs`.
         """
-        domain, _, op = op.rpartition(".")
+        domain, _, op_type = op_type.rpartition(".")
         parts = [_encode_field(1, name) for name in inputs] + [_encode_field(2, name) for name in outputs]
-        parts += [_encode_field(3, outputs[0]), _encode_field(4, op), _encode_field(7, domain)]
+        parts += [_encode_field(3, outputs[0]), _encode_field(4, op_type), _encode_field(7, domain)]
         parts += [_encode_field(5, _encode_attribute(name, value)) for name, value in attributes.items()]
         self.nodes.append(b"".join(parts))
         return outputs
@@ -88,16 +88,16 @@ class GraphWriter:
         """
         return self.add_node(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
 
-    def constant(self, array: NDArray[Any], name: str | None = None) -> str:
+    def add_constant(self, array: NDArray[Any], name: str | None = None) -> str:
         """Add a constant and return its name."""
         name = name or f"constant_{len(self.weights)}"
         self.weights[name] = _encode_tensor(array, name)
         return name
 
-    def ints(self, *values: int) -> str:
+    def int_vector(self, *values: int) -> str:
         """Return the name of a constant int64 vector, for axes and shapes; equal vectors share a constant."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
-        return name if name in self.weights else self.constant(np.array(values, np.int64), name)
+        return name if name in self.weights else self.add_constant(np.array(values, np.int64), name)
 
     def cast(self, x: str, dtype: str, name: str | None = None) -> str:
         """Cast a tensor.
@@ -111,48 +111,50 @@ class GraphWriter:
 
     def reshape(self, x: str, *shape: int) -> str:
         """Reshape `x`; a size of 0 keeps the size of that axis, -1 stands for the remaining size."""
-        return self.op("Reshape", x, self.ints(*shape))
+        return self.op("Reshape", x, self.int_vector(*shape))
 
     def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
         """Permute the axes of `x`."""
         return self.op("Transpose", x, name=name, perm=axes)
 
-    def part_indices(self, columns: str, parts: int) -> str:
-        """Return the indices of all parts of columns, `[rows, nodes, parts, 3]`, for `scatter_parts`.
+    def column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
+        """Return the indices of all parts of columns, `[rows, nodes, num_parts, 3]`, for `scatter_column_parts`.
 
         Args:
-            columns: name of the index of each column's first part, int64 `[rows, nodes, 1, 3]`.
-            parts: number of parts of a column.
+            first_part_indices: name of the index of each column's first part, int64 `[rows, nodes, 1, 3]`.
+            num_parts: number of parts of a column.
         """
-        numbers = np.zeros((parts, 3), np.int64)
-        numbers[:, 2] = np.arange(parts)
-        is_part = self.constant(np.array([False, False, True]))
-        return self.op("Where", is_part, self.constant(numbers), columns)
+        numbers = np.zeros((num_parts, 3), np.int64)
+        numbers[:, 2] = np.arange(num_parts)
+        is_part = self.add_constant(np.array([False, False, True]))
+        return self.op("Where", is_part, self.add_constant(numbers), first_part_indices)
 
-    def scatter_parts(self, table: str, indices: str, columns: str, shape: tuple[int, int], name: str) -> str:
+    def scatter_column_parts(
+        self, table: str, indices: str, columns: str, part_shape: tuple[int, int], name: str
+    ) -> str:
         """Write columns to `table [rows, columns, parts, part]`.
 
         Args:
-            indices: name of the indices of `part_indices`.
+            indices: name of the indices of `column_part_indices`.
             columns: name of the new columns, `[rows, nodes, parts * part]`.
-            shape: parts of a column, and width of a part.
+            part_shape: parts of a column, and width of a part.
         """
-        return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *shape), name=name)
+        return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *part_shape), name=name)
 
-    def to_bytes(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], name: str = "graph") -> bytes:
+    def to_bytes(self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], name: str = "graph") -> bytes:
         """Return the model as the bytes of an ONNX file."""
         parts = [_encode_field(1, node) for node in self.nodes] + [_encode_field(2, name)]
         parts += [_encode_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
-        parts += [_encode_field(11, _encode_value(tensor)) for tensor in inputs]
-        parts += [_encode_field(12, _encode_value(tensor)) for tensor in outputs]
+        parts += [_encode_field(11, _encode_value_info(tensor)) for tensor in inputs]
+        parts += [_encode_field(12, _encode_value_info(tensor)) for tensor in outputs]
         opsets = [
             _encode_field(8, _encode_field(1, domain) + _encode_field(2, number))
-            for domain, number in self.domains.items()
+            for domain, number in self.opset_versions.items()
         ]
         return _encode_field(1, _IR_VERSION) + _encode_field(7, b"".join(parts)) + b"".join(opsets)
 
 
-class DecoderWriter(ABC):
+class DecoderGraphWriter(ABC):
     """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]` or have nodes first.
 
     A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored.
@@ -161,8 +163,8 @@ class DecoderWriter(ABC):
         architecture: parts of the decoder.
         weights: weights by name, in the subclass's form.
         dtype: type of computations except norms and logits: float32, float16 or bfloat16.
-        heads: number of query heads.
-        group: number of query heads that share a head of keys and values.
+        num_heads: number of query heads.
+        kv_group_size: number of query heads that share a head of keys and values.
     """
 
     def __init__(
@@ -171,18 +173,18 @@ class DecoderWriter(ABC):
         architecture: Architecture,
         weights: Mapping[str, Any],
         dtype: str,
-        heads: int,
-        group: int,
+        num_heads: int,
+        kv_group_size: int,
     ) -> None:
         self.graph = graph
         self.architecture = architecture
         self.weights = weights
         self.dtype = dtype
-        self.heads = heads
-        self.group = group
+        self.num_heads = num_heads
+        self.kv_group_size = kv_group_size
         self.half = dtype != "float32"
 
-    def write_decoder(self, x: str, layers: int) -> None:
+    def write_decoder(self, x: str, num_layers: int) -> None:
         """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`.
 
         With two heads, only the second head reads the last layer. `hidden_states` are the first head's.
@@ -190,7 +192,7 @@ class DecoderWriter(ABC):
         graph = self.graph
         addend = None
         two_heads = self.architecture.two_heads
-        for i in range(layers - two_heads):
+        for i in range(num_layers - two_heads):
             x, addend = self.write_layer(x, addend, i)
         if two_heads and addend is not None:
             x = graph.op("Add", x, addend)
@@ -201,10 +203,10 @@ class DecoderWriter(ABC):
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         if two_heads:
-            last = self.write_layer(x, None, layers - 1)
-            self.write_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
+            last = self.write_layer(x, None, num_layers - 1)
+            self.write_output_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
-            self.write_head(hidden)
+            self.write_output_head(hidden)
 
     def write_layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
         """Write a layer.
@@ -219,27 +221,27 @@ class DecoderWriter(ABC):
         layer_name = f"layers.{index}"
         has_norm = index > 0 or self.architecture.input_norm
         x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.attention_norm.weight" if has_norm else None)
-        addend = self.write_output_norm(
+        addend = self.write_post_norm(
             self.write_attention_block(normed, layer_name), f"{layer_name}.attention_post_norm.weight"
         )
         x, normed = self.write_sum_and_norm(x, addend, f"{layer_name}.ffn_norm.weight")
         gate = self.write_linear(normed, f"{layer_name}.ffn.gate")
         up = self.write_linear(normed, f"{layer_name}.ffn.up")
         active = self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
-        return x, self.write_output_norm(
+        return x, self.write_post_norm(
             self.write_linear(active, f"{layer_name}.ffn.down"), f"{layer_name}.ffn_post_norm.weight"
         )
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
         """Write the attention of the layer `layer_name` and return its output."""
-        query, key, value = self.split_and_rotate(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
+        query, key, value = self.split_and_rotate_qkv(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
         return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
-    def write_head(self, hidden: str, below: str | None = None) -> None:
+    def write_output_head(self, hidden: str, hidden_below: str | None = None) -> None:
         """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
         name = "narrow_logits" if self.half else "logits"
-        if below is not None:
-            both = self.write_linear(hidden, "head.right"), self.write_linear(below, "head.below")
+        if hidden_below is not None:
+            both = self.write_linear(hidden, "head.right"), self.write_linear(hidden_below, "head.below")
             self.graph.op("Concat", *both, name=name, axis=-1)
         elif self.architecture.head_hidden:
             self.write_linear(self.write_gelu(self.write_linear(hidden, "head.first")), "head.second", name)
@@ -285,20 +287,24 @@ class DecoderWriter(ABC):
         total = x if addend is None else self.graph.op("Add", x, addend, name=name)
         return total, total
 
-    def write_output_norm(self, x: str, weight: str) -> str:
+    def write_post_norm(self, x: str, weight: str) -> str:
         """Write the norm of the output `x` of attention or a feed-forward network, if outputs are normalised."""
         return self.write_norm(x, None, weight, None)[1] if self.architecture.post_norms else x
 
     def write_tiled_mask(self, mask: str) -> str:
         """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""
-        return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
+        return (
+            self.graph.op("Tile", mask, self.graph.int_vector(1, 1, self.kv_group_size, 1))
+            if self.kv_group_size > 1
+            else mask
+        )
 
     @abstractmethod
-    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
+    def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
         """Write the head norm and the rotary embedding of queries and keys.
 
         Args:
-            joint: name of the joint projection to queries, keys and values.
+            qkv: name of the joint projection to queries, keys and values.
             layer_name: prefix of the names of the layer's weights.
 
         Returns:
@@ -346,14 +352,14 @@ class DecoderWriter(ABC):
         return self.graph.cast(x, self.dtype, name) if self.half else x
 
 
-def column_shape(width: int) -> tuple[int, int]:
-    """Return the number of parts of a column of `width` numbers, and the width of a part.
+def choose_column_parts(column_width: int) -> tuple[int, int]:
+    """Return the number of parts of a column of `column_width` numbers, and the width of a part.
 
     A graph writes columns in parts because CUDA's ScatterND runs one thread per index. A thread that copied a column of
     1,280 numbers took 47 us on an H200.
     """
-    part = gcd(width, _MAX_PART)
-    return width // part, part
+    part = gcd(column_width, _MAX_PART)
+    return column_width // part, part
 
 
 def _encode_attribute(name: str, value: Attribute) -> bytes:
@@ -380,19 +386,21 @@ def _encode_tensor(array: NDArray[Any], name: str) -> bytes:
     )
 
 
-def _encode_value(tensor: Tensor) -> bytes:
+def _encode_value_info(tensor: TensorSpec) -> bytes:
     axes = [axis or f"{tensor.name}.{i}" for i, axis in enumerate(tensor.shape)]
     shape = b"".join(_encode_field(1, _encode_field(1 if isinstance(axis, int) else 2, axis)) for axis in axes)
     kind = _encode_field(1, TYPES[tensor.dtypes[0]])
     return _encode_field(1, tensor.name) + _encode_field(2, _encode_field(1, kind + _encode_field(2, shape)))
 
 
-def _encode_field(number: int, content: int | str | bytes) -> bytes:
+def _encode_field(field_number: int, field_value: int | str | bytes) -> bytes:
     """Encode a field of a protobuf message: an integer, text, or the bytes of another message."""
-    if isinstance(content, int):
-        return _encode_varint(number << 3) + _encode_varint(content % (1 << 64))  # negative numbers as two's complement
-    data = content.encode() if isinstance(content, str) else content
-    return _encode_varint(number << 3 | 2) + _encode_varint(len(data)) + data
+    if isinstance(field_value, int):
+        return _encode_varint(field_number << 3) + _encode_varint(
+            field_value % (1 << 64)
+        )  # negative numbers as two's complement
+    data = field_value.encode() if isinstance(field_value, str) else field_value
+    return _encode_varint(field_number << 3 | 2) + _encode_varint(len(data)) + data
 
 
 def _encode_varint(value: int) -> bytes:

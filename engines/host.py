@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import EngineError, RequestError
 from ..inputs import format_error, format_value, install_command
 from .gpu import find_gpu
-from .system import host_memory, start_threads
+from .system import check_thread_limit, read_host_memory
 
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -50,7 +50,7 @@ def import_onnxruntime() -> Any:
         except (ImportError, AttributeError) as error:
             if isinstance(error.__cause__, KeyboardInterrupt):  # its native part converts Ctrl-C
                 raise KeyboardInterrupt from error
-            if conflict := find_runtime_conflict():
+            if conflict := find_onnxruntime_conflict():
                 raise conflict from error
             needs_gpu = find_gpu() or installed_distributions("tensorrt", "tensorrt-rtx")  # TensorRT runs on GPUs
             command = install_command("gpu" if needs_gpu else "cpu", reinstall=not isinstance(error, ImportError))
@@ -64,14 +64,14 @@ def describe_processor() -> str:
     lines = (line.partition(":") for line in _read_text(_CPU_INFO).splitlines())
     flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
     if flags is None:  # systems other than Linux: NumPy knows some of the instruction sets
-        flags = [name.lower() for name, present in _numpy_features().items() if present]
+        flags = [name.lower() for name, present in _read_numpy_cpu_features().items() if present]
         if sys.platform == "darwin" and platform.machine() == "arm64":
             flags.append("asimddp")  # all processors of Apple have it
     known = (name for name in _INSTRUCTION_SETS if name in flags or name.replace("_", "") in flags)
     return " ".join([platform.machine(), *known])
 
 
-def _numpy_features() -> dict[str, bool]:
+def _read_numpy_cpu_features() -> dict[str, bool]:
     """Return whether NumPy detected each CPU feature, by names such as `AVX512VNNI`; empty if NumPy does not tell."""
     try:
         from numpy._core._multiarray_umath import __cpu_features__ as features  # type: ignore[import-not-found]
@@ -102,14 +102,14 @@ def choose_thread_count(threads: int | None) -> int:
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
     count = threads or count_usable_cores()
-    start_threads(count)
+    check_thread_limit(count)
     return count
 
 
 def read_cpu_quota() -> float | None:
     """Return the smallest CPU quota of this process's control groups, in cores; None if there is no quota."""
     return min(
-        (quota for folder in _list_control_groups() if (quota := _read_cpu_quota(folder)) is not None), default=None
+        (quota for folder in _list_control_groups() if (quota := _read_group_quota(folder)) is not None), default=None
     )
 
 
@@ -117,7 +117,7 @@ def available_memory() -> int:
     """Return the bytes that this process can still allocate under free memory, resource limits and control groups."""
     import psutil
 
-    free = [host_memory("available")]
+    free = [read_host_memory("available")]
     with suppress(ImportError, AttributeError, psutil.Error):  # systems without limits or /proc
         import resource
 
@@ -130,12 +130,12 @@ def available_memory() -> int:
     return max(0, min(free))
 
 
-def check_free_memory(needed: int, remedy: str) -> None:
-    """Raise RequestError if less memory than `needed` bytes is free."""
+def check_free_memory(needed_bytes: int, remedy: str) -> None:
+    """Raise RequestError if less memory than `needed_bytes` bytes is free."""
     free = available_memory()
-    if free < needed:
+    if free < needed_bytes:
         actual = f"{free / 1e9:.1f} GB free"
-        raise RequestError(field="memory", found=actual, expected=f"{needed / 1e9:.1f} GB", remedy=remedy)
+        raise RequestError(field="memory", found=actual, expected=f"{needed_bytes / 1e9:.1f} GB", remedy=remedy)
 
 
 def installed_distributions(*names: str) -> list[str]:
@@ -148,7 +148,7 @@ def installed_distributions(*names: str) -> list[str]:
     return distributions
 
 
-def find_runtime_conflict() -> EngineError | None:
+def find_onnxruntime_conflict() -> EngineError | None:
     """Return the error if two ONNX Runtime distributions are installed; otherwise None."""
     names = installed_distributions(*RUNTIMES)
     if len(names) < 2:
@@ -185,7 +185,7 @@ def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field
     return [int(limit) - int(used) + cached_files]
 
 
-def _read_cpu_quota(folder: Path) -> float | None:
+def _read_group_quota(folder: Path) -> float | None:
     limit, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not period:
         limit = _read_text(folder / "cpu.cfs_quota_us")

@@ -1,4 +1,4 @@
-"""Keys and values of committed nodes: the number of entries of each row (`CacheRows`), and NumPy buffers (`KVCache`).
+"""Keys and values of committed nodes: the number of entries of each row (`BaseKVCache`), and NumPy buffers (`KVCache`).
 
 Buffers have the shape `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous, so
 ONNX Runtime reads them in place. With rows first, as usual, every pass would copy them. Buffers start as zeros and
@@ -33,28 +33,28 @@ def round_up(number: int, step: int = COLUMN_STEP) -> int:
 
 
 @dataclass
-class CacheRows:
+class BaseKVCache:
     """Lengths of a cache's rows; base class of caches, which determine where entries are stored.
 
     Args:
         lengths: entries per row, int64 `[rows]`.
         capacity: maximum number of entries of a row.
-        passes: number of forward passes run on the cache.
+        num_passes: number of forward passes run on the cache.
     """
 
     lengths: Ints
     capacity: int
-    passes: int = field(default=0, kw_only=True)
+    num_passes: int = field(default=0, kw_only=True)
 
     @classmethod
-    def require(cls, cache: Cache) -> Self:
+    def require_instance(cls, cache: Cache) -> Self:
         """Return the cache if this engine made it. Raises: TypeError: another engine made it."""
         if not isinstance(cache, cls):
             raise TypeError(f"the cache is from another engine: {type(cache).__name__}")
         return cache
 
     @property
-    def columns(self) -> int:
+    def num_columns(self) -> int:
         """The number of allocated columns."""
         return round_up(max(1, self.capacity))
 
@@ -65,7 +65,7 @@ class CacheRows:
         """
         return round_up(max(1, *self.lengths.tolist()))
 
-    def extended_lengths(self, accepted_indices: list[Ints]) -> Ints:
+    def compute_extended_lengths(self, accepted_indices: list[Ints]) -> Ints:
         """Return the lengths after nodes `accepted_indices[r]` are appended to row r. Raises: ValueError: no space."""
         counts = [len(indices) for indices in accepted_indices]
         before = self.lengths.tolist()
@@ -91,14 +91,14 @@ class CacheRows:
 
 
 @dataclass
-class KVCache(CacheRows):
+class KVCache(BaseKVCache):
     """Keys and values in the host's memory; `tensors` are key 0, value 0, key 1, ..."""
 
     tensors: list[CacheArray]
 
     @classmethod
     def empty(
-        cls, rows: int, capacity: int, layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
+        cls, rows: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
         """Create a cache without entries; the system provides its memory when columns are written.
 
@@ -111,7 +111,7 @@ class KVCache(CacheRows):
             EngineError: less memory is available than the full cache needs.
         """
         cache = cls(np.zeros(rows, np.int64), capacity, [])
-        shape = 2 * layers, cache.columns, rows, num_kv_heads, head_dim
+        shape = 2 * num_layers, cache.num_columns, rows, num_kv_heads, head_dim
         size = prod(shape) * np.dtype(dtype).itemsize
         free = available_memory()
         try:
@@ -121,7 +121,7 @@ class KVCache(CacheRows):
             cache.tensors = list(np.zeros(shape, dtype))
         except MemoryError as error:  # also raised by limits that cannot be queried
             raise EngineError(
-                f"keys and values of {rows} rows of {cache.columns:,} tokens need {size / 2**30:.1f} GiB",
+                f"keys and values of {rows} rows of {cache.num_columns:,} tokens need {size / 2**30:.1f} GiB",
                 field="memory",
                 found=f"{free / 2**30:.1f} GiB free",
                 remedy="generate fewer images at once",
@@ -135,7 +135,7 @@ class KVCache(CacheRows):
     def append(self, new_kv: list[CacheArray], accepted_indices: list[Ints]) -> None:
         """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
         before = self.lengths.tolist()
-        lengths = self.extended_lengths(accepted_indices)
+        lengths = self.compute_extended_lengths(accepted_indices)
         first = accepted_indices[0]
         same_nodes = all(indices is first or np.array_equal(indices, first) for indices in accepted_indices)
         if same_nodes and before.count(before[0]) == len(before):  # one contiguous target, as for a batch of chains
@@ -161,22 +161,22 @@ class KVCache(CacheRows):
 
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache; entries of both are copied once."""
-        added = KVCache.require(cache)
+        added = KVCache.require_instance(cache)
         self._copy_rows([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.append_rows(added)
 
     def forbid_memory_reuse(self) -> None:
         """Leave the memory to the system: no other cache reuses it."""
 
-    def _copy_rows(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
+    def _copy_rows(self, sources: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of caches; change nothing if memory is insufficient."""
         *_, heads, width = self.tensors[0].shape
         dtype = self.tensors[0].dtype.type
         layers = len(self.tensors) // 2
-        count = sum(len(cache.lengths[rows]) for cache, rows in parts)
+        count = sum(len(cache.lengths[rows]) for cache, rows in sources)
         gathered = KVCache.empty(count, capacity, layers, heads, width, dtype).tensors
         first = 0
-        for cache, rows in parts:
+        for cache, rows in sources:
             lengths = cache.lengths[rows]
             used = round_up(int(lengths.max(initial=0)))
             end = first + len(lengths)

@@ -10,21 +10,21 @@ import numpy as np
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Array, Function, Tensor
+from .contracts import Array, Function, TensorSpec
 from .engine_folder import EngineFolder
 from .host import choose_thread_count, import_onnxruntime
-from .ort.backend import OrtGraphs
-from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, detect_provider
+from .ort.backend import OrtGraphLoader
+from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, ProviderChoice, detect_provider
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
-from .trt.backend import open_tensorrt
+from .trt.backend import open_tensorrt_folder
 
-# `LoadedModel.rounding` of a CPU that computes in float32. The largest value measured with the embedded model was
+# `LoadedModel.rounding_bound` of a CPU that computes in float32. The largest value measured with the embedded model was
 # 6.1e-5 nats.
 ROUNDING = 1e-4
 _UNLIMITED = 1 << 20
 
 
-class Engines:
+class BundleEngines:
     """A bundle's loaded graphs, or TensorRT engines built from them; thread-safe.
 
     Drafter and VQ encoder are loaded when first used. The VQ decoder is loaded with the target, so that a damaged VQ
@@ -33,13 +33,13 @@ class Engines:
     Args:
         threads: number of threads per graph; None: one per core.
         providers: providers that run the bundle's graphs in ONNX Runtime.
-        folder: engine folder whose TensorRT engines replace graphs; None: run all graphs in ONNX Runtime.
+        engine_folder: engine folder whose TensorRT engines replace graphs; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
         image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
-        rounding: bound on rounding, in nats, as in `LoadedModel.rounding`.
+        rounding_bound: bound on rounding, in nats, as in `LoadedModel.rounding_bound`.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
         target: target engine.
@@ -55,40 +55,40 @@ class Engines:
         self,
         bundle: Bundle,
         threads: int | None = None,
-        providers: Providers = ON_CPU,
-        folder: EngineFolder | None = None,
+        providers: ProviderChoice = ON_CPU,
+        engine_folder: EngineFolder | None = None,
     ) -> None:
         self._bundle = bundle
         self.threads = choose_thread_count(threads)
         self.backend, drafter_backend, self.image_backend = (
-            folder.manifest.backend if folder else f"onnxruntime-{providers.provider_for(role)}"
+            engine_folder.manifest.backend if engine_folder else f"onnxruntime-{providers.provider_for(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
         )
         check_matmul_support(bundle, self.backend, drafter_backend)
         if drafter_backend != self.backend:
             self.backend += f",drafter={providers.provider_for('drafter')}"
-        self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
+        self.on_cpu = engine_folder is None and providers.main_provider == DEFAULT_PROVIDER
         spec = bundle.manifest.target
         # Sums of integers (int8) are exact, and matmuls with integer weights round activations to 8 bits.
         has_float_matmul = spec.precision != INT8 and spec.precision not in INTEGER_WEIGHTS
         self.rounding = ROUNDING if self.on_cpu and spec.dtype == "float32" and has_float_matmul else 0.0
-        target = folder.manifest.graphs.get("target") if folder else None
+        target = engine_folder.manifest.graphs.get("target") if engine_folder else None
         profiles = target.profiles if target else ()
         max_nodes = max((profile.nodes[2] for profile in profiles), default=_UNLIMITED)
-        self.max_nodes = max_nodes // bundle.manifest.layout().count_pass_nodes(1)
+        self.max_nodes = max_nodes // bundle.manifest.layout().max_pass_nodes(1)
         self.max_rows = max((profile.rows[2] for profile in profiles), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_encoder: Function | None = None
-        if folder is None:
-            self._graphs = OrtGraphs(bundle, self.threads, providers)
+        if engine_folder is None:
+            self._graphs = OrtGraphLoader(bundle, self.threads, providers)
         else:
-            self._graphs = open_tensorrt(bundle, folder, self.threads)
+            self._graphs = open_tensorrt_folder(bundle, engine_folder, self.threads)
         self.target = self._graphs.load_decoder("target", spec, bundle.code_embeddings)
-        self._condition = self._graphs.load_function("condition", *_condition_tensors(bundle.manifest))
+        self._condition = self._graphs.load_graph_function("condition", *_declare_condition_tensors(bundle.manifest))
         self._vq_decoder: Function | None = None
         if bundle.manifest.makes_images:
-            self._vq_decoder = self._graphs.load_function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
+            self._vq_decoder = self._graphs.load_graph_function(IMAGE_DECODER, *_declare_image_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:
@@ -122,10 +122,12 @@ class Engines:
         Raises: BundleError: the bundle has no VQ encoder.
         """
         manifest = self._bundle.manifest
-        codes = Tensor("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
+        codes = TensorSpec("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
         with self._lock:
             if self._vq_encoder is None:
-                self._vq_encoder = self._graphs.load_function("vq_encoder", _image_tensors(manifest)[1], [codes])
+                self._vq_encoder = self._graphs.load_graph_function(
+                    "vq_encoder", _declare_image_tensors(manifest)[1], [codes]
+                )
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
@@ -137,7 +139,7 @@ class Engines:
         self.decode_images(np.zeros((1, size.rows, size.columns), np.int64))
 
 
-def choose_providers(requested: Providers, bundle: Bundle) -> Providers:
+def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoice:
     """Replace the provider `auto` by a provider of this host that suits a bundle.
 
     `auto` keeps int8 decoders on the CPU, since a GPU generates other images with them. An int8 VQ decoder runs on the
@@ -146,23 +148,25 @@ def choose_providers(requested: Providers, bundle: Bundle) -> Providers:
     Raises: EngineError: the library of a GPU cannot be loaded.
     """
     manifest = bundle.manifest
-    if requested.main == AUTO:
+    if requested.main_provider == AUTO:
         only_cpu = any(spec is not None and spec.precision == INT8 for spec in (manifest.target, manifest.drafter))
-        requested = requested._replace(main=DEFAULT_PROVIDER if only_cpu else detect_provider(import_onnxruntime()))
-    if manifest.vq_precision == INT8 and requested.main != DEFAULT_PROVIDER:
-        return requested._replace(by_graph={IMAGE_DECODER: DEFAULT_PROVIDER, **requested.by_graph})
+        requested = requested._replace(
+            main_provider=DEFAULT_PROVIDER if only_cpu else detect_provider(import_onnxruntime())
+        )
+    if manifest.vq_precision == INT8 and requested.main_provider != DEFAULT_PROVIDER:
+        return requested._replace(graph_providers={IMAGE_DECODER: DEFAULT_PROVIDER, **requested.graph_providers})
     return requested
 
 
-def _image_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
+def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:
         cells = pixels = (None, None)
-    return [Tensor("codes", ("int64",), (None, *cells))], [Tensor("images", ("float32",), (None, 3, *pixels))]
+    return [TensorSpec("codes", ("int64",), (None, *cells))], [TensorSpec("images", ("float32",), (None, 3, *pixels))]
 
 
-def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
+def _declare_condition_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
     condition = manifest.condition
     prefix = condition.prefix
     kind = condition.kind
@@ -174,6 +178,6 @@ def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
         "tokens": dict.fromkeys(("token_ids", "uncond_ids"), (None, None)),
     }
     dtypes = dict.fromkeys(shapes[kind], "int64") | {"caption_embeds": "float32"}
-    inputs = [Tensor(name, (dtypes[name],), shape) for name, shape in shapes[kind].items()]
+    inputs = [TensorSpec(name, (dtypes[name],), shape) for name, shape in shapes[kind].items()]
     rows = (None, None if kind == "tokens" else prefix, manifest.target.hidden_size)
-    return inputs, [Tensor(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]
+    return inputs, [TensorSpec(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]

@@ -20,7 +20,7 @@ Size = Annotated[int, Field(ge=0, le=1 << 24)]
 Range = tuple[Size, Size, Size]  # smallest, optimal, largest
 
 
-class Profile(FrozenModel):
+class ShapeProfile(FrozenModel):
     """A TensorRT optimization profile: ranges of the input shapes of one kind of forward pass.
 
     Attributes:
@@ -67,19 +67,19 @@ class BuildOptions:
             raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected=RTX)
 
 
-def count_profile_columns(built: Sequence[Profile]) -> int:
+def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
     """Return the number of cache columns that passes of these profiles need."""
-    return max(profile.columns[2] for profile in built)
+    return max(profile.columns[2] for profile in shape_profiles)
 
 
-def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Profile, ...]:
+def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[ShapeProfile, ...]:
     """Return the profiles of a graph: two for a decoder; one for the image decoder, which has rows only.
 
     Args:
         role: `target`, `drafter` or `vq_decoder`.
     """
     if role not in ("target", "drafter"):
-        return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
+        return (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)
     nodes = options.max_nodes
     largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)  # an image, then the largest pass
@@ -87,6 +87,6 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
         largest += round_up(nodes)  # cached until the draft has been verified
     columns = (COLUMN_STEP, max(COLUMN_STEP, round_up(largest // 2)), largest)
     return (
-        Profile(name="ar", rows=rows, nodes=(2, 2, 2), columns=columns),
-        Profile(name="tree", rows=rows, nodes=(2, nodes, max(nodes, manifest.condition.prefix)), columns=columns),
+        ShapeProfile(name="ar", rows=rows, nodes=(2, 2, 2), columns=columns),
+        ShapeProfile(name="tree", rows=rows, nodes=(2, nodes, max(nodes, manifest.condition.prefix)), columns=columns),
     )

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..methods import Sampling
-from .contracts import Tensor
-from .graph_writer import GraphWriter, column_shape
+from .contracts import TensorSpec
+from .graph_writer import GraphWriter, choose_column_parts
 
 FILTERED_OUT = -1e30  # score of filtered tokens; finite, as not every provider's TopK accepts infinity
 
@@ -24,14 +24,14 @@ class SamplingHead(NamedTuple):
         vocab_size: number of tokens.
         num_best: number of tokens to return per node.
         top_k: number of tokens to sample from; 0: no limit.
-        top_p: whether the cumulative probability of tokens to sample from is limited.
+        has_top_p: whether the cumulative probability of tokens to sample from is limited.
         add_noise: whether noise is added to the logits.
     """
 
     vocab_size: int
     num_best: int
     top_k: int
-    top_p: bool
+    has_top_p: bool
     add_noise: bool
 
     @classmethod
@@ -44,18 +44,20 @@ class SamplingHead(NamedTuple):
             num_best: number of tokens to return per node.
             add_noise: whether noise is added to the logits.
         """
-        top_k = sampling.top_k if sampling.filtered and sampling.top_k < vocab_size else 0
-        return cls(vocab_size, min(num_best, vocab_size), top_k, sampling.filtered and sampling.top_p < 1, add_noise)
+        top_k = sampling.top_k if sampling.filters_tokens and sampling.top_k < vocab_size else 0
+        return cls(
+            vocab_size, min(num_best, vocab_size), top_k, sampling.filters_tokens and sampling.top_p < 1, add_noise
+        )
 
     @staticmethod
     def supports(sampling: Sampling) -> bool:
         """Return whether there is a graph for these settings; top-p before top-k and penalties are done on the host."""
-        if sampling.penalised:
+        if sampling.has_repetition_penalty:
             return False
-        both = sampling.filtered and sampling.top_k > 0 and sampling.top_p < 1
+        both = sampling.filters_tokens and sampling.top_k > 0 and sampling.top_p < 1
         return not both or sampling.filter_order.startswith("top-k")
 
-    def write(self, graph: GraphWriter) -> tuple[list[Tensor], list[Tensor]]:
+    def write_graph(self, graph: GraphWriter) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Write the graph and return its inputs and outputs.
 
         The inputs are:
@@ -70,46 +72,50 @@ class SamplingHead(NamedTuple):
         The output `drawn` is float32 `[2, images, nodes, num_best]`, best first: tokens, which float32 represents
         exactly, and logarithms of their probabilities after the noise, about `FILTERED_OUT` for filtered tokens.
         """
-        flat = graph.op("Reshape", "logits", graph.ints(-1, self.vocab_size))
+        flat = graph.op("Reshape", "logits", graph.int_vector(-1, self.vocab_size))
         unconditional = graph.op("Gather", flat, "unconditional")
         difference = graph.op("Sub", graph.op("Gather", flat, "conditional"), unconditional)
         guided = graph.op("Add", graph.op("Mul", difference, "cfg_scale"), unconditional)
-        values = self._filtered(graph, graph.op("Div", guided, "temperature"))
+        values = self._write_filters(graph, graph.op("Div", guided, "temperature"))
         if self.add_noise:
-            noise = graph.op("Reshape", "noise", graph.ints(-1, self.vocab_size))
+            noise = graph.op("Reshape", "noise", graph.int_vector(-1, self.vocab_size))
             values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
-        best, codes = graph.add_node("TopK", [values, graph.ints(self.num_best)], ["best", "codes"])
-        highest = graph.op("Slice", best, graph.ints(0), graph.ints(1), graph.ints(-1))
+        best, codes = graph.add_node("TopK", [values, graph.int_vector(self.num_best)], ["best", "codes"])
+        highest = graph.op("Slice", best, graph.int_vector(0), graph.int_vector(1), graph.int_vector(-1))
         weights = graph.op("Exp", graph.op("Sub", values, highest))
-        sums = graph.op("Log", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
+        sums = graph.op("Log", graph.op("ReduceSum", weights, graph.int_vector(-1), keepdims=1))
         parts = graph.cast(codes, "float32"), graph.op("Sub", graph.op("Sub", best, highest), sums)
-        graph.op("Concat", *(graph.op("Unsqueeze", part, graph.ints(0)) for part in parts), name="drawn", axis=0)
+        graph.op("Concat", *(graph.op("Unsqueeze", part, graph.int_vector(0)) for part in parts), name="drawn", axis=0)
         nodes = ("images", "nodes")
         scalar = ("images", 1, 1)
         inputs = [
-            Tensor("logits", ("float32",), ("rows", "all", self.vocab_size)),
-            *(Tensor(name, ("int32",), nodes) for name in ("conditional", "unconditional")),
-            Tensor("cfg_scale", ("float32",), (*nodes, 1)),
-            *(Tensor(name, ("float32",), scalar) for name in ("temperature", "top_p")[: 1 + self.top_p]),
+            TensorSpec("logits", ("float32",), ("rows", "all", self.vocab_size)),
+            *(TensorSpec(name, ("int32",), nodes) for name in ("conditional", "unconditional")),
+            TensorSpec("cfg_scale", ("float32",), (*nodes, 1)),
+            *(TensorSpec(name, ("float32",), scalar) for name in ("temperature", "top_p")[: 1 + self.has_top_p]),
         ]
         if self.add_noise:
-            inputs.append(Tensor("noise", ("float32",), ("groups", "positions", *column_shape(self.vocab_size))))
-            inputs.append(Tensor("noise_ids", ("int32",), nodes))
-        return inputs, [Tensor("drawn", ("float32",), (2, *nodes, self.num_best))]
+            inputs.append(
+                TensorSpec("noise", ("float32",), ("groups", "positions", *choose_column_parts(self.vocab_size)))
+            )
+            inputs.append(TensorSpec("noise_ids", ("int32",), nodes))
+        return inputs, [TensorSpec("drawn", ("float32",), (2, *nodes, self.num_best))]
 
-    def _filtered(self, graph: GraphWriter, scaled: str) -> str:
-        if not (self.top_k or self.top_p):
-            return scaled
+    def _write_filters(self, graph: GraphWriter, scaled_logits: str) -> str:
+        if not (self.top_k or self.has_top_p):
+            return scaled_logits
         num_tokens = self.top_k or self.vocab_size
-        ordered, _ = graph.add_node("TopK", [scaled, graph.ints(num_tokens)], ["ordered", "order"])
-        if self.top_p:
-            sums = graph.op("CumSum", graph.op("Softmax", ordered, axis=-1), graph.ints(-1))
+        ordered, _ = graph.add_node("TopK", [scaled_logits, graph.int_vector(num_tokens)], ["ordered", "order"])
+        if self.has_top_p:
+            sums = graph.op("CumSum", graph.op("Softmax", ordered, axis=-1), graph.int_vector(-1))
             within = graph.cast(graph.op("LessOrEqual", sums, "top_p"), "float32")
-            count = graph.op("ReduceSum", within, graph.ints(-1), keepdims=1)
-            last = graph.op("Min", count, graph.constant(np.array([num_tokens - 1], np.float32)))
+            count = graph.op("ReduceSum", within, graph.int_vector(-1), keepdims=1)
+            last = graph.op("Min", count, graph.add_constant(np.array([num_tokens - 1], np.float32)))
             lowest = graph.op("GatherElements", ordered, graph.cast(last, "int64"), axis=-1)
         else:
-            lowest = graph.op("Slice", ordered, graph.ints(num_tokens - 1), graph.ints(num_tokens), graph.ints(-1))
-        filtered_out = graph.constant(np.array(FILTERED_OUT, np.float32))
+            lowest = graph.op(
+                "Slice", ordered, graph.int_vector(num_tokens - 1), graph.int_vector(num_tokens), graph.int_vector(-1)
+            )
+        filtered_out = graph.add_constant(np.array(FILTERED_OUT, np.float32))
         # NaN is not less than `lowest` and stays, so that the host detects it.
-        return graph.op("Where", graph.op("Less", scaled, lowest), filtered_out, scaled)
+        return graph.op("Where", graph.op("Less", scaled_logits, lowest), filtered_out, scaled_logits)

@@ -9,7 +9,7 @@ import time
 from ..errors import EngineError
 
 
-def start_threads(count: int) -> None:
+def check_thread_limit(count: int) -> None:
     """Check that `count` threads, including the caller's, can run at once.
 
     Libraries hang if they cannot start a thread.
@@ -33,7 +33,7 @@ def start_threads(count: int) -> None:
                 time.sleep(0.0001)
 
 
-def host_memory(field: str) -> int:
+def read_host_memory(field: str) -> int:
     """Return a field of psutil's virtual memory, in bytes; without /proc, all physical memory."""
     import psutil  # type: ignore[import-untyped]
 

@@ -37,7 +37,7 @@ def make_prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, 
     *_, last = pipe.decode(request)
     size = request.settings.image_size(manifest)
     codes = last.codes[0][size.first_codes :].reshape(size.rows, size.columns)
-    width, height = manifest.pixels(size)
+    width, height = manifest.size_in_pixels(size)
     arguments = {"prior_token_ids": repeat_codes(codes)[None], "width": width, "height": height}
     source = request.images[0].edit
     if source is None:

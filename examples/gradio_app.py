@@ -38,7 +38,7 @@ def make_app(pipe: Pipeline) -> gradio.Blocks:
         with gradio.Row():
             with gradio.Column():
                 prompt = gradio.Textbox(label="Prompt")
-                negative_prompt = gradio.Textbox(label="Negative prompt", visible=manifest.sampling.guided)
+                negative_prompt = gradio.Textbox(label="Negative prompt", visible=manifest.sampling.uses_guidance)
                 seed = gradio.Number(value=0, precision=0, minimum=0, label="Seed")
                 quality = gradio.Dropdown([*manifest.presets], value="strict", label="Quality")
                 generate_button = gradio.Button("Generate", variant="primary")

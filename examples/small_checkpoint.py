@@ -1,7 +1,7 @@
 """Write a small LlamaGen checkpoint with random weights in the official layout: `python examples/small_checkpoint.py`.
 
-It replaces files of hundreds of megabytes while you try the export. The model has 10 classes and a codebook of 64 codes.
-It generates 6 x 6 codes, an image of 96 x 96 pixels of noise. PyTorch is needed (extra `export`).
+It replaces files of hundreds of megabytes while you try the export. The model has 10 classes and a codebook of 64
+codes. It generates 6 x 6 codes, an image of 96 x 96 pixels of noise. PyTorch is needed (extra `export`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQTokenizerConfig
 
 CLASSES, CODES, WIDTH, LAYERS, HEADS, GRID = 10, 64, 64, 2, 4, 6
 
@@ -39,7 +39,7 @@ def make_target_weights() -> dict[str, torch.Tensor]:
 
 def make_tokenizer_weights() -> dict[str, torch.Tensor]:
     """Return random weights of an image tokenizer with 16 pixels per code, narrower than the published one."""
-    vq = LlamaGenVQ(VQConfig(CODES, 8, 32, 32, (32,) * 5, (32,) * 5, 1))
+    vq = LlamaGenVQ(VQTokenizerConfig(CODES, 8, 32, 32, (32,) * 5, (32,) * 5, 1))
     vq.codebook = torch.randn(CODES, 8)
     return {name.replace("codebook", "quantize.embedding.weight"): weight for name, weight in vq.state_dict().items()}
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..bundle.manifest import DrafterSpec, Manifest
-from ..engines.columns import CacheColumns, pad_nodes, padded_node_count
+from ..engines.columns import CacheColumnMap, pad_nodes, padded_node_count
 from ..engines.contracts import Progress
 from ..engines.device_graph import make_device_graph
-from ..engines.graph_writer import column_shape
+from ..engines.graph_writer import choose_column_parts
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
 from ..errors import BundleError
@@ -34,7 +34,7 @@ from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
 from .graph.precision import fake_quantize, round_activations
-from .models.decoder import LayerStack, decoder_fields
+from .models.decoder import LayerStack, get_decoder_spec_fields
 from .progress import ignore_progress
 
 onnxruntime: Any = import_onnxruntime()
@@ -44,17 +44,17 @@ _MAX_INPUT = 1 << 28  # maximum size of a random input, as a damaged graph may d
 
 
 class CaseResult(NamedTuple):
-    """The outputs by name of a graph, and of its reference (`expected`), on one test case."""
+    """The outputs by name of a graph, and of its reference (`expected_outputs`), on one test case."""
 
-    case: str
+    case_name: str
     outputs: Arrays
-    expected: Arrays
+    expected_outputs: Arrays
 
 
-def compare_with_module(
+def compare_graph_with_module(
     graph: Graph,
     path: Path,
-    cases: Sequence[str] | None = None,
+    test_cases: Sequence[str] | None = None,
     graph_file: GraphFile | None = None,
     low_memory: bool = False,
     progress: Progress = ignore_progress,
@@ -67,7 +67,7 @@ def compare_with_module(
     Args:
         graph: the graph with its module and test cases.
         path: the graph file.
-        cases: names of the test cases to run, None for all.
+        test_cases: names of the test cases to run, None for all.
         graph_file: description that the file was written from, to round the module's weights like the file's; None
             leaves the weights unchanged.
         low_memory: whether to run the file as `GraphFileSession` does with `low_memory`.
@@ -76,12 +76,12 @@ def compare_with_module(
     Raises:
         BundleError: the file does not run.
     """
-    names = [*graph.cases] if cases is None else cases
-    layouts: dict[str, Callable[[], GraphFileSession | DeviceLayoutSession]] = {
+    names = [*graph.test_cases] if test_cases is None else test_cases
+    layouts: dict[str, Callable[[], GraphFileSession | DeviceGraphSession]] = {
         "": partial(GraphFileSession, path, low_memory)
     }
     if isinstance(graph.module, LayerStack):
-        layouts[", device layout"] = partial(DeviceLayoutSession, graph, path, low_memory)
+        layouts[", device layout"] = partial(DeviceGraphSession, graph, path, low_memory)
     report = partial(progress, f"comparing {path.name}")
     total = (len(layouts) + 1) * len(names)
     done = count()
@@ -92,17 +92,17 @@ def compare_with_module(
             session = open_layout()
             for name in names:
                 report(next(done), total)
-                results[layout].append(session.run(graph.cases[name]))
+                results[layout].append(session.run(graph.test_cases[name]))
             del session  # frees memory for the next session or the module
     for i, name in enumerate(names):
         report(next(done), total)
-        expected = run_module(graph, graph.cases[name], graph_file)
+        expected = run_torch_module(graph, graph.test_cases[name], graph_file)
         for layout, outputs in results.items():
             yield CaseResult(f"{name}{layout}", outputs[i], expected)
     report(total, total)
 
 
-def run_module(
+def run_torch_module(
     graph: Graph, inputs: Arrays, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Arrays:
     """Run a graph's module on one test case.
@@ -138,40 +138,42 @@ def convert_weights(
     with ExitStack() as undo:
         for prefix, part in module.named_modules():
             if isinstance(part, nn.Embedding):
-                convert = partial(_convert, f"{prefix}.weight", graph_file=graph_file, dtype=dtype)
+                convert = partial(_convert_weight, f"{prefix}.weight", graph_file=graph_file, dtype=dtype)
                 hook = part.register_forward_hook(lambda *call, convert=convert: convert(call[-1]))
                 undo.callback(hook.remove)
                 continue
-            if isinstance(part, nn.Linear) and _has_int8_matmul(f"{prefix}.weight", graph_file):
+            if isinstance(part, nn.Linear) and _uses_int8_matmul(f"{prefix}.weight", graph_file):
                 undo.callback(part.register_forward_pre_hook(lambda _, inputs: round_activations(*inputs)).remove)
             for tensors in (part._parameters, part._buffers):
                 for leaf, value in tensors.items():
                     if value is not None and value.is_floating_point():
                         undo.callback(tensors.__setitem__, leaf, value)
-                        make = partial(_convert, f"{prefix}.{leaf}".removeprefix("."), value, graph_file, dtype)
+                        make = partial(_convert_weight, f"{prefix}.{leaf}".removeprefix("."), value, graph_file, dtype)
                         tensors[leaf] = defer_tensor(make, value.shape, dtype)
         yield
 
 
-def _has_int8_matmul(name: str, graph_file: GraphFile | None) -> bool:
+def _uses_int8_matmul(weight_name: str, graph_file: GraphFile | None) -> bool:
     """Return whether the graph multiplies a weight as int8, with activations that are rounded to 8 bits as well."""
-    stored = _weight_name_in_file(name, graph_file)
-    storage = graph_file.storages[stored] if graph_file and stored else None
-    return storage == "columns" and not name.endswith(TWO_INTEGERS)
+    stored = _find_weight_name(weight_name, graph_file)
+    storage = graph_file.storage_types[stored] if graph_file and stored else None
+    return storage == "columns" and not weight_name.endswith(TWO_INTEGERS)
 
 
-def _convert(name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
-    stored = _weight_name_in_file(name, graph_file)
+def _convert_weight(weight_name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
+    stored = _find_weight_name(weight_name, graph_file)
     if graph_file is None or stored is None:
         return compute_tensor(weight).float().to(dtype)
-    storage = graph_file.storages[stored]
-    return fake_quantize(weight, storage, stored in graph_file.matrices, graph_file.compute).to(dtype)
+    storage = graph_file.storage_types[stored]
+    return fake_quantize(weight, storage, stored in graph_file.matrix_names, graph_file.compute_type).to(dtype)
 
 
-def _weight_name_in_file(name: str, graph_file: GraphFile | None) -> str | None:
+def _find_weight_name(module_weight_name: str, graph_file: GraphFile | None) -> str | None:
     """Return the graph's name of a module's weight, which may lack the first part, or None if the graph lacks it."""
-    storages = graph_file.storages if graph_file else {}
-    return next((known for known in (name, name.partition(".")[2]) if known in storages), None)
+    storage_types = graph_file.storage_types if graph_file else {}
+    return next(
+        (known for known in (module_weight_name, module_weight_name.partition(".")[2]) if known in storage_types), None
+    )
 
 
 class GraphFileSession:
@@ -199,13 +201,13 @@ class GraphFileSession:
         if empty not in self._sessions:
             disabled = ["MatmulTransposeFusion"] if empty else None
             source = self.path if self.model is None else self.model
-            self._sessions[empty] = open_session(source, 1, self._configure, disabled_optimizers=disabled)
+            self._sessions[empty] = open_session(source, 1, self._set_session_options, disabled_optimizers=disabled)
         session = self._sessions[empty]
         halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
-        outputs = session.run(None, _to_float16(inputs, halves))
+        outputs = session.run(None, _cast_inputs_to_float16(inputs, halves))
         return dict(zip((output.name for output in session.get_outputs()), map(to_float32, outputs), strict=True))
 
-    def _configure(self, options: Any) -> None:
+    def _set_session_options(self, options: Any) -> None:
         # ONNX Runtime ignores this where it is given a file.
         folder = str(self.path.parent)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -219,7 +221,7 @@ class GraphFileSession:
                 options.add_session_config_entry(f"session.disable_{step}", "1")
 
 
-class DeviceLayoutSession:
+class DeviceGraphSession:
     """ONNX Runtime on a decoder's file in the device layout, with past entries in random cache columns.
 
     Args:
@@ -230,12 +232,12 @@ class DeviceLayoutSession:
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         assert isinstance(graph.module, LayerStack)
-        spec = DrafterSpec(**decoder_fields(graph.module.config))
-        make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute)
+        spec = DrafterSpec(**get_decoder_spec_fields(graph.module.config))
+        make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute_type)
         device = make()
         if device.dtype == "bfloat16":  # CPUs do not compute in it
-            device = make(basic_ops=True)
-        self._session = GraphFileSession(path, low_memory, device.model)
+            device = make(basic_ops_only=True)
+        self._session = GraphFileSession(path, low_memory, device.model_bytes)
         self._heads = (spec.num_kv_heads, spec.head_dim)
 
     def run(self, inputs: Arrays) -> Arrays:
@@ -243,9 +245,9 @@ class DeviceLayoutSession:
         rows, nodes = inputs["position_ids"].shape
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
-        cache = CacheColumns(np.full(rows, past), past + nodes)
-        columns = np.random.default_rng(0).permutation(cache.columns - 1)[:past]
-        cache.column_of[:] = [*columns, *np.setdiff1d(np.arange(cache.columns), columns)]
+        cache = CacheColumnMap(np.full(rows, past), past + nodes)
+        num_columns = np.random.default_rng(0).permutation(cache.num_columns - 1)[:past]
+        cache.column_of[:] = [*num_columns, *np.setdiff1d(np.arange(cache.num_columns), num_columns)]
         cache.is_sorted = False
         batch = PassInput(
             inputs["position_ids"],
@@ -254,11 +256,11 @@ class DeviceLayoutSession:
             inputs.get("input_embeds"),
             inputs.get("target_hidden"),
         )
-        feeds = device_feeds(batch, cache, padded_node_count(nodes))
+        feeds = make_device_inputs(batch, cache, padded_node_count(nodes))
         for name in [name for name in inputs if name.startswith("past_")]:
-            parts = column_shape(heads * width)
-            feeds[name] = np.zeros((rows, cache.columns, *parts), np.float32)
-            feeds[name][:, columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, *parts)
+            parts = choose_column_parts(heads * width)
+            feeds[name] = np.zeros((rows, cache.num_columns, *parts), np.float32)
+            feeds[name][:, num_columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, *parts)
         outputs = self._session.run(feeds)
         results = {name: outputs.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
         for name, array in outputs.items():
@@ -267,24 +269,24 @@ class DeviceLayoutSession:
         return results
 
 
-def device_feeds(batch: PassInput, cache: CacheColumns, padded_nodes: int) -> Arrays:
+def make_device_inputs(batch: PassInput, cache_columns: CacheColumnMap, num_padded_nodes: int) -> Arrays:
     """Return a device layout's inputs for a forward pass, without keys and values.
 
     Args:
-        cache: columns of the KV cache.
-        padded_nodes: number of nodes per batch row in the inputs.
+        cache_columns: columns of the KV cache.
+        num_padded_nodes: number of nodes per batch row in the inputs.
     """
     rows, nodes = batch.positions.shape
-    feeds = cache.encode_pass(batch, padded_nodes)
-    ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), padded_nodes, np.int32)
+    feeds = cache_columns.encode_pass_inputs(batch, num_padded_nodes)
+    ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), num_padded_nodes, np.int32)
     if batch.tokens is None:
         embeds = np.asarray(batch.embeds)
         return feeds | {"token_ids": ids, "embeddings": embeds.reshape(-1, embeds.shape[2])}
-    tokens = pad_nodes(batch.tokens, padded_nodes, np.int32)
+    tokens = pad_nodes(batch.tokens, num_padded_nodes, np.int32)
     return feeds | {"token_ids": tokens, "hidden": np.asarray(batch.hidden), "hidden_ids": ids}
 
 
-def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
+def compare_graph_with_onnx_reference(path: Path, manifest: Manifest) -> CaseResult:
     """Run a graph file in ONNX Runtime and in ONNX's reference evaluator on small random inputs.
 
     The comparison shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. It does not show errors
@@ -301,13 +303,13 @@ def compare_with_evaluator(path: Path, manifest: Manifest) -> CaseResult:
 
     graph = onnx.load(path, load_external_data=False).graph
     halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
-    inputs = _make_small_inputs(graph.input, manifest)
-    outputs = map(to_float32, ReferenceEvaluator(str(path)).run(None, _to_float16(inputs, halves)))
+    inputs = _make_random_inputs(graph.input, manifest)
+    outputs = map(to_float32, ReferenceEvaluator(str(path)).run(None, _cast_inputs_to_float16(inputs, halves)))
     expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
     return CaseResult("", GraphFileSession(path).run(inputs), expected)
 
 
-def _make_small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
+def _make_random_inputs(graph_inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
     pixels = 2 * manifest.image_height // manifest.grid_rows  # height of two grid rows
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
     limits = {
@@ -318,7 +320,7 @@ def _make_small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest
     }
     generator = np.random.default_rng(0)
     arrays: Arrays = {}
-    for value in inputs:
+    for value in graph_inputs:
         tensor = value.type.tensor_type
         shape = [axis.dim_value or sizes.get(axis.dim_param, 2) for axis in tensor.shape.dim]
         if prod(shape) > _MAX_INPUT:
@@ -333,10 +335,10 @@ def _make_small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest
     return arrays
 
 
-def _to_float16(inputs: Arrays, names: Collection[str]) -> Arrays:
-    """Convert the inputs in `names` to float16."""
+def _cast_inputs_to_float16(inputs: Arrays, float16_names: Collection[str]) -> Arrays:
+    """Convert the inputs in `float16_names` to float16."""
     return {
-        name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in names else array
+        name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in float16_names else array
         for name, array in inputs.items()
     }
 

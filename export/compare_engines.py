@@ -17,16 +17,16 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import DecoderSpec, DrafterSpec, Precision
-from ..engines.columns import CacheColumns
+from ..engines.columns import CacheColumnMap
 from ..engines.contracts import Progress
-from ..engines.decoder_tensors import device_tensors
-from ..engines.engine_folder import BuiltGraph, EngineFolder, file_blake2b
+from ..engines.decoder_tensors import declare_device_tensors
+from ..engines.engine_folder import BuiltEngine, EngineFolder, file_blake2b
 from ..engines.ort.engine import OrtEngine
 from ..engines.ort.session import GraphSession
 from ..engines.profiles import count_profile_columns
 from ..engines.trt.builder import set_up_polygraphy
 from ..runtime.engine import PassInput
-from .compare import CaseResult, device_feeds, to_float32
+from .compare import CaseResult, make_device_inputs, to_float32
 from .graph.graphs import Arrays, tree_mask
 
 _ROWS = (1, 4)  # batch sizes to compare, at most as large as the engine was built for
@@ -34,12 +34,12 @@ _TREE = (-1, 0, 0, 1, 1, 2)  # parents of the nodes of a draft tree
 
 
 def compare_engines(
-    bundle: Bundle, folder: EngineFolder, with_engines: bool, progress: Progress
+    bundle: Bundle, folder: EngineFolder, run_engines: bool, progress: Progress
 ) -> Iterator[tuple[Precision, CaseResult]]:
     """Run the decoders of a bundle, the graphs of its engine folder and, on their GPU, the engines.
 
     Args:
-        with_engines: whether to run the engines on this host's GPU.
+        run_engines: whether to run the engines on this host's GPU.
         progress: progress callback, called for each pass.
 
     Yields:
@@ -56,10 +56,10 @@ def compare_engines(
             continue
         graph = folder.folder / f"{role}.onnx"
         if file_blake2b(graph) != built.onnx:
-            raise folder.mismatch_error("another graph", "the graph that its engine was built from", graph)
-        engine = open_engine(folder.manifest.backend, folder.path(role)) if with_engines else nullcontext()
+            raise folder.make_mismatch_error("another graph", "the graph that its engine was built from", graph)
+        engine = open_trt_engine(folder.manifest.backend, folder.engine_path(role)) if run_engines else nullcontext()
         with engine as runner:
-            for name, feeds, outputs, expected in _run_passes(bundle, role, spec, graph, built):
+            for name, feeds, outputs, expected in _run_forward_passes(bundle, role, spec, graph, built):
                 progress(f"comparing {role}: {name}", 0, 1)
                 yield spec.precision, CaseResult(f"{role}.onnx: {name}", outputs, expected)
                 if runner is not None:
@@ -69,7 +69,7 @@ def compare_engines(
                     yield spec.precision, CaseResult(f"{role}.plan: {name}", results, outputs)
 
 
-def open_engine(backend: str, path: Path) -> Any:
+def open_trt_engine(backend: str, path: Path) -> Any:
     """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
     trt = set_up_polygraphy(backend)("backend.trt")
     # Polygraphy looks for CUDA's runtime in these folders, but packages of CUDA 13 install it in others.
@@ -78,8 +78,8 @@ def open_engine(backend: str, path: Path) -> Any:
     return trt.TrtRunner(trt.EngineFromPath(str(path)))
 
 
-def _run_passes(
-    bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph: Path, built: BuiltGraph
+def _run_forward_passes(
+    bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph_path: Path, built_graph: BuiltEngine
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
     """Run a prefill, a chain and a tree in turn; each pass extends the cache of the passes before.
 
@@ -90,15 +90,15 @@ def _run_passes(
     prefix = bundle.manifest.condition.prefix
     path = bundle.path(role)
     rng = np.random.default_rng(0)
-    capacity = count_profile_columns(built.profiles)
-    tensors = device_tensors(spec, is_drafter, ("float32", "float16"), capacity)
-    session = GraphSession(path, *tensors, model=graph.read_bytes())
+    capacity = count_profile_columns(built_graph.profiles)
+    tensors = declare_device_tensors(spec, is_drafter, ("float32", "float16"), capacity)
+    session = GraphSession(path, *tensors, model_bytes=graph_path.read_bytes())
     table = None if is_drafter else bundle.code_embeddings
     engine = OrtEngine(path, spec, table, None)
     masks = {"prefill": np.tri(max(prefix, 2), dtype=bool), "chain": np.tri(2, dtype=bool), "tree": tree_mask(_TREE)}
-    for rows in sorted({min(rows, built.profiles[0].rows[2]) for rows in _ROWS}):
+    for rows in sorted({min(rows, built_graph.profiles[0].rows[2]) for rows in _ROWS}):
         cache = engine.new_cache(rows, prefix + 8)
-        columns = CacheColumns(np.zeros(rows, np.int64), capacity, capacity)
+        columns = CacheColumnMap(np.zeros(rows, np.int64), capacity, capacity)
         entry = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         past = {name: np.zeros(entry, dtype) for name, dtype in session.dtypes.items() if name.startswith("past")}
         for name, node_mask in masks.items():
@@ -107,7 +107,7 @@ def _run_passes(
             codes = rng.integers(0, bundle.manifest.codebook_size, (rows, nodes))
             states = rng.standard_normal((rows, nodes, spec.hidden_size), np.float32) if table is None else table[codes]
             positions = np.tile(start + node_mask.sum(1) - 1, (rows, 1))
-            length = engine.next_past_length(cache, nodes)
+            length = engine.padded_past_length(cache, nodes)
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask
@@ -116,7 +116,7 @@ def _run_passes(
                 if is_drafter
                 else PassInput(positions, mask, embeds=states)
             )
-            feeds = device_feeds(batch, columns, nodes) | past
+            feeds = make_device_inputs(batch, columns, nodes) | past
             states_name = "hidden" if is_drafter else "embeddings"
             feeds[states_name] = feeds[states_name].astype(session.dtypes[states_name])
             outputs = dict(zip(session.output_names, session.run(feeds), strict=True))

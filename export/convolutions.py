@@ -1,9 +1,9 @@
 """Quantization of an image decoder's convolutions, with the same images on every kind of processor.
 
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
-rounded to unsigned 8-bit integers, in ranges measured by `measure_activations`, and kernels to -64 .. 64, with a scale
-for each output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with 127,
-images of `scenes` differed by 1.2 levels of 255.
+rounded to unsigned 8-bit integers, in ranges measured by `measure_activation_ranges`, and kernels to -64 .. 64, with a
+scale for each output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with
+127, images of `scenes` differed by 1.2 levels of 255.
 
 The other convolutions read or write the residual stream, for which 8 bits are too few. They multiply multiples of
 powers of two in float32, so coarse that sums need no rounding. Without that, last bits would differ between processors
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..engines.contracts import Progress
 from .checkpoints.deferred import compute_tensor
-from .compare import run_module
+from .compare import run_torch_module
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
 from .graph.precision import quantize
@@ -37,14 +37,14 @@ _EXACT_BITS = 23  # bits of a sum that is exact in float32, without the sign
 Range = tuple[float, float]  # lowest and highest number, with 0 between them
 
 
-def measure_activations(
-    graph: Graph, codes: int, progress: Progress = ignore_progress
+def measure_activation_ranges(
+    graph: Graph, num_codes: int, progress: Progress = ignore_progress
 ) -> dict[str, tuple[Range, Range]]:
     """Measure the ranges of the inputs and outputs of an image decoder's convolutions on random codes.
 
     Args:
         graph: graph `vq_decoder` with its module.
-        codes: number of codes in the codebook.
+        num_codes: number of codes in the codebook.
         progress: progress callback, called for each image.
 
     Returns:
@@ -59,7 +59,7 @@ def measure_activations(
         ranges[f"{name}.weight"] = (inputs, outputs)
 
     generator = np.random.default_rng(_SEED)
-    _, *grid = next(iter(graph.cases.values()))["codes"].shape
+    _, *grid = next(iter(graph.test_cases.values()))["codes"].shape
     with ExitStack() as hooks:
         for name, part in graph.module.named_modules():
             if isinstance(part, nn.Conv2d):
@@ -69,17 +69,17 @@ def measure_activations(
                 hooks.callback(hook.remove)
         for done in range(_NUM_IMAGES):
             progress("calibrating the image decoder", done, _NUM_IMAGES)
-            run_module(graph, {"codes": generator.integers(codes, size=(1, *grid))})
+            run_torch_module(graph, {"codes": generator.integers(num_codes, size=(1, *grid))})
         progress("calibrating the image decoder", _NUM_IMAGES, _NUM_IMAGES)
     return ranges
 
 
-def quantize_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, Range]]) -> None:
+def quantize_convolutions(graph_file: GraphFile, activation_ranges: dict[str, tuple[Range, Range]]) -> None:
     """Quantize all convolutions of a graph but the last.
 
     Args:
         graph_file: description of the image decoder's graph, which is changed.
-        ranges: result of `measure_activations`.
+        activation_ranges: result of `measure_activation_ranges`.
     """
     nodes = list(graph_file.model.graph.node)
     convolutions = [node for node in nodes if node.op_type == "Conv"]
@@ -96,70 +96,80 @@ def quantize_convolutions(graph_file: GraphFile, ranges: dict[str, tuple[Range, 
             continue
         source, kernel, bias = node.input
         (output,) = node.output
-        input_range, output_range = ranges[kernel]
+        input_range, output_range = activation_ranges[kernel]
         node.input[0] = f"{node.name}.read"
         if source in swishes:
             node.input[1] = f"{kernel}.kernel"
             node.output[0] = f"{node.name}.given"
             if kernel in graph_file.weights:  # Emu3 uses some kernels twice
                 result.append(_quantize_kernel(graph_file, kernel))
-            result.extend([*_round_to_8_bits(graph_file, source, node.input[0], input_range), node])
-            result.extend(_round_to_8_bits(graph_file, node.output[0], output, output_range))
+            result.extend([*_make_quantize_nodes(graph_file, source, node.input[0], input_range), node])
+            result.extend(_make_quantize_nodes(graph_file, node.output[0], output, output_range))
             continue
-        after = _read_before_resize(graph_file, node) if source in doubled else []
-        step = _round_kernel(graph_file, kernel, bias, max(map(abs, input_range)))
-        result.extend([*_round_to_step(graph_file, doubled.get(source, source), node.input[0], step), node, *after])
+        after = _fold_resize_into_conv(graph_file, node) if source in doubled else []
+        step = _round_kernel_and_bias(graph_file, kernel, bias, max(map(abs, input_range)))
+        result.extend(
+            [*_make_step_rounding_nodes(graph_file, doubled.get(source, source), node.input[0], step), node, *after]
+        )
 
 
-def _round_to_8_bits(graph_file: GraphFile, value: str, name: str, span: Range) -> list[NodeProto]:
-    step = (span[1] - span[0]) / 255 or 1.0
-    graph_file.weights[f"{name}.step"] = torch.tensor(step)
-    graph_file.weights[f"{name}.zero"] = torch.tensor(round(-span[0] / step), dtype=torch.uint8)
-    parameters = [f"{name}.step", f"{name}.zero"]
-    integers = f"{name}.integers"
+def _make_quantize_nodes(
+    graph_file: GraphFile, input_name: str, output_name: str, value_range: Range
+) -> list[NodeProto]:
+    step = (value_range[1] - value_range[0]) / 255 or 1.0
+    graph_file.weights[f"{output_name}.step"] = torch.tensor(step)
+    graph_file.weights[f"{output_name}.zero"] = torch.tensor(round(-value_range[0] / step), dtype=torch.uint8)
+    parameters = [f"{output_name}.step", f"{output_name}.zero"]
+    integers = f"{output_name}.integers"
     return [
-        helper.make_node("QuantizeLinear", [value, *parameters], [integers], f"{name}.round"),
-        helper.make_node("DequantizeLinear", [integers, *parameters], [name], f"{name}.widen"),
+        helper.make_node("QuantizeLinear", [input_name, *parameters], [integers], f"{output_name}.round"),
+        helper.make_node("DequantizeLinear", [integers, *parameters], [output_name], f"{output_name}.widen"),
     ]
 
 
-def _quantize_kernel(graph_file: GraphFile, name: str) -> NodeProto:
+def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
     """Replace a kernel by its integers and scales among the weights, and return the node that dequantizes it."""
-    weight = compute_tensor(graph_file.weights.pop(name)).float()  # [outputs, inputs, height, width]
-    del graph_file.storages[name]
+    weight = compute_tensor(graph_file.weights.pop(kernel_name)).float()  # [outputs, inputs, height, width]
+    del graph_file.storage_types[kernel_name]
     integers, scales = quantize(weight.flatten(1).T, "columns")
-    graph_file.weights[f"{name}.int8"] = integers.T.reshape(weight.shape).contiguous()
-    graph_file.weights[f"{name}.scales"] = torch.where(scales[0] > 0, scales[0], 1.0)
-    return helper.make_node("DequantizeLinear", [f"{name}.int8", f"{name}.scales"], [f"{name}.kernel"], axis=0)
+    graph_file.weights[f"{kernel_name}.int8"] = integers.T.reshape(weight.shape).contiguous()
+    graph_file.weights[f"{kernel_name}.scales"] = torch.where(scales[0] > 0, scales[0], 1.0)
+    return helper.make_node(
+        "DequantizeLinear", [f"{kernel_name}.int8", f"{kernel_name}.scales"], [f"{kernel_name}.kernel"], axis=0
+    )
 
 
-def _round_kernel(graph_file: GraphFile, kernel: str, bias: str, largest: float) -> float:
-    """Round a kernel and a bias to multiples of powers of two, and return the step for inputs up to `largest`.
+def _round_kernel_and_bias(graph_file: GraphFile, kernel_name: str, bias_name: str, max_input: float) -> float:
+    """Round a kernel and a bias to multiples of powers of two, and return the step for inputs up to `max_input`.
 
     A sum of n products then stays below 2^24 steps if it grows as the root of n: float32 holds it exactly, in any order
     of addition.
     """
-    weight, added = (compute_tensor(graph_file.weights[name]).float() for name in (kernel, bias))
+    weight, added = (compute_tensor(graph_file.weights[name]).float() for name in (kernel_name, bias_name))
     bits = int(_EXACT_BITS - log2(weight[0].numel()) / 2)
-    step = 2.0 ** (ceil(log2(largest or 1.0)) - (bits - bits // 2))
+    step = 2.0 ** (ceil(log2(max_input or 1.0)) - (bits - bits // 2))
     smallest = torch.maximum(weight.abs().amax((1, 2, 3)) / 2 ** (bits // 2), added.abs() / (step * 2**_EXACT_BITS))
     steps = torch.exp2(torch.where(smallest > 0, smallest, 1.0).log2().ceil())  # [outputs]
     each = steps.view(-1, 1, 1, 1)
-    graph_file.weights[kernel] = (weight / each).round() * each
-    graph_file.weights[bias] = (added / (step * steps)).round() * step * steps
+    graph_file.weights[kernel_name] = (weight / each).round() * each
+    graph_file.weights[bias_name] = (added / (step * steps)).round() * step * steps
     return step
 
 
-def _round_to_step(graph_file: GraphFile, value: str, name: str, step: float) -> list[NodeProto]:
-    graph_file.weights[f"{name}.step"] = torch.tensor(step)
+def _make_step_rounding_nodes(
+    graph_file: GraphFile, input_name: str, output_name: str, step_size: float
+) -> list[NodeProto]:
+    graph_file.weights[f"{output_name}.step"] = torch.tensor(step_size)
     return [
-        helper.make_node("Div", [value, f"{name}.step"], [f"{name}.steps"], f"{name}.divide"),
-        helper.make_node("Round", [f"{name}.steps"], [f"{name}.rounded"], f"{name}.round"),
-        helper.make_node("Mul", [f"{name}.rounded", f"{name}.step"], [name], f"{name}.widen"),
+        helper.make_node("Div", [input_name, f"{output_name}.step"], [f"{output_name}.steps"], f"{output_name}.divide"),
+        helper.make_node("Round", [f"{output_name}.steps"], [f"{output_name}.rounded"], f"{output_name}.round"),
+        helper.make_node(
+            "Mul", [f"{output_name}.rounded", f"{output_name}.step"], [output_name], f"{output_name}.widen"
+        ),
     ]
 
 
-def _read_before_resize(graph_file: GraphFile, node: NodeProto) -> list[NodeProto]:
+def _fold_resize_into_conv(graph_file: GraphFile, conv_node: NodeProto) -> list[NodeProto]:
     """Make a 3 x 3 convolution of an image enlarged to twice its size read the image itself.
 
     Enlarging copies each pixel to two by two pixels, so a 3 x 3 kernel covers only two by two different pixels. The new
@@ -169,8 +179,8 @@ def _read_before_resize(graph_file: GraphFile, node: NodeProto) -> list[NodeProt
     Returns:
         The nodes after the convolution.
     """
-    _, kernel, bias = node.input
-    (output,) = node.output
+    _, kernel, bias = conv_node.input
+    (output,) = conv_node.output
     quarters = [compute_tensor(graph_file.weights[kernel]).float()]
     for axis in (2, 3):
         taps = [part.chunk(3, axis) for part in quarters]
@@ -178,12 +188,12 @@ def _read_before_resize(graph_file: GraphFile, node: NodeProto) -> list[NodeProt
         quarters = [torch.cat(pair, axis) for pair in pairs]
     graph_file.weights[kernel] = torch.cat(quarters)
     graph_file.weights[bias] = compute_tensor(graph_file.weights[bias]).repeat(4)
-    next(attribute for attribute in node.attribute if attribute.name == "kernel_shape").ints[:] = [2, 2]
-    node.output[0] = f"{kernel}.corners"
+    next(attribute for attribute in conv_node.attribute if attribute.name == "kernel_shape").ints[:] = [2, 2]
+    conv_node.output[0] = f"{kernel}.corners"
     cut = {"first": [1, 1], "end": [-1, -1], "axes": [2, 3]}
     graph_file.weights |= {f"{kernel}.{name}": torch.tensor(numbers) for name, numbers in cut.items()}
     larger = f"{kernel}.larger"
     return [
-        helper.make_node("DepthToSpace", [node.output[0]], [larger], f"{kernel}.enlarge", blocksize=2),
+        helper.make_node("DepthToSpace", [conv_node.output[0]], [larger], f"{kernel}.enlarge", blocksize=2),
         helper.make_node("Slice", [larger, *(f"{kernel}.{name}" for name in cut)], [output], f"{kernel}.cut"),
     ]

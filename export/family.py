@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpoints.files import Config
-    from .model import Model
+    from .model import BundleContents
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A model family.
 
     Args:
-        read: reader, which returns the contents of a bundle. Its first parameter is the `Checkpoint` of the target, and
-            the others are options of `export` that the family takes.
-        files: files of the target's repository, or patterns, to download instead of a model's weights; the first is a
-            file.
-        side_files: files to download with the weights of the target, if they exist.
+        read_model: reader, which returns the contents of a bundle. Its first parameter is the `Checkpoint` of the
+            target, and the others are options of `export` that the family takes.
+        download_patterns: files of the target's repository, or patterns, to download instead of a model's weights; the
+            first is a file.
+        optional_files: files to download with the weights of the target, if they exist.
         model_types: values of `model_type` in config.json by which users who choose another family learn of it.
-        fits: function that tells whether a config.json with one of these values belongs to the family.
+        accepts_config: function that tells whether a config.json with one of these values belongs to the family.
     """
 
-    read: Callable[..., Model]
-    files: tuple[str, ...] = ()
-    side_files: tuple[str, ...] = ()
+    read_model: Callable[..., BundleContents]
+    download_patterns: tuple[str, ...] = ()
+    optional_files: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
-    fits: Callable[[Config], bool] = lambda config: True
+    accepts_config: Callable[[Config], bool] = lambda config: True
 
     @property
-    def options(self) -> dict[str, bool]:
+    def export_options(self) -> dict[str, bool]:
         """Options of `export` that the family takes, each with whether it is required."""
-        parameters = signature(self.read).parameters.values()
+        parameters = signature(self.read_model).parameters.values()
         return {item.name: item.default is item.empty for item in parameters} | {"lora": False}

@@ -14,38 +14,38 @@ from .compare import CaseResult
 TIE = 0.8  # a token that is at least this times as likely as the likeliest counts as the likeliest
 
 
-def measure_difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
+def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the largest difference of two arrays: absolute up to values of 1, relative to the largest value above.
 
     The result is infinite where shapes, types or infinities differ, or a number is NaN. Differences of integers are
     never divided.
     """
-    if result.shape != expected.shape or result.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return np.inf
     if not expected.size:
         return 0.0
     wide = expected.astype(np.float64)
     with np.errstate(all="ignore"):
-        differences = np.where(result == expected, 0, np.abs(result.astype(np.float64) - wide))
+        differences = np.where(actual == expected, 0, np.abs(actual.astype(np.float64) - wide))
     largest = float(np.nan_to_num(differences, nan=np.inf, posinf=np.inf).max())
     scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
     return largest / scale if np.isfinite(scale) else largest
 
 
-def measure_relative_error(result: NDArray[Any], expected: NDArray[Any]) -> float:
+def measure_relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the norm of the difference of two arrays over the norm of `expected`; infinite if shapes differ."""
-    if result.shape != expected.shape or not np.isfinite(result).all():
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
         return np.inf
     signal = float(np.linalg.norm(expected.astype(np.float64)))
-    return float(np.linalg.norm(result.astype(np.float64) - expected)) / max(signal, 1e-30)
+    return float(np.linalg.norm(actual.astype(np.float64) - expected)) / max(signal, 1e-30)
 
 
-def measure_image_difference(results: Iterable[CaseResult]) -> tuple[float, float]:
+def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float, float]:
     """Return the mean difference of images in levels of 255, and their peak signal-to-noise ratio in dB."""
     differences = [
         np.asarray(image_from_pixels(image), np.float64).ravel()
         - np.asarray(image_from_pixels(reference), np.float64).ravel()
-        for _, outputs, expected in results
+        for _, outputs, expected in case_results
         for image, reference in zip(outputs["images"], expected["images"], strict=True)
     ]
     levels = np.concatenate(differences)
@@ -53,17 +53,17 @@ def measure_image_difference(results: Iterable[CaseResult]) -> tuple[float, floa
     return float(np.abs(levels).mean()), float(10 * np.log10(255**2 / error))
 
 
-def compare_top_tokens(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return whether the likeliest token of `logits [.., tokens]` is the likeliest of `expected`, up to `TIE`."""
-    chosen = np.take_along_axis(expected, logits.argmax(-1)[..., None], -1)[..., 0]
-    close: NDArray[np.bool_] = chosen >= expected.max(-1) + np.log(TIE)
+def compare_top_tokens(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return whether `logits [.., tokens]` and `expected_logits` have the same likeliest token, up to `TIE`."""
+    chosen = np.take_along_axis(expected_logits, logits.argmax(-1)[..., None], -1)[..., 0]
+    close: NDArray[np.bool_] = chosen >= expected_logits.max(-1) + np.log(TIE)
     return close
 
 
-def measure_divergence(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
+def measure_kl_divergence(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
     """Return KL(softmax(expected) || softmax(logits)) over the last axis, in nats, in float64."""
     logs = []
-    for values in (expected, logits):
+    for values in (expected_logits, logits):
         shifted = values.astype(np.float64) - values.max(-1, keepdims=True)
         logs.append(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
     total: NDArray[np.float64] = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)

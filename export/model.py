@@ -16,28 +16,28 @@ from .neighbours import MAX_NEIGHBORS
 
 
 @dataclass(frozen=True)
-class Model:
+class BundleContents:
     """The contents of a bundle; weights are mapped or deferred until they are written.
 
     Args:
         graphs: graphs of the bundle, each written as `<role>.onnx`.
         code_embeddings: the target's input embeddings of codes, `[codes, hidden_size]`.
         codebook: codebook vectors, by which neighbours are sorted, `[codes, code_dim]`.
-        fields: fields of `Manifest` that the exporter does not fill in.
+        manifest_fields: fields of `Manifest` that the exporter does not fill in.
         sources: role and path of each checkpoint file, for the provenance.
-        files: file name and content by role, such as `tokenizer`: `("tokenizer.json", ...)`.
-        neighbors: number of neighbours stored for each code.
+        extra_files: file name and content by role, such as `tokenizer`: `("tokenizer.json", ...)`.
+        num_neighbors: number of neighbours stored for each code.
         weights: `weights` of `Provenance`: which of a checkpoint's sets of weights was exported.
-        drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
+        target_sha256: sha256 of the target weights that the drafter was trained on, None if unknown.
     """
 
     graphs: Sequence[Graph]
     code_embeddings: Tensor
     codebook: NDArray[np.floating[Any]]
-    fields: Mapping[str, Any]
+    manifest_fields: Mapping[str, Any]
     sources: Sequence[tuple[str, Path]] = ()
-    files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
-    neighbors: int = MAX_NEIGHBORS
+    extra_files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
+    num_neighbors: int = MAX_NEIGHBORS
     licence: str = "unknown (see the checkpoint's source)"
     weights: str | None = None
-    drafts_for: str | None = None
+    target_sha256: str | None = None

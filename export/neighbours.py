@@ -38,7 +38,7 @@ def compute_neighbour_table(
     """
     codes, width = codebook.shape
     k = min(k, codes - 1)
-    regular = _compute_grid_table(codebook, k, progress)
+    regular = _compute_grid_neighbours(codebook, k, progress)
     if regular is not None:
         return regular
     table = np.ascontiguousarray(codebook, np.float64)
@@ -51,33 +51,33 @@ def compute_neighbour_table(
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
         square = norms[rows, None] + norms - 2 * table[rows] @ table.T
-        indices[rows], close = _find_nearest(square, rows, k)
+        indices[rows], close = _find_nearest_codes(square, rows, k)
         unsure = rows[(np.diff(close) < 2 * error).any(1)]
         if len(unsure):
             square = np.zeros((len(unsure), codes))
             for column in columns:
                 difference = column[unsure, None] - column
                 square += np.square(difference, out=difference)
-            indices[unsure], _ = _find_nearest(square, unsure, k)
+            indices[unsure], _ = _find_nearest_codes(square, unsure, k)
         progress(int(rows[-1]) + 1, codes)
     return indices
 
 
-def _find_nearest(
-    square: NDArray[np.float64], rows: NDArray[np.int64], k: int
+def _find_nearest_codes(
+    squared_distances: NDArray[np.float64], rows: NDArray[np.int64], k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the k nearest codes of each row, in order, and the squared distances of the nearest k + 1.
 
-    square: squared distances, `[rows, codes]`.
+    squared_distances: squared distances, `[rows, codes]`.
     """
-    square[np.arange(len(rows)), rows] = np.inf  # sorts the code itself last
-    candidates = np.sort(np.argpartition(square, k)[:, : k + 1])
-    close = np.take_along_axis(square, candidates, 1)
+    squared_distances[np.arange(len(rows)), rows] = np.inf  # sorts the code itself last
+    candidates = np.sort(np.argpartition(squared_distances, k)[:, : k + 1])
+    close = np.take_along_axis(squared_distances, candidates, 1)
     order = np.argsort(close, kind="stable")  # stable: the smaller of two indices at equal distance stays first
     return np.take_along_axis(candidates, order, 1)[:, :k], np.take_along_axis(close, order, 1)
 
 
-def _compute_grid_table(
+def _compute_grid_neighbours(
     codebook: NDArray[np.floating[Any]], k: int, progress: Callable[[int, int], None]
 ) -> NDArray[np.unsignedinteger[Any]] | None:
     """Return the table of a codebook that is a grid of evenly spaced numbers, its first column changing fastest.

@@ -11,19 +11,19 @@ def ignore_progress(*_: object) -> None:
     """Ignore progress; the default progress callback."""
 
 
-def count_megabytes(task: str, total: int, progress: Progress) -> Callable[[int], None]:
+def make_megabyte_counter(task: str, total_bytes: int, progress: Progress) -> Callable[[int], None]:
     """Return a function that adds numbers of bytes and reports the sum in megabytes, rounded up.
 
     Args:
-        total: number of bytes of the whole task.
+        total_bytes: number of bytes of the whole task.
         progress: progress callback, first called with 0.
     """
     done = 0
 
-    def count(size: int) -> None:
+    def add_bytes(num_bytes: int) -> None:
         nonlocal done
-        done += size
-        progress(f"{task} (MB)", -(-done // 10**6), -(-total // 10**6))
+        done += num_bytes
+        progress(f"{task} (MB)", -(-done // 10**6), -(-total_bytes // 10**6))
 
-    count(0)
-    return count
+    add_bytes(0)
+    return add_bytes

@@ -11,8 +11,8 @@ from ..bundle.hub import HUB
 from ..bundle.manifest import Precision
 from ..engines.host import EXPORT_BYTES, check_free_memory
 from ..errors import CheckpointError
-from ..output.files import check_disks
-from .family import Family
+from ..output.files import check_disk_space
+from .family import ModelFamily
 
 # Bytes of a matrix's weight as stored, with the scales of blocks.
 STORED_BYTES: dict[Precision, float] = {
@@ -32,39 +32,39 @@ class ExportSizes(NamedTuple):
     """Sizes in bytes.
 
     Args:
-        download: checkpoints that are not in the hub's cache.
-        bundle: lower bound of the bundle, and of the memory to run it.
+        download_bytes: checkpoints that are not in the hub's cache.
+        bundle_bytes: lower bound of the bundle, and of the memory to run it.
     """
 
-    download: int
-    bundle: int
+    download_bytes: int
+    bundle_bytes: int
 
 
-def check_bundle(output: Path, size: int, download: int = 0, head: int = 0) -> None:
+def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int = 0, head_bytes: int = 0) -> None:
     """Check disk and memory for an export.
 
     Args:
         output: folder of the bundle.
-        size: size of the bundle in bytes.
-        download: number of bytes to download first.
-        head: size of the target's output layer in float32, in which exports compare it.
+        bundle_bytes: size of the bundle in bytes.
+        download_bytes: number of bytes to download first.
+        head_bytes: size of the target's output layer in float32, in which exports compare it.
 
     Raises:
         OutputError: a disk is too full.
         RequestError: too little memory is free.
     """
-    needed = [(output, size)]
+    needed = [(output, bundle_bytes)]
     remedy = "free some, choose another place, or a smaller precision"
-    if download:
+    if download_bytes:
         from huggingface_hub import constants
 
-        needed.append((Path(constants.HF_HUB_CACHE), download))
+        needed.append((Path(constants.HF_HUB_CACHE), download_bytes))
         remedy += "; HF_HOME is the place of downloads"
-    check_disks(needed, remedy)
-    check_free_memory(max(min(EXPORT_BYTES, size), head), "close other programs")
+    check_disk_space(needed, remedy)
+    check_free_memory(max(min(EXPORT_BYTES, bundle_bytes), head_bytes), "close other programs")
 
 
-def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
+def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
     """Estimate sizes before a download, from the hub's list of files; 0 where the hub is silent.
 
     Args:
@@ -72,23 +72,25 @@ def estimate_sizes(family: Family, options: Mapping[str, Any], precision: Precis
         options: checkpoints by option of `export`, paths or references.
         precision: precision of the target.
     """
-    from .checkpoints.hub import fetch, list_file_sizes
+    from .checkpoints.hub import fetch_checkpoint, measure_download
 
-    download = target = 0
+    download_bytes = target = 0
     for role in _CHECKPOINTS:
         source = str(options.get(role) or "")
         if source.startswith(HUB):
-            patterns: tuple[Collection[str], ...] = (family.files, family.side_files) if role == "target" else ()
-            size, missing = list_file_sizes(source, *patterns)
-            download += missing
+            patterns: tuple[Collection[str], ...] = (
+                (family.download_patterns, family.optional_files) if role == "target" else ()
+            )
+            size, missing = measure_download(source, *patterns)
+            download_bytes += missing
             target = size if role == "target" else target
     stored = 4
     if target:
         from .checkpoints.files import read_config
 
         with suppress(CheckpointError):  # there is none beside a file
-            values = read_config(fetch(options["target"], ("config.json",)) / "config.json").values
+            values = read_config(fetch_checkpoint(options["target"], ("config.json",)) / "config.json").values
             parts = [values, *(part for part in values.values() if isinstance(part, dict))]
             types = [part.get("dtype", part.get("torch_dtype")) for part in parts]
             stored = 2 if any(kind in _HALVES for kind in types) else 4
-    return ExportSizes(download, int(target / stored * STORED_BYTES[precision]))
+    return ExportSizes(download_bytes, int(target / stored * STORED_BYTES[precision]))

@@ -1,7 +1,7 @@
 """Verification of graphs against their checkpoints, in every export, and of whole bundles and engine folders.
 
-`check_parity` and `check_images` reject a graph that was just written. `verify` and `verify_engines` report the
-differences of a bundle or an engine folder, and whether the differences are within the limits.
+`check_graph_parity` and `check_decoded_images` reject a graph that was just written. `verify` and `verify_engines`
+report the differences of a bundle or an engine folder, and whether the differences are within the limits.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ..engines.gpu import find_gpu
 from ..errors import BundleError, CheckpointError, ParityError
 from ..inputs import convert_read_errors, format_value
 from .checkpoints.deferred import compute_tensor
-from .compare import CaseResult, compare_with_evaluator, compare_with_module, run_module
+from .compare import CaseResult, compare_graph_with_module, compare_graph_with_onnx_reference, run_torch_module
 from .compare_engines import compare_engines
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
 from .graph.precision import Precisions
 from .measures import (
     compare_top_tokens,
-    measure_difference,
-    measure_divergence,
     measure_image_difference,
+    measure_kl_divergence,
+    measure_max_difference,
     measure_relative_error,
 )
-from .model import Model
+from .model import BundleContents
 from .neighbours import compute_neighbour_table
 from .progress import ignore_progress
 
@@ -72,9 +72,9 @@ _OTHER_FIELDS = {"precision", "dtype", "head_codes", "architecture"}
 class VerificationLimits(NamedTuple):
     """Limits of one precision; decoders with rounded weights are judged by their distributions alone."""
 
-    difference: float  # maximum `difference` of a tensor
-    agreement: float  # minimum share of nodes with the same likeliest token
-    divergence: float  # maximum of the mean KL over nodes, in nats
+    max_difference: float  # maximum `max_difference` of a tensor
+    min_token_agreement: float  # minimum share of nodes with the same likeliest token
+    max_kl_divergence: float  # maximum of the mean KL over nodes, in nats
 
 
 # Exact graphs differ by the order of sums. In int8-weights, int4-weights and int8 the trained target of the scenes
@@ -92,7 +92,7 @@ LIMITS: dict[Precision, VerificationLimits] = {
 
 
 @dataclass(frozen=True)
-class Verification:
+class VerificationReport:
     """The whole comparison, with rows ready for JSON.
 
     Args:
@@ -122,22 +122,22 @@ class Verification:
         """Return the comparison, ready for JSON."""
         return {"passed": self.passed, **asdict(self)}
 
-    def add_tensor(self, graph: str, tensor: str, difference: float, limit: float | None) -> None:
+    def add_tensor_result(self, role: str, tensor_name: str, difference: float, limit: float | None) -> None:
         """Add a row about a tensor.
 
         Args:
-            graph: role of the graph or file.
+            role: role of the graph or file.
             limit: maximum difference, None if it is not judged.
         """
         passed = limit is None or difference <= limit
-        row = {"graph": graph, "tensor": tensor, "difference": difference, "limit": limit, "passed": passed}
+        row = {"graph": role, "tensor": tensor_name, "difference": difference, "limit": limit, "passed": passed}
         self.tensors.append(row)
 
-    def add_images(self, graph: str, results: Iterable[CaseResult]) -> None:
+    def add_image_results(self, role: str, case_results: Iterable[CaseResult]) -> None:
         """Add a row about the images of a rounded image decoder."""
-        levels, psnr = measure_image_difference(results)
+        levels, psnr = measure_image_difference(case_results)
         row = {
-            "graph": graph,
+            "graph": role,
             "levels": levels,
             "psnr": psnr,
             "levels_limit": MAX_LEVELS,
@@ -146,13 +146,13 @@ class Verification:
         }
         self.pictures.append(row)
 
-    def add_graph(
-        self, graph: str, results: Iterable[CaseResult], precision: Precision, tolerance: float = 0.0
+    def add_graph_results(
+        self, role: str, case_results: Iterable[CaseResult], precision: Precision, tolerance: float = 0.0
     ) -> None:
         """Add a row about each output of a graph, and about the token distributions if it is a decoder.
 
         Args:
-            results: outputs of the graph and its reference on each test case.
+            case_results: outputs of the graph and its reference on each test case.
             precision: precision of the graph, which has the limits.
             tolerance: tolerance of the graph, used where it is larger than the precision's limit.
         """
@@ -160,44 +160,44 @@ class Verification:
         worst: dict[str, float] = {}
         agreements: list[NDArray[np.bool_]] = []
         divergences: list[NDArray[np.float64]] = []
-        for _, outputs, expected in results:
+        for _, outputs, expected in case_results:
             for name, array in expected.items():
-                worst[name] = max(worst.get(name, 0.0), measure_difference(outputs[name], array))
+                worst[name] = max(worst.get(name, 0.0), measure_max_difference(outputs[name], array))
             if "logits" in expected:
                 agreements.append(compare_top_tokens(expected["logits"], outputs["logits"]).ravel())
-                divergences.append(measure_divergence(expected["logits"], outputs["logits"]).ravel())
-        limit = max(limits.difference, tolerance) if precision == "fp32" or not agreements else None
+                divergences.append(measure_kl_divergence(expected["logits"], outputs["logits"]).ravel())
+        limit = max(limits.max_difference, tolerance) if precision == "fp32" or not agreements else None
         for name, largest in worst.items():
-            self.add_tensor(graph, name, largest, limit)
+            self.add_tensor_result(role, name, largest, limit)
         if not agreements:
             return
         same = np.concatenate(agreements)
         divergent = np.concatenate(divergences)
         row = {
-            "graph": graph,
+            "graph": role,
             "nodes": len(same),
             "agreement": float(same.mean()),
             "mean_divergence": float(divergent.mean()),
             "largest_divergence": float(divergent.max()),
-            "agreement_limit": limits.agreement,
-            "divergence_limit": limits.divergence,
-            "passed": bool(same.mean() >= limits.agreement and divergent.mean() <= limits.divergence),
+            "agreement_limit": limits.min_token_agreement,
+            "divergence_limit": limits.max_kl_divergence,
+            "passed": bool(same.mean() >= limits.min_token_agreement and divergent.mean() <= limits.max_kl_divergence),
         }
         self.distributions.append(row)
 
 
 def verify_bundle(
     bundle: Bundle,
-    model: Model | None = None,
-    against: str = "ONNX reference evaluator",
+    model: BundleContents | None = None,
+    reference_name: str = "ONNX reference evaluator",
     progress: Progress = ignore_progress,
-) -> Verification:
+) -> VerificationReport:
     """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with ONNX's reference evaluator.
 
     Args:
         bundle: a bundle whose files match its manifest.
         model: the checkpoint's model; None compares with the reference evaluator.
-        against: name of the reference, for the report.
+        reference_name: name of the reference, for the report.
 
     Raises:
         CheckpointError: the model has other sizes.
@@ -205,15 +205,15 @@ def verify_bundle(
     """
     manifest = bundle.manifest
     precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
-    report = Verification(manifest.name, bundle.digest, against, manifest.target.precision)
+    report = VerificationReport(manifest.name, bundle.digest, reference_name, manifest.target.precision)
     graphs: dict[str, Graph | None]
     if model is None:
         graphs = {role: None for role, entry in manifest.files.items() if entry.path.endswith(".onnx")}
     else:
-        _check_sizes(manifest, model)
+        _check_model_sizes(manifest, model)
         _compare_arrays(bundle, model, report, progress)
         graphs = {
-            graph.role: replace(graph, compute=manifest.target.dtype)  # read by device layouts of decoders alone
+            graph.role: replace(graph, compute_type=manifest.target.dtype)  # read by device layouts of decoders alone
             for graph in model.graphs
             if graph.role in manifest.files
         }
@@ -226,19 +226,19 @@ def verify_bundle(
         ):
             if graph is None:
                 progress(f"comparing {path.name}", 0, 1)
-                results: Iterable[CaseResult] = [compare_with_evaluator(path, manifest)]
+                results: Iterable[CaseResult] = [compare_graph_with_onnx_reference(path, manifest)]
             else:
-                results = compare_with_module(graph, path, progress=progress)
+                results = compare_graph_with_module(graph, path, progress=progress)
             if role == "vq_decoder" and manifest.vq_precision != "fp32":
-                report.add_images(role, results)
+                report.add_image_results(role, results)
             else:
-                report.add_graph(
+                report.add_graph_results(
                     role, results, precisions.precision_of(role), choose_tolerance(graph) if graph else 0.0
                 )
     return report
 
 
-def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[Verification, str | None]:
+def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[VerificationReport, str | None]:
     """Compare the graphs of an engine folder with its bundle's, and on their GPU the engines with the folder's graphs.
 
     Returns:
@@ -249,23 +249,25 @@ def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> 
         BundleError: a graph does not run.
     """
     manifest = folder.manifest
-    folder.check(bundle, manifest.builder_version)
+    folder.check_compatibility(bundle, manifest.builder_version)
     gpu = find_gpu()
     names = {gpu.name, gpu.compute_capability} if gpu else set()
     reason = None
     if names.isdisjoint([manifest.gpu] if manifest.gpu else manifest.compute_capabilities):
         wanted = manifest.gpu or f"a GPU of {', '.join(manifest.compute_capabilities)}"
         reason = f"they need {wanted}, and here is {gpu.name if gpu else 'none, or no driver'}"
-    report = Verification(bundle.manifest.name, bundle.digest, str(folder.folder), bundle.manifest.target.precision)
+    report = VerificationReport(
+        bundle.manifest.name, bundle.digest, str(folder.folder), bundle.manifest.target.precision
+    )
     for precision, result in compare_engines(bundle, folder, reason is None, progress):
-        report.add_graph(result.case, [result], precision)
+        report.add_graph_results(result.case_name, [result], precision)
     return report, reason
 
 
-def _check_sizes(manifest: Manifest, model: Model) -> None:
-    expected = _reproducible_fields(vars(manifest))
+def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
+    expected = _select_checkpoint_fields(vars(manifest))
     files = dict(model.sources)
-    for name, value in _reproducible_fields(model.fields).items():
+    for name, value in _select_checkpoint_fields(model.manifest_fields).items():
         if value != expected.get(name, value):  # formats before 3.6 have no architecture
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
@@ -275,30 +277,34 @@ def _check_sizes(manifest: Manifest, model: Model) -> None:
             )
 
 
-def _reproducible_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _select_checkpoint_fields(manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a manifest that a checkpoint determines; fields of parts have dotted names."""
-    values = {name: fields[name] for name in _SIZES if name in fields}
+    values = {name: manifest_fields[name] for name in _SIZES if name in manifest_fields}
     for part in _PARTS:
-        content = fields.get(part)
+        content = manifest_fields.get(part)
         for model in (content, getattr(content, "architecture", None)):
             if isinstance(model, BaseModel):
                 values |= {f"{part}.{name}": value for name, value in model.model_dump(exclude=_OTHER_FIELDS).items()}
     return values
 
 
-def _compare_arrays(bundle: Bundle, model: Model, report: Verification, progress: Progress) -> None:
+def _compare_arrays(bundle: Bundle, model: BundleContents, report: VerificationReport, progress: Progress) -> None:
     embeddings = compute_tensor(model.code_embeddings).float().numpy()
-    report.add_tensor("code_embeddings", "rows", measure_difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT)
+    report.add_tensor_result(
+        "code_embeddings", "rows", measure_max_difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT
+    )
     if bundle.manifest.neighbors:
         table = compute_neighbour_table(
             model.codebook, bundle.manifest.neighbors, partial(progress, "sorting neighbours")
         )
-        report.add_tensor("neighbors", "indices", measure_difference(bundle.neighbors.astype(table.dtype), table), 0.0)
-    for role, (_, content) in model.files.items():
-        report.add_tensor(role, "bytes", 0.0 if bundle.path(role).read_bytes() == content else np.inf, 0.0)
+        report.add_tensor_result(
+            "neighbors", "indices", measure_max_difference(bundle.neighbor_table.astype(table.dtype), table), 0.0
+        )
+    for role, (_, content) in model.extra_files.items():
+        report.add_tensor_result(role, "bytes", 0.0 if bundle.path(role).read_bytes() == content else np.inf, 0.0)
 
 
-def check_parity(
+def check_graph_parity(
     graph: Graph, path: Path, graph_file: GraphFile | None = None, progress: Progress = ignore_progress
 ) -> float:
     """Compare a graph that was just written with its module, on the graph's test cases.
@@ -318,25 +324,25 @@ def check_parity(
         CheckpointError: outputs of the module are NaN or infinite.
         BundleError: the file does not run.
     """
-    storages = set(graph_file.storages.values()) if graph_file is not None else set()
-    large = graph_file is not None and graph_file.size > LARGE_GRAPH
-    cases = [*graph.cases]
+    storage_types = set(graph_file.storage_types.values()) if graph_file is not None else set()
+    large = graph_file is not None and graph_file.weight_bytes > LARGE_GRAPH
+    test_cases = [*graph.test_cases]
     if large:
-        cases = [cases[0], cases[-1]]
+        test_cases = [test_cases[0], test_cases[-1]]
     # Fused products of integer weights round activations as well: look at the graph without them.
-    low_memory = large or bool({"int8", "int4"} & storages)
-    if "columns" in storages:
+    low_memory = large or bool({"int8", "int4"} & storage_types)
+    if "columns" in storage_types:
         measure = measure_relative_error
         tolerance = INT8_TOLERANCE
     else:
-        measure = measure_difference
+        measure = measure_max_difference
         tolerance = choose_tolerance(graph, graph_file)
     worst: dict[str, tuple[float, str]] = {}  # largest difference of each tensor, and its case
-    for case, outputs, expected in compare_with_module(graph, path, cases, graph_file, low_memory, progress):
+    for case, outputs, expected in compare_graph_with_module(graph, path, test_cases, graph_file, low_memory, progress):
         for name, array in expected.items():
             if not np.isfinite(array).all():
                 checkpoint = getattr(graph.module, "checkpoint", None)
-                field = checkpoint.error().field if checkpoint else path.name
+                field = checkpoint.make_error().field if checkpoint else path.name
                 values = f"NaN or infinite {name} ({case})"
                 remedy = "give weights that PyTorch computes with in float32"
                 raise CheckpointError("the weights overflow float32", field=field, found=values, remedy=remedy)
@@ -350,7 +356,7 @@ def check_parity(
     return max(largest for largest, _ in worst.values())
 
 
-def check_images(graph: Graph, path: Path, precision: str, progress: Progress = ignore_progress) -> None:
+def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Progress = ignore_progress) -> None:
     """Compare the images of an image decoder in int8 or fp16, just written, with its module's.
 
     Args:
@@ -363,7 +369,7 @@ def check_images(graph: Graph, path: Path, precision: str, progress: Progress = 
         ParityError: the images differ too much.
         BundleError: the file does not run.
     """
-    levels, psnr = measure_image_difference(compare_with_module(graph, path, progress=progress))
+    levels, psnr = measure_image_difference(compare_graph_with_module(graph, path, progress=progress))
     if levels > MAX_LEVELS or psnr < MIN_PSNR:
         raise ParityError(
             field=f"{path.name} in {precision}",
@@ -386,10 +392,12 @@ def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float
     if graph.tolerance is not None:
         return graph.tolerance
     differences = [_MIN_TOLERANCE]
-    for inputs in graph.cases.values():
-        single, double = (run_module(graph, inputs, graph_file, dtype) for dtype in (torch.float32, torch.float64))
+    for inputs in graph.test_cases.values():
+        single, double = (
+            run_torch_module(graph, inputs, graph_file, dtype) for dtype in (torch.float32, torch.float64)
+        )
         differences += [
-            _ROUNDING_FACTOR * measure_difference(single[name], array.astype(np.float32))
+            _ROUNDING_FACTOR * measure_max_difference(single[name], array.astype(np.float32))
             for name, array in double.items()
         ]
     return max(differences)

@@ -1,7 +1,7 @@
 """Writing of bundles: graphs, arrays and files are written to a temporary folder, checked, hashed, then renamed.
 
 The output folder appears whole or not at all, also after an error or Ctrl-C. A family reads its checkpoints into a
-`Model`, and `export_model` writes the bundle of a model.
+`BundleContents`, and `export_model` writes the bundle of a model.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import numpy as np
 from torch import Tensor
 
 from .. import __version__
-from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, SourceRecord, file_sha256
+from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
-from ..output.files import atomic_folder, check_new_folder
+from ..output.files import check_new_folder, write_folder_atomically
 from .checkpoints.deferred import list_concatenated_parts
-from .checkpoints.hub import find_hub_origin
-from .convolutions import CALIBRATION, measure_activations, quantize_convolutions
+from .checkpoints.hub import find_hub_reference
+from .convolutions import CALIBRATION, measure_activation_ranges, quantize_convolutions
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph, convert_to_float16, plan_graph
-from .graph.precision import Precisions, iter_chunks, resolve_storage
-from .model import Model
+from .graph.precision import Precisions, iter_float32_chunks, resolve_storage_type
+from .model import BundleContents
 from .neighbours import compute_neighbour_table
-from .progress import count_megabytes, ignore_progress
-from .space import check_bundle
-from .verify import check_images, check_parity
+from .progress import ignore_progress, make_megabyte_counter
+from .space import check_disk_and_memory
+from .verify import check_decoded_images, check_graph_parity
 
 _MANIFEST = "bundle.json"
 _LOG = logging.getLogger(__name__)
 
 
 def export_model(
-    model: Model,
+    model: BundleContents,
     output: Path,
     *,
     name: str | None = None,
@@ -67,18 +67,18 @@ def export_model(
         CheckpointError: a weight cannot be stored in the precision.
     """
     precisions = precisions or Precisions()
-    check_bundle_output(output, force)
+    check_output_folder(output, force)
     graphs = _convert_graphs(model.graphs, precisions)
     graph_files: dict[str, GraphFile] = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))
-        graph_files[graph.role] = plan_graph(graph, precisions.rule(graph.role))
+        graph_files[graph.role] = plan_graph(graph, precisions.storage_rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
     size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
-    check_bundle(output, sum(file.size for file in graph_files.values()) + size, head=size)
-    with atomic_folder(output, force, _MANIFEST) as folder:
+    check_disk_and_memory(output, sum(file.weight_bytes for file in graph_files.values()) + size, head_bytes=size)
+    with write_folder_atomically(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
-        table = compute_neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
+        table = compute_neighbour_table(model.codebook, model.num_neighbors, partial(progress, "sorting neighbours"))
         np.savez(paths["neighbors"], indices=table)
         neighbors = table.shape[1]
         del table  # it is large
@@ -86,21 +86,21 @@ def export_model(
             vq = precisions.vq if graph.role == "vq_decoder" else "fp32"
             graph_file = graph_files.pop(graph.role)
             if vq == "int8":
-                quantize_convolutions(graph_file, measure_activations(graph, len(model.codebook), progress))
+                quantize_convolutions(graph_file, measure_activation_ranges(graph, len(model.codebook), progress))
             files = _write_graph(graph, graph_file, folder, progress)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             if vq != "fp32":
-                check_images(graph, files[0], vq, progress)
+                check_decoded_images(graph, files[0], vq, progress)
             else:
-                check_parity(graph, files[0], graph_file, progress)
+                check_graph_parity(graph, files[0], graph_file, progress)
             del graph_file  # its weights
         paths["code_embeddings"] = folder / "code_embeddings.npy"
-        _write_table(paths["code_embeddings"], model.code_embeddings, precisions.lossless)
-        for role, (file, content) in model.files.items():
+        _write_embedding_table(paths["code_embeddings"], model.code_embeddings, precisions.lossless)
+        for role, (file, content) in model.extra_files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
-        fields = _manifest_fields(model, precisions, progress)
-        count = _count_hashed("files", paths.values(), progress)
+        fields = _make_manifest_fields(model, precisions, progress)
+        count = _make_hashing_counter("files", paths.values(), progress)
         manifest = Manifest(
             **{"name": name or output.resolve().name, **fields},
             format_version=FORMAT_VERSION,
@@ -108,14 +108,14 @@ def export_model(
             files={role: FileEntry.from_file(path, count) for role, path in paths.items()},
         )
         target_hash = manifest.files.get("target.data", manifest.files["target"]).sha256
-        if model.drafts_for not in (None, target_hash):
+        if model.target_sha256 not in (None, target_hash):
             text = "the drafter learned from target weights %.12s..., not %.12s...: it may draft worse, as for another "
-            _LOG.warning(text + "checkpoint or precision", model.drafts_for, target_hash)
+            _LOG.warning(text + "checkpoint or precision", model.target_sha256, target_hash)
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
 
 
-def check_bundle_output(output: Path, force: bool) -> None:
+def check_output_folder(output: Path, force: bool) -> None:
     """Check that the output folder may be written.
 
     Raises:
@@ -126,48 +126,56 @@ def check_bundle_output(output: Path, force: bool) -> None:
 
 def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence[Graph]:
     """Return the graphs as they compute in the chosen precisions."""
-    if precisions.compute != "float32":
-        convert = convert_to_float16 if precisions.compute == "float16" else partial(replace, compute="bfloat16")
+    if precisions.compute_type != "float32":
+        convert = (
+            convert_to_float16 if precisions.compute_type == "float16" else partial(replace, compute_type="bfloat16")
+        )
         graphs = [convert(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
     if precisions.vq == "fp16":
-        graphs = [replace(graph, compute="float16") if graph.role == "vq_decoder" else graph for graph in graphs]
+        graphs = [replace(graph, compute_type="float16") if graph.role == "vq_decoder" else graph for graph in graphs]
     return graphs
 
 
 def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Progress) -> list[Path]:
     file = f"{graph.role}.onnx"
     try:
-        return graph_file.write(folder / file, count_megabytes(f"writing {file}", graph_file.size, progress))
+        return graph_file.write(
+            folder / file, make_megabyte_counter(f"writing {file}", graph_file.weight_bytes, progress)
+        )
     except CheckpointError as error:  # names a weight as the graph does
         checkpoint = getattr(graph.module, "checkpoint", None)
-        error.field = checkpoint.error(error.field).field if checkpoint else f"weight {error.field}"
+        error.field = checkpoint.make_error(error.field).field if checkpoint else f"weight {error.field}"
         raise
 
 
-def _write_table(path: Path, table: Tensor, lossless: bool) -> None:
-    """Write an array in float32, or in float16 if `lossless` and if it holds the numbers, as `np.save` would."""
+def _write_embedding_table(path: Path, table: Tensor, try_float16: bool) -> None:
+    """Write an array in float32, or in float16 if `try_float16` and if it holds the numbers, as `np.save` would."""
     parts = list_concatenated_parts(table)
-    half = lossless and all(resolve_storage(path.name, part, "float16", "lossless") == "float16" for part in parts)
+    half = try_float16 and all(
+        resolve_storage_type(path.name, part, "float16", "lossless") == "float16" for part in parts
+    )
     with path.open("wb") as file:
         header = {"descr": "<f2" if half else "<f4", "fortran_order": False, "shape": tuple(table.shape)}
         np.lib.format.write_array_header_1_0(file, header)
         for part in parts:
-            for chunk in iter_chunks(part):
+            for chunk in iter_float32_chunks(part):
                 file.write((chunk.half() if half else chunk).numpy().tobytes())
 
 
-def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -> dict[str, Any]:
-    count = _count_hashed("checkpoints", [path for _, path in model.sources], progress)
+def _make_manifest_fields(model: BundleContents, precisions: Precisions, progress: Progress) -> dict[str, Any]:
+    count = _make_hashing_counter("checkpoints", [path for _, path in model.sources], progress)
     sources = tuple(
-        SourceRecord(role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_origin(path))
+        CheckpointFileRecord(
+            role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_reference(path)
+        )
         for role, path in model.sources
     )
-    target = model.fields["target"]
-    drafter = model.fields.get("drafter")
+    target = model.manifest_fields["target"]
+    drafter = model.manifest_fields.get("drafter")
     return {
-        **model.fields,
+        **model.manifest_fields,
         "target": target.model_copy(
-            update={"precision": precisions.precision_of("target"), "dtype": precisions.compute}
+            update={"precision": precisions.precision_of("target"), "dtype": precisions.compute_type}
         ),
         "vq_precision": precisions.vq,
         "drafter": drafter and drafter.model_copy(update={"precision": precisions.precision_of("drafter")}),
@@ -181,5 +189,5 @@ def _manifest_fields(model: Model, precisions: Precisions, progress: Progress) -
     }
 
 
-def _count_hashed(name: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], None]:
-    return count_megabytes(f"hashing {name}", sum(path.stat().st_size for path in paths), progress)
+def _make_hashing_counter(files_name: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], None]:
+    return make_megabyte_counter(f"hashing {files_name}", sum(path.stat().st_size for path in paths), progress)

@@ -37,13 +37,16 @@ class AsyncPipeline:
 
     Args:
         pipeline: pipeline that generates the images; `close` closes it.
-        together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at once.
-        waiting: maximum number of images in the queue, 0 .. 2**20.
+        max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes
+            at once.
+        max_queued_images: maximum number of images in the queue, 0 .. 2**20.
     """
 
-    def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
+    def __init__(
+        self, pipeline: Pipeline, max_images_per_pass: int | None = None, max_queued_images: int = 256
+    ) -> None:
         self.pipeline = pipeline
-        self.service = Service(pipeline, together, waiting)
+        self.service = Service(pipeline, max_images_per_pass, max_queued_images)
         self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes images
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests without images
         self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose images take longer
@@ -62,8 +65,8 @@ class AsyncPipeline:
         engines: str | Path | EngineFolder | None = None,
         download: bool = False,
         *,
-        together: int | None = None,
-        waiting: int = 256,
+        max_images_per_pass: int | None = None,
+        max_queued_images: int = 256,
     ) -> AsyncPipeline:
         """Open a bundle without blocking the event loop.
 
@@ -74,9 +77,9 @@ class AsyncPipeline:
             provider: same as for `Pipeline.from_bundle`.
             engines: same as for `Pipeline.from_bundle`.
             download: same as for `Pipeline.from_bundle`.
-            together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at
-                once.
-            waiting: maximum number of images in the queue, 0 .. 2**20.
+            max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline
+                decodes at once.
+            max_queued_images: maximum number of images in the queue, 0 .. 2**20.
 
         Returns:
             The pipeline, which the caller closes.
@@ -87,17 +90,17 @@ class AsyncPipeline:
             RequestError: same as for `Pipeline.from_bundle`, or a limit is out of range.
         """
 
-        def load() -> AsyncPipeline:
+        def load_pipeline() -> AsyncPipeline:
             pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines, download)
             try:
-                return cls(pipeline, together, waiting)
+                return cls(pipeline, max_images_per_pass, max_queued_images)
             except BaseException:
                 pipeline.close()
                 raise
 
         loading = ThreadPoolExecutor(1, "lantern-rt-loading")
         try:
-            return await _run_in_thread(loading, load, AsyncPipeline._discard)
+            return await _run_in_thread(loading, load_pipeline, AsyncPipeline._close_unused)
         finally:
             loading.shutdown(wait=False)
 
@@ -118,20 +121,22 @@ class AsyncPipeline:
         self._closed = True
         if os.getpid() == self.pipeline.process:  # threads and calls do not survive a fork
             loop = asyncio.get_running_loop()
-            await asyncio.shield(loop.run_in_executor(None, self._stop, drain))  # also if this task is cancelled
+            await asyncio.shield(
+                loop.run_in_executor(None, self._stop_service, drain)
+            )  # also if this task is cancelled
             while self._calls:
                 await asyncio.sleep(0.01)
             await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
 
-    def _stop(self, drain: bool) -> None:
+    def _stop_service(self, drain: bool) -> None:
         for executor in (self._checks, self._edits):
             executor.shutdown()  # waits for requests that are being checked
         self.service.close(drain)
 
-    def _discard(self) -> None:
+    def _close_unused(self) -> None:
         """Close a pipeline that has no requests."""
-        self._stop(drain=False)
+        self._stop_service(drain=False)
         self.pipeline.close()
 
     async def generate(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
@@ -149,9 +154,9 @@ class AsyncPipeline:
             EngineError: same as for a call of `Pipeline`.
             BusyError: the queue is full.
         """
-        with self._count_call():
-            async for request, step in self.stream_updates(prompts, steps=False, **options):
-                images = request.prepared.images
+        with self._track_call():
+            async for request, step in self.stream_updates(prompts, wants_all_steps=False, **options):
+                images = request.prepared_request.images
                 last = step
             assert last is not None
             count = len(images) if self.pipeline.bundle.manifest.makes_images else 0
@@ -181,7 +186,7 @@ class AsyncPipeline:
                     yield step
 
     @contextmanager
-    def _count_call(self) -> Iterator[None]:
+    def _track_call(self) -> Iterator[None]:
         self._check_open()
         call = object()
         self._calls.add(call)
@@ -194,7 +199,7 @@ class AsyncPipeline:
         self,
         prompts: str | Sequence[str] | None = None,
         *,
-        steps: bool = True,
+        wants_all_steps: bool = True,
         caller: str = "",
         deadline: float = math.inf,
         **options: Unpack[Options],
@@ -203,7 +208,7 @@ class AsyncPipeline:
 
         Args:
             prompts: same as for a call of `Pipeline`.
-            steps: whether to yield every step; False: the last step only.
+            wants_all_steps: whether to yield every step; False: the last step only.
             caller: name of the caller; callers share the service equally.
             deadline: time limit in seconds.
             options: same as for a call of `Pipeline`.
@@ -224,7 +229,13 @@ class AsyncPipeline:
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
         submit = partial(
-            self.service.submit, put_update, prompts, steps=steps, caller=caller, deadline=deadline, **options
+            self.service.submit,
+            put_update,
+            prompts,
+            wants_all_steps=wants_all_steps,
+            caller=caller,
+            deadline=deadline,
+            **options,
         )
         self._check_open()
         edit = options.get("image") is not None
@@ -272,7 +283,7 @@ class AsyncPipeline:
             IndexError: the request has fewer images.
             RequestError: the pipeline was closed.
         """
-        with self._count_call():
+        with self._track_call():
             return await self._decode_image(step, i)
 
     async def _decode_image(self, step: StreamStep, i: int) -> Image:
@@ -291,16 +302,16 @@ async def _run_in_thread(
 
     It does so before it runs another function.
     """
-    running = executor.submit(function)
+    future = executor.submit(function)
     try:
-        return await asyncio.wrap_future(running)
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        running.add_done_callback(partial(_discard_result, discard_result))
+        future.add_done_callback(partial(_discard_late_result, discard_result))
         raise
     finally:
-        del running  # its error would keep the images in the frames of its traceback alive
+        del future  # its error would keep the images in the frames of its traceback alive
 
 
-def _discard_result(discard_result: Callable[[R], None], running: Future[R]) -> None:
-    if not running.cancelled() and running.exception() is None:
-        discard_result(running.result())
+def _discard_late_result(discard_result: Callable[[R], None], future: Future[R]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        discard_result(future.result())

@@ -9,10 +9,19 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from .bundle.manifest import Manifest, unsupported
+from .bundle.manifest import Manifest, explain_unsupported
 from .errors import BundleError, RequestError, TreeError
-from .inputs import check_int, describe_error_fields, format_value
-from .methods import METHODS, PARAMETERS, Ar, FrozenModel, Groups, MethodConfig, RelaxedMethod, TreeMethod
+from .inputs import check_int, describe_validation_error, format_value
+from .methods import (
+    METHODS,
+    PARAMETERS,
+    Autoregressive,
+    FrozenModel,
+    GroupDecoding,
+    MethodConfig,
+    RelaxedMethod,
+    TreeMethod,
+)
 from .runtime.tree import StaticTree
 from .runtime.tree_names import parse_tree
 
@@ -30,12 +39,12 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         RequestError: the method does not exist, or the bundle lacks a drafter, neighbours or tree for it.
     """
     completed = _complete_method(manifest, method)
-    if problem := unsupported(manifest, completed):
+    if problem := explain_unsupported(manifest, completed):
         *others, last = supported_methods(manifest, METHODS)
         remedy = f"use method {', '.join(others)} or {last}"
         raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
     if isinstance(completed, TreeMethod):
-        _check_tree(manifest, completed.tree, is_default="tree=" not in str(method))
+        _check_draft_tree(manifest, completed.tree, is_default="tree=" not in str(method))
     return completed
 
 
@@ -50,7 +59,7 @@ def check_method(method: str) -> MethodConfig:
     fields = kind(method=name).parameters() | parameters
     if issubclass(kind, RelaxedMethod) and fields.keys() & {"delta", "lambda"}:
         fields.setdefault("neighbors", 1)
-    completed = validate_fields(kind, fields)
+    completed = validate_model(kind, fields)
     if isinstance(completed, TreeMethod):
         parse_tree(completed.tree)
     return completed
@@ -58,7 +67,7 @@ def check_method(method: str) -> MethodConfig:
 
 def supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
     """Return the method strings of `methods` that a bundle supports."""
-    return [method for method in methods if unsupported(manifest, _complete_method(manifest, method)) is None]
+    return [method for method in methods if explain_unsupported(manifest, _complete_method(manifest, method)) is None]
 
 
 def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
@@ -101,12 +110,12 @@ def _parse_value(text: str) -> Any:
     return text
 
 
-def validate_fields(kind: type[C], fields: Mapping[str, Any]) -> C:
+def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
     """Return an object of a pydantic model. Raises: RequestError: names the first invalid field."""
     try:
-        return kind.model_validate(fields)
+        return model_class.model_validate(fields)
     except ValidationError as error:
-        raise RequestError(**describe_error_fields(error)) from error
+        raise RequestError(**describe_validation_error(error)) from error
 
 
 def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
@@ -117,50 +126,52 @@ def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
         fields = method.model_dump()
     else:
         name, parameters = parse_method(method)
-        fields = _default_parameters(manifest, name) | parameters
+        fields = _find_default_parameters(manifest, name) | parameters
     kind = METHODS[name]
-    if kind is Ar and manifest.order is not None:
-        return Groups()  # plain decoding is the bundle's order
+    if kind is Autoregressive and manifest.order is not None:
+        return GroupDecoding()  # plain decoding is the bundle's order
     if issubclass(kind, RelaxedMethod) and (isinstance(method, str) or "neighbors" in parameters):
-        fields |= _choose_neighborhood(manifest, name, parameters)
+        fields |= _complete_relaxed_parameters(manifest, name, parameters)
     if issubclass(kind, TreeMethod) and fields.get("drafter") is None and manifest.heads is not None:
         fields["drafter"] = "heads"
-    return validate_fields(kind, fields)
+    return validate_model(kind, fields)
 
 
-def _default_parameters(manifest: Manifest, name: str) -> dict[str, Any]:
-    default = next((method for method in manifest.decoding.methods if method.method == name), None)
-    return (default or METHODS[name](method=name)).parameters()
+def _find_default_parameters(manifest: Manifest, method_name: str) -> dict[str, Any]:
+    default = next((method for method in manifest.decoding.methods if method.method == method_name), None)
+    return (default or METHODS[method_name](method=method_name)).parameters()
 
 
-def _choose_neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return neighbors, bound and residual of relaxed acceptance; all are None if the method is exact."""
-    bounds = [bound for bound in ("delta", "lambda") if name in PARAMETERS[bound]]
+    bounds = [bound for bound in ("delta", "lambda") if method_name in PARAMETERS[bound]]
     default_bound = bounds[0] if len(bounds) == 1 else None
     bound = next((bound for bound in bounds if bound in parameters), default_bound)
     if bound is None:
         if unused := [parameter for parameter in ("neighbors", "residual") if parameter in parameters]:
-            problem = f"method {name} adds no neighbors without a bound"
+            problem = f"method {method_name} adds no neighbors without a bound"
             raise RequestError(problem, field=unused[0], remedy="give delta or lambda, too")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
-    defaults = _default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
+    defaults = _find_default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
     limit = manifest.neighbors or 1_000_000  # no bundle without a table supports the method
     default = min(defaults.get("neighbors", 0), limit)
     neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)
     return {"residual": "aggregated", bound: defaults.get(bound), **parameters, "neighbors": neighbors}
 
 
-def _check_tree(manifest: Manifest, name: str, is_default: bool) -> None:
+def _check_draft_tree(manifest: Manifest, tree_name: str, is_default: bool) -> None:
     """Raise an error unless a draft tree exists and fits the codebook.
 
     Args:
         is_default: whether the name comes from the bundle, so that the bundle is at fault.
     """
     try:
-        shape = parse_tree(name)
+        shape = parse_tree(tree_name)
     except TreeError as error:
         if is_default:
-            raise BundleError(f"default tree {format_value(name)}: {error}", field=f"bundle {manifest.name}") from error
+            raise BundleError(
+                f"default tree {format_value(tree_name)}: {error}", field=f"bundle {manifest.name}"
+            ) from error
         raise
     max_children = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
     if max_children > manifest.codebook_size:

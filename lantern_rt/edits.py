@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
-from .inputs import check_int, convert_read_errors, read_plain_file
+from .inputs import check_int, convert_read_errors, read_regular_file
 from .options import ImageSource
 from .runtime.engine import Bools, Floats, Ints
 
@@ -31,35 +31,35 @@ HALVED_PIXELS = 1 << 22  # larger images are read at half their width and height
 
 
 @dataclass(eq=False)
-class Edit:
+class ImageEdit:
     """An image and the cells of it to generate again; the tokens of all other cells are preserved.
 
     Attributes:
         pixels: uint8 `[height, width, 3]`.
         regenerated_cells: cells to generate again, bool `[rows, columns]`.
-        preserved: tokens of preserved cells, -1 in the others, int64 `[cells]`; None before `encode`.
+        preserved_codes: tokens of preserved cells, -1 in the others, int64 `[cells]`; None before `encode`.
     """
 
     pixels: NDArray[np.uint8]
     regenerated_cells: Bools
-    preserved: Ints | None = field(init=False, default=None)
+    preserved_codes: Ints | None = field(init=False, default=None)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
-        """Encode the image once and return `preserved`.
+        """Encode the image once and return `preserved_codes`.
 
         Args:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
         """
-        if self.preserved is None:
+        if self.preserved_codes is None:
             codes = encoder(to_encoder_input(self.pixels))[0]
-            self.preserved = np.where(self.regenerated_cells.ravel(), -1, codes)
-        return self.preserved
+            self.preserved_codes = np.where(self.regenerated_cells.ravel(), -1, codes)
+        return self.preserved_codes
 
-    def complete(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph, which do not depend on the image."""
         return inputs
 
-    def blend(self, image: Image.Image) -> Image.Image:
+    def blend_with_original(self, image: Image.Image) -> Image.Image:
         """Blend the edit into the original.
 
         Regenerated cells show the new image. Outside, the weight of the new image falls to 0 over the width of a cell.
@@ -91,12 +91,12 @@ def to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
     return scaled
 
 
-def crop_to_cover(original: Image.Image, pixels: tuple[int, int]) -> Image.Image:
+def crop_to_cover(original: Image.Image, size_in_pixels: tuple[int, int]) -> Image.Image:
     """Scale an image to cover width and height in pixels, crop its centre, and fill transparent pixels."""
     visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
     background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
     opaque = Image.alpha_composite(Image.new("RGBA", original.size, (*background, 255)), original).convert("RGB")
-    return ImageOps.fit(opaque, pixels, Image.Resampling.LANCZOS)
+    return ImageOps.fit(opaque, size_in_pixels, Image.Resampling.LANCZOS)
 
 
 def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
@@ -127,7 +127,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         elif isinstance(source, Image.Image):
             image = source
         else:
-            data = source if isinstance(source, bytes) else read_plain_file(path, BYTES_LIMIT)
+            data = source if isinstance(source, bytes) else read_regular_file(path, BYTES_LIMIT)
             image = Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
         if image.width * image.height > PIXELS_LIMIT:
             actual = f"{image.width:,} x {image.height:,} pixels"
@@ -174,17 +174,17 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     return sizes[0]
 
 
-def _image_from_array(name: str, array: NDArray[Any]) -> Image.Image:
+def _image_from_array(parameter_name: str, array: NDArray[Any]) -> Image.Image:
     """Convert an array to an 8-bit image: bool, floats 0 .. 1, integers of 8 or 16 bits; a mask may be 0 and 1."""
     low = array.min(initial=0)
     high = array.max(initial=0)
-    binary = array.dtype.kind in "bf" or (name == "mask" and high <= 1)
+    binary = array.dtype.kind in "bf" or (parameter_name == "mask" and high <= 1)
     if array.dtype == np.uint8 and not binary:
         return Image.fromarray(array)
     limit = 1 if binary else 255 if high <= 255 else 65535
     if not 0 <= low <= high <= limit:
         actual = f"{array.dtype} from {low:g} to {high:g}"
-        raise RequestError(field=name, found=actual, expected="integers 0 .. 255, floats 0 .. 1, or bool")
+        raise RequestError(field=parameter_name, found=actual, expected="integers 0 .. 255, floats 0 .. 1, or bool")
     return Image.fromarray(np.rint(array * (255 / limit)).astype(np.uint8))
 
 
@@ -211,7 +211,7 @@ def prepare_edit(
     original: Image.Image,
     mask: ImageSource | None = None,
     keep_rows: int | None = None,
-) -> Edit:
+) -> ImageEdit:
     """Prepare an edit: scale the image to cover the size, crop its centre, and select the cells to generate again.
 
     Args:
@@ -224,8 +224,8 @@ def prepare_edit(
     Raises:
         RequestError: the bundle cannot edit, or the mask selects no cell.
     """
-    check_edits(manifest)
-    width, height = manifest.pixels(size)
+    check_supports_edits(manifest)
+    width, height = manifest.size_in_pixels(size)
     if keep_rows is not None:
         if mask is not None:
             raise RequestError("given with keep_rows", field="mask", remedy="give one of them")
@@ -239,10 +239,10 @@ def prepare_edit(
             actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
             raise RequestError(field="mask", found=actual, expected=expected)
-    return Edit(np.array(crop_to_cover(original, (width, height))), regenerated_cells)
+    return ImageEdit(np.array(crop_to_cover(original, (width, height))), regenerated_cells)
 
 
-def check_edits(manifest: Manifest) -> None:
+def check_supports_edits(manifest: Manifest) -> None:
     """Raise RequestError if the bundle cannot regenerate a part of an image.
 
     It cannot if it has no image encoder, or one whose codes only serve as the source of image to image.
@@ -250,27 +250,27 @@ def check_edits(manifest: Manifest) -> None:
     if manifest.source is not None:
         problem = f"bundle {manifest.name} generates whole images from an image, and no part of it"
         raise RequestError(problem, field="image", remedy="give it to `lantern-rt run --image`, without a mask")
-    if not manifest.edits_images:
+    if not manifest.can_edit_images:
         problem = f"bundle {manifest.name} has no image encoder"
         remedy = "export it again from its checkpoint, with this version" if manifest.makes_images else ""
         raise RequestError(problem, field="image", remedy=remedy)
 
 
-def find_nearest_size(manifest: Manifest, pixels: tuple[int, int]) -> str | None:
+def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
     """Return the name of the size nearest to an image's: by aspect ratio, then by area.
 
     Args:
-        pixels: width and height of the image.
+        size_in_pixels: width and height of the image.
 
     Returns:
         The name; None if the bundle has a single size.
     """
 
-    def distance(size: Size) -> tuple[float, float]:
-        log_width, log_height = np.log(manifest.pixels(size)) - np.log(pixels)
+    def compute_size_distance(size: Size) -> tuple[float, float]:
+        log_width, log_height = np.log(manifest.size_in_pixels(size)) - np.log(size_in_pixels)
         return round(abs(log_width - log_height), 3), abs(log_width + log_height)
 
-    return min(manifest.sizes, key=distance).name if manifest.sizes else None
+    return min(manifest.sizes, key=compute_size_distance).name if manifest.sizes else None
 
 
 def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:

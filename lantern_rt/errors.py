@@ -15,7 +15,7 @@ LanternError
 
 from __future__ import annotations
 
-_LONGEST = 2000  # maximum number of characters in a message
+_MAX_MESSAGE_LENGTH = 2000  # maximum number of characters in a message
 
 
 def escape_unprintable(text: str) -> str:
@@ -25,11 +25,11 @@ def escape_unprintable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char == "\n" else _escape(ord(char)) for char in text)
+    return "".join(char if char.isprintable() or char == "\n" else _escape_code_point(ord(char)) for char in text)
 
 
-def _escape(code: int) -> str:
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+def _escape_code_point(code_point: int) -> str:
+    return f"\\u{code_point:04x}" if code_point < 0x10000 else f"\\U{code_point:08x}"
 
 
 class LanternError(Exception):
@@ -66,7 +66,11 @@ class LanternError(Exception):
         text = ": ".join(filter(None, [self.field, ", ".join(filter(None, parts))]))
         text = "; ".join(filter(None, [text, self.remedy]))
         text = escape_unprintable(" ".join(text.split()))
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+        return (
+            text
+            if len(text) <= _MAX_MESSAGE_LENGTH
+            else f"{text[: _MAX_MESSAGE_LENGTH // 2]} ... {text[-_MAX_MESSAGE_LENGTH // 2 :]}"
+        )
 
 
 class BundleError(LanternError):
@@ -98,13 +102,13 @@ class BusyError(RequestError):
 
     Args:
         problem: description of the fault, such as the number of images in the queue.
-        seconds: estimated time until a retry can succeed, in seconds, from 1.
+        retry_seconds: estimated time until a retry can succeed, in seconds, from 1.
     """
 
-    def __init__(self, problem: str = "", seconds: int = 1) -> None:
-        super().__init__(problem, remedy=f"try again in about {seconds} s")
-        self.args = problem, seconds
-        self.seconds = seconds
+    def __init__(self, problem: str = "", retry_seconds: int = 1) -> None:
+        super().__init__(problem, remedy=f"try again in about {retry_seconds} s")
+        self.args = problem, retry_seconds
+        self.retry_seconds = retry_seconds
 
 
 class TreeError(RequestError):

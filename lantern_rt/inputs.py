@@ -33,13 +33,14 @@ PARAMETER_NAMES = {
     "token_ids": ("token_ids", "input_ids"),
     "num_images": ("count", "n"),
     "quality": ("quality", "quality_budget"),
-    "together": ("batch", "together"),
+    "max_images_per_pass": ("batch", "max_images_per_pass"),
+    "max_queued_images": ("waiting", "max_queued_images"),
 }
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_BITS = 1 << 12  # maximum size of an integer shown in a message; Python cannot format much longer integers
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # PyTorch's index
-_SHORT = reprlib.Repr()  # stops early, where `repr` would first format the whole value
-vars(_SHORT).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
+_SHORT_REPR = reprlib.Repr()  # stops early, where `repr` would first format the whole value
+vars(_SHORT_REPR).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
 def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
@@ -61,7 +62,7 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
     return int(value)
 
 
-def describe_error_fields(error: ValidationError) -> dict[str, str]:
+def describe_validation_error(error: ValidationError) -> dict[str, str]:
     """Convert the first error of a pydantic validation to the fields of a `LanternError`; `field` is a dotted name."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
@@ -84,7 +85,7 @@ def format_value(value: object) -> str:
     if isinstance(value, str):
         text = repr(value[:80])
     elif isinstance(value, dict | list | tuple | set):
-        text = _SHORT.repr(value)
+        text = _SHORT_REPR.repr(value)
     elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
         text = f"a whole number of {value.bit_length():,} bits"
     else:
@@ -100,7 +101,7 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
     return " ".join((text or type(error).__name__).split())[:max_length]
 
 
-def reraise_interruption(error: BaseException) -> None:
+def reraise_signal_error(error: BaseException) -> None:
     """Raise an error again if a signal's handler raised it, such as a time limit, and not the interrupted code.
 
     Every block that converts any exception calls this first.
@@ -172,19 +173,19 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
     except LanternError:
         raise
     except ValidationError as error:
-        fields = describe_error_fields(error)
+        fields = describe_validation_error(error)
         field = f"{path}: field `{fields.pop('field')}`"
         raise error_class(**fields, field=field, remedy=f"expected {expected}; {remedy}") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reraise_interruption(error)
+        reraise_signal_error(error)
         problem = f"cannot be read ({format_error(error)})" if isinstance(error, OSError) else format_error(error)
         raise error_class(problem, field=str(path), expected=expected, remedy=remedy) from error
 
 
 @contextmanager
-def open_plain_file(path: Path) -> Iterator[BinaryIO]:
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading, without waiting for a pipe or a device.
 
     Raises:
@@ -197,17 +198,17 @@ def open_plain_file(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_plain_file(path: Path, limit: int) -> bytes:
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
     """Read all bytes of a regular file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the path is a pipe or a device, or the file has more than `limit` bytes.
+        ValueError: the path is a pipe or a device, or the file has more than `max_bytes` bytes.
     """
-    with open_plain_file(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"more than {limit:,} bytes")
+    with open_regular_file(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes")
     return data
 
 
@@ -216,5 +217,5 @@ def split_lines(text: str) -> list[str]:
     return [line.removesuffix("\n") for line in StringIO(text.removeprefix("\ufeff"), newline=None)]
 
 
-def _open_nonblocking(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

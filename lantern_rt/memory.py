@@ -22,7 +22,7 @@ from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
 from .prompts import ImageRequest
 from .requests import GenerationSettings, resolve_settings
-from .runtime.drafters import count_nodes
+from .runtime.drafters import count_draft_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50
@@ -30,24 +30,28 @@ MAX_IMAGES = 64  # maximum number of images per forward pass
 BATCH_BYTES = 2 << 30  # maximum memory of a batch; also at most half of the free memory
 _MIN_NODES = 64  # minimum number of nodes per image to reserve for a forward pass
 _BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channels in float32
-_POLL_SECONDS = 0.01  # interval of `PeakMemory`
+_POLL_SECONDS = 0.01  # interval of `PeakMemoryMonitor`
 
 
-def choose_largest_settings(manifest: Manifest) -> GenerationSettings:
+def choose_max_memory_settings(manifest: Manifest) -> GenerationSettings:
     """Return the settings that need the most memory per image: with the EAGLE drafter if the bundle has it."""
     method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})
 
 
-def fit_images(
-    manifest: Manifest, images: Sequence[ImageRequest], settings: GenerationSettings, max_rows: int, free: int | None
+def compute_max_images(
+    manifest: Manifest,
+    images: Sequence[ImageRequest],
+    settings: GenerationSettings,
+    max_rows: int,
+    free_bytes: int | None,
 ) -> int:
     """Compute the maximum number of images per forward pass.
 
     Args:
         images: images of a request; empty: any images.
         max_rows: maximum number of batch rows of the engines; with guidance an image has two rows.
-        free: free memory after loading the weights, bytes; None: one image always fits.
+        free_bytes: free memory after loading the weights, bytes; None: one image always fits.
 
     Returns:
         1 .. 64 images, which need at most 2 GiB and at most half of the free memory, if there are several.
@@ -55,20 +59,22 @@ def fit_images(
     Raises:
         RequestError: one image needs more memory than was free; names the memory needed, by use, and the free memory.
     """
-    tokens = max((len(real) for image in images for real in image.is_real), default=0)
-    needed = _count_image_bytes(manifest, settings, tokens)
-    if free is not None and sum(needed.values()) > free:
-        actual = f"{_format_bytes(free)} free beside the weights"
-        expected = f"{_format_uses(needed)} for an image of a prompt of {tokens:,} tokens"
+    tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
+    needed = _estimate_memory_with_decoder(manifest, settings, tokens)
+    if free_bytes is not None and sum(needed.values()) > free_bytes:
+        actual = f"{_format_bytes(free_bytes)} free beside the weights"
+        expected = f"{_format_memory_uses(needed)} for an image of a prompt of {tokens:,} tokens"
         raise RequestError(
             field="memory", found=actual, expected=expected, remedy="shorten it, or close other programs"
         )
     budget = min(BATCH_BYTES, available_memory() // 2)
-    rows = max_rows // (2 if settings.sampling.guided else 1)
-    return max(1, min(MAX_IMAGES, rows, budget // sum(count_image_bytes(manifest, settings).values())))
+    rows = max_rows // (2 if settings.sampling.uses_guidance else 1)
+    return max(1, min(MAX_IMAGES, rows, budget // sum(estimate_image_memory(manifest, settings).values())))
 
 
-def count_image_bytes(manifest: Manifest, settings: GenerationSettings, prefix: int | None = None) -> dict[str, int]:
+def estimate_image_memory(
+    manifest: Manifest, settings: GenerationSettings, prefix: int | None = None
+) -> dict[str, int]:
     """Estimate the memory for decoding one image.
 
     Args:
@@ -78,26 +84,29 @@ def count_image_bytes(manifest: Manifest, settings: GenerationSettings, prefix: 
         Bytes by use: the caches and the forward passes.
     """
     prompt = manifest.condition.prefix if prefix is None else prefix
-    rows = 2 if settings.sampling.guided else 1
+    rows = 2 if settings.sampling.uses_guidance else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
-    nodes = max(_MIN_NODES, count_nodes(settings.method))
-    draft_tokens = manifest.layout().count_pass_nodes(nodes)
+    nodes = max(_MIN_NODES, count_draft_nodes(settings.method))
+    draft_tokens = manifest.layout().max_pass_nodes(nodes)
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {
-        f"cache of the {role}": count_cache_bytes(spec, rows, columns, itemsize) for role, spec in specs.items() if spec
+        f"cache of the {role}": count_kv_cache_bytes(spec, rows, columns, itemsize)
+        for role, spec in specs.items()
+        if spec
     }
-    prefill = count_pass_bytes(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
-    verification = count_pass_bytes(manifest.target, rows, nodes, columns, itemsize)
+    prefill = estimate_pass_memory(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
+    verification = estimate_pass_memory(manifest.target, rows, nodes, columns, itemsize)
     # Twice: the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}
 
 
-def check_memory(bundle: Bundle, settings: GenerationSettings, prefix: int | None = None) -> None:
+def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens: int | None = None) -> None:
     """Raise an error if the weights and one image need more memory than is free.
 
     Args:
-        prefix: number of prompt tokens; None: the fewest possible, because `fit_images` checks every request.
+        num_prompt_tokens: number of prompt tokens; None: the fewest possible, because `compute_max_images` checks every
+            request.
 
     Raises:
         RequestError: names the memory needed, by use, and the free memory.
@@ -107,19 +116,23 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, prefix: int | Non
     if _uses_drafter_graph(settings):
         roles.insert(1, "drafter")
     weights = sum(count_weight_bytes(bundle, role) for role in roles if role in manifest.files)
-    num_tokens = _min_prompt_tokens(manifest.condition) if prefix is None else prefix
-    needed = {"weights": weights, **_count_image_bytes(manifest, settings, num_tokens)}
+    num_tokens = _min_prompt_tokens(manifest.condition) if num_prompt_tokens is None else num_prompt_tokens
+    needed = {"weights": weights, **_estimate_memory_with_decoder(manifest, settings, num_tokens)}
     free = available_memory()
     if sum(needed.values()) > free:
-        expected = f"{_format_uses(needed)} for bundle {manifest.name}"
+        expected = f"{_format_memory_uses(needed)} for bundle {manifest.name}"
         raise RequestError(
             field="memory", found=f"{_format_bytes(free)} free", expected=expected, remedy="close other programs"
         )
 
 
-def _count_image_bytes(manifest: Manifest, settings: GenerationSettings, prefix: int) -> dict[str, int]:
-    pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
-    return count_image_bytes(manifest, settings, prefix) | {"image decoding": _BYTES_PER_PIXEL * pixels}
+def _estimate_memory_with_decoder(
+    manifest: Manifest, settings: GenerationSettings, num_prompt_tokens: int
+) -> dict[str, int]:
+    size_in_pixels = math.prod(manifest.size_in_pixels(manifest.size(settings.size)))
+    return estimate_image_memory(manifest, settings, num_prompt_tokens) | {
+        "image decoding": _BYTES_PER_PIXEL * size_in_pixels
+    }
 
 
 def _min_prompt_tokens(condition: ConditionSpec) -> int:
@@ -129,73 +142,75 @@ def _min_prompt_tokens(condition: ConditionSpec) -> int:
     return max(len(layout.before) + 1 + len(layout.after), len(layout.uncond or ()))
 
 
-def _format_uses(needed: Mapping[str, int]) -> str:
-    parts = ", ".join(f"{name} {_format_bytes(size)}" for name, size in needed.items())
-    return f"{_format_bytes(sum(needed.values()))} ({parts})"
+def _format_memory_uses(bytes_by_use: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{name} {_format_bytes(size)}" for name, size in bytes_by_use.items())
+    return f"{_format_bytes(sum(bytes_by_use.values()))} ({parts})"
 
 
 def _uses_drafter_graph(settings: GenerationSettings) -> bool:
-    return "eagle" in settings.method.needs.drafters
+    return "eagle" in settings.method.requirements.drafters
 
 
 def _format_bytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 1 << 27 else f"{size / 2**20:.1f} MiB"
 
 
-def count_cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, itemsize: int) -> int:
+def count_kv_cache_bytes(spec: DecoderSpec | DrafterSpec, num_rows: int, cache_length: int, itemsize: int) -> int:
     """Compute the size of a KV cache.
 
     Args:
         spec: sizes of the decoder.
-        rows: number of batch rows.
-        columns: number of cache columns per row.
+        num_rows: number of batch rows.
+        cache_length: number of cache columns per row.
         itemsize: bytes per number.
     """
-    return 2 * spec.num_layers * columns * rows * spec.num_kv_heads * spec.head_dim * itemsize
+    return 2 * spec.num_layers * cache_length * num_rows * spec.num_kv_heads * spec.head_dim * itemsize
 
 
-def count_pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, itemsize: int) -> int:
+def estimate_pass_memory(
+    spec: DecoderSpec | DrafterSpec, num_rows: int, num_nodes: int, past_length: int, itemsize: int
+) -> int:
     """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.
 
     Args:
         spec: sizes of the decoder.
-        rows: number of batch rows.
-        nodes: number of nodes per row.
-        past: number of cache columns that the pass reads.
+        num_rows: number of batch rows.
+        num_nodes: number of nodes per row.
+        past_length: number of cache columns that the pass reads.
         itemsize: bytes per number.
     """
-    logits = nodes * spec.vocab_size * 4  # float32
+    logits = num_nodes * spec.vocab_size * 4  # float32
     scores = (
-        nodes * (past + nodes) * (2 * spec.num_heads + 1) * itemsize
+        num_nodes * (past_length + num_nodes) * (2 * spec.num_heads + 1) * itemsize
     )  # attention mask, two copies of one layer's scores
-    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
-    return rows * (logits + scores + states)
+    states = num_nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
+    return num_rows * (logits + scores + states)
 
 
-def count_weight_bytes(bundle: Bundle, role: str) -> int:
+def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     """Compute the size of a graph's weights in the memory of ONNX Runtime on a CPU.
 
     Floating-point weights are loaded as float32, whatever their stored type; integer weights keep their type.
 
     Args:
-        role: role of the graph, such as `target`.
+        graph_role: role of the graph, such as `target`.
 
     Raises:
         BundleError: the graph cannot be read, or claims more weights than a file can hold.
     """
     manifest = bundle.manifest
-    decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
-    precision = decoder.precision if decoder else manifest.vq_precision if role == "vq_decoder" else None
+    decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
+    precision = decoder.precision if decoder else manifest.vq_precision if graph_role == "vq_decoder" else None
     if precision in (*INTEGER_WEIGHTS, INT8):
-        return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
-    path = bundle.path(role)
-    weights = StoredWeights(path).count_floats()
+        return sum(entry.bytes for name, entry in manifest.files.items() if name in (graph_role, f"{graph_role}.data"))
+    path = bundle.path(graph_role)
+    weights = StoredWeights(path).count_float_elements()
     if weights >= MAX_WEIGHTS:
         raise BundleError(field=str(path), found="weights larger than any file", remedy="export the bundle again")
     return 4 * weights
 
 
-class PeakMemory(threading.Thread):
+class PeakMemoryMonitor(threading.Thread):
     """Context manager that measures the peak memory of the process.
 
     Attributes:
@@ -204,10 +219,10 @@ class PeakMemory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="peak memory", daemon=True)
-        self.bytes = anonymous_memory()
+        self.bytes = measure_process_memory()
         self._done = threading.Event()
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> PeakMemoryMonitor:
         self.start()
         return self
 
@@ -218,10 +233,10 @@ class PeakMemory(threading.Thread):
     def run(self) -> None:
         """Measure repeatedly until the block ends."""
         while self.bytes is not None and not self._done.wait(_POLL_SECONDS):
-            self.bytes = max(self.bytes, anonymous_memory() or 0)
+            self.bytes = max(self.bytes, measure_process_memory() or 0)
 
 
-def anonymous_memory() -> int | None:
+def measure_process_memory() -> int | None:
     """Return the memory of the process in bytes, files excluded; None if the system does not report it."""
     try:
         memory = psutil.Process().memory_info()

@@ -47,7 +47,7 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
-class RequestSetting(NamedTuple):
+class RequestSettingMarker(NamedTuple):
     """Marks a sampling setting that requests may set; the others come from the bundle.
 
     Args:
@@ -79,40 +79,42 @@ class Sampling(FrozenModel, strict=True):
     """
 
     cfg_scale: Annotated[
-        float, Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."), RequestSetting()
+        float,
+        Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."),
+        RequestSettingMarker(),
     ] = 1.0
     cfg_tokens: Annotated[
         CfgTokens,
         Field(description="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster."),
-        RequestSetting("NUMBER|SHARE%"),
+        RequestSettingMarker("NUMBER|SHARE%"),
     ] = None
     cfg_schedule: Annotated[
         CfgSchedule | None,
         Field(description="Linear: guidance grows from 1 to its scale within an image."),
-        RequestSetting("constant|linear"),
+        RequestSettingMarker("constant|linear"),
     ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[
         float,
         Field(ge=0, le=1000, description="Sampling temperature; 0 is greedy."),
         AfterValidator(_check_temperature),
-        RequestSetting(),
+        RequestSettingMarker(),
     ] = 1.0
     top_k: Annotated[
         int,
         Field(ge=0, le=2**31, description="Number of most probable tokens to sample from; 0: all."),
-        RequestSetting(),
+        RequestSettingMarker(),
     ] = 0
     top_p: Annotated[
         float,
         Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."),
-        RequestSetting(),
+        RequestSettingMarker(),
     ] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
-        RequestSetting(),
+        RequestSettingMarker(),
     ] = None
 
     @property
@@ -121,16 +123,16 @@ class Sampling(FrozenModel, strict=True):
         return self.cfg_scale if self.cfg_final is None else self.cfg_final
 
     @property
-    def penalised(self) -> bool:
+    def has_repetition_penalty(self) -> bool:
         """Whether a repetition penalty applies."""
         return self.repetition_penalty not in (None, 1.0)
 
     @property
-    def guided(self) -> bool:
+    def uses_guidance(self) -> bool:
         """Whether every image has an unconditional row beside the conditional row, at least for its first tokens."""
-        return self.cfg_scale != 1.0 and self.count_guided(1 << 30) > 0
+        return self.cfg_scale != 1.0 and self.count_guided_tokens(1 << 30) > 0
 
-    def count_guided(self, num_codes: int) -> int:
+    def count_guided_tokens(self, num_codes: int) -> int:
         """Return how many tokens of an image of `num_codes` tokens are sampled with guidance."""
         if self.cfg_scale == 1.0:
             return 0
@@ -144,7 +146,7 @@ class Sampling(FrozenModel, strict=True):
         return self.temperature == 0.0
 
     @property
-    def filtered(self) -> bool:
+    def filters_tokens(self) -> bool:
         """Whether top-k or top-p removes tokens; always False when greedy."""
         return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
@@ -153,22 +155,22 @@ class Sampling(FrozenModel, strict=True):
 SAMPLING = {
     name: field
     for name, field in Sampling.model_fields.items()
-    if any(isinstance(mark, RequestSetting) for mark in field.metadata)
+    if any(isinstance(mark, RequestSettingMarker) for mark in field.metadata)
 }
 
 
-class MethodNeeds(NamedTuple):
-    """Parts of a bundle that a method uses; see `bundle.manifest.unsupported`.
+class MethodRequirements(NamedTuple):
+    """Parts of a bundle that a method uses; see `bundle.manifest.explain_unsupported`.
 
     Args:
         drafters: drafters of trees, of `heads` and `eagle`, one of which the bundle must have; empty: none is needed.
-        heads: whether the method uses the draft heads of a bundle that has them.
+        uses_heads: whether the method uses the draft heads of a bundle that has them.
         neighbors: number of neighbours per code that the bundle's table must have; 0: no table is needed.
         order: whether the bundle must draw groups of cells; False: it must draw one code after another.
     """
 
     drafters: tuple[str, ...] = ()
-    heads: bool = False
+    uses_heads: bool = False
     neighbors: int = 0
     order: bool = False
 
@@ -185,9 +187,9 @@ class MethodConfig(FrozenModel, strict=True):
     measures_distance: ClassVar[bool] = True
 
     @property
-    def needs(self) -> MethodNeeds:
+    def requirements(self) -> MethodRequirements:
         """Parts of a bundle that the method uses."""
-        return MethodNeeds()
+        return MethodRequirements()
 
     @property
     def exact(self) -> bool:
@@ -204,7 +206,7 @@ class MethodConfig(FrozenModel, strict=True):
         return ":".join([self.method, *(f"{name}={text}" for name, text in texts.items())])
 
 
-class Ar(MethodConfig):
+class Autoregressive(MethodConfig):
     """Plain decoding: no drafts, one token per forward pass."""
 
     method: Literal["ar"] = "ar"
@@ -226,9 +228,9 @@ class TreeMethod(MethodConfig):
     drafter: DrafterName = None
 
     @property
-    def needs(self) -> MethodNeeds:
+    def requirements(self) -> MethodRequirements:
         drafters = ("heads", "eagle") if self.drafter is None else (self.drafter,)
-        return MethodNeeds(drafters, heads="heads" in drafters)
+        return MethodRequirements(drafters, uses_heads="heads" in drafters)
 
     @property
     def uses_draft_heads(self) -> bool:
@@ -261,22 +263,22 @@ class RelaxedMethod(MethodConfig):
     )
 
     @property
-    def needs(self) -> MethodNeeds:
-        return super().needs._replace(neighbors=self.neighbors or 0)
+    def requirements(self) -> MethodRequirements:
+        return super().requirements._replace(neighbors=self.neighbors or 0)
 
     @property
-    def bounds(self) -> tuple[float | None, float | None]:
+    def acceptance_bounds(self) -> tuple[float | None, float | None]:
         """Bounds delta and lambda, None without; at most a single bound is set."""
         return None, None
 
     @property
     def exact(self) -> bool:
         """Whether acceptance is exact, because no bound is set."""
-        return self.bounds == (None, None)
+        return self.acceptance_bounds == (None, None)
 
     @model_validator(mode="after")
-    def _check_parts(self) -> RelaxedMethod:
-        if None not in self.bounds:
+    def _check_parameters(self) -> RelaxedMethod:
+        if None not in self.acceptance_bounds:
             raise ValueError("delta and lambda are two bounds on the same thing, expected one")
         if (self.neighbors is None) != self.exact:
             raise ValueError("neighbors and a bound (delta or lambda) go together")
@@ -303,7 +305,7 @@ class Lantern(RelaxedMethod, TreeMethod):
     delta: Delta = 0.2
 
     @property
-    def bounds(self) -> tuple[float | None, float | None]:
+    def acceptance_bounds(self) -> tuple[float | None, float | None]:
         return self.delta, None
 
 
@@ -316,7 +318,7 @@ class LanternPlusPlus(RelaxedMethod, TreeMethod):
     lambda_: Lambda = 2.0
 
     @property
-    def bounds(self) -> tuple[float | None, float | None]:
+    def acceptance_bounds(self) -> tuple[float | None, float | None]:
         return None, self.lambda_
 
 
@@ -325,7 +327,7 @@ Window = Annotated[
 ]
 
 
-class Sjd(RelaxedMethod):
+class SpeculativeJacobi(RelaxedMethod):
     """Speculative Jacobi decoding: a window of draft tokens from the last target pass; exact unless relaxed."""
 
     method: Literal["sjd"] = "sjd"
@@ -334,12 +336,12 @@ class Sjd(RelaxedMethod):
     lambda_: Lambda = None
 
     @property
-    def bounds(self) -> tuple[float | None, float | None]:
+    def acceptance_bounds(self) -> tuple[float | None, float | None]:
         return self.delta, self.lambda_
 
     @property
-    def needs(self) -> MethodNeeds:
-        return super().needs._replace(heads=True)
+    def requirements(self) -> MethodRequirements:
+        return super().requirements._replace(uses_heads=True)
 
 
 class RowParallel(MethodConfig):
@@ -356,14 +358,14 @@ class RowParallel(MethodConfig):
         return False
 
 
-class Groups(MethodConfig):
+class GroupDecoding(MethodConfig):
     """The order of a bundle that draws several cells in a pass. It is exact, and the bundle has no other method."""
 
     method: Literal["groups"] = "groups"
 
     @property
-    def needs(self) -> MethodNeeds:
-        return MethodNeeds(order=True)
+    def requirements(self) -> MethodRequirements:
+        return MethodRequirements(order=True)
 
 
 Quality = Literal["strict", "balanced", "fast"]
@@ -372,7 +374,7 @@ Quality = Literal["strict", "balanced", "fast"]
 # Every method, by its name; from this table the types below, method strings, manifests and HTTP follow.
 METHODS: dict[str, type[MethodConfig]] = {
     kind.model_fields["method"].default: kind
-    for kind in (Ar, Eagle, Lantern, LanternPlusPlus, Sjd, RowParallel, Groups)
+    for kind in (Autoregressive, Eagle, Lantern, LanternPlusPlus, SpeculativeJacobi, RowParallel, GroupDecoding)
 }
 if TYPE_CHECKING:
     Method: TypeAlias = MethodConfig

@@ -22,26 +22,26 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
 from .completion import supported_methods
-from .edits import check_edits
+from .edits import check_supports_edits
 from .engines.host import available_memory
-from .engines.ort.providers import ON_CPU, Providers
+from .engines.ort.providers import ON_CPU, ProviderChoice
 from .errors import RequestError
 from .inputs import check_int
-from .memory import fit_images
-from .methods import Ar, Sjd
+from .memory import compute_max_images
+from .methods import Autoregressive, SpeculativeJacobi
 from .options import GenerationOptions, ImageSource, Options
-from .output.images import attach_record, grey_out, image_from_pixels, make_blank_image
+from .output.images import attach_recipe, grey_out_cells, image_from_pixels, make_blank_image
 from .output.progress import progress_bars
-from .prepared import PreparedRequest, load_model, make_plan
+from .prepared import PreparedRequest, load_model, make_decode_settings
 from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import GenerationSettings, Request, check_request, resolve_settings
-from .results import Ints, Result, StreamState, StreamStep, build_result, recipe_fields
+from .results import Ints, Result, StreamState, StreamStep, build_recipe_fields, build_result
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
-    from .engines.loader import Engines
+    from .engines.loader import BundleEngines
     from .runtime.likelihood import Likelihood
 
 _LOG = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class Pipeline:
         process: id of the process that loaded the bundle.
     """
 
-    def __init__(self, bundle: Bundle, engines: Engines) -> None:
+    def __init__(self, bundle: Bundle, engines: BundleEngines) -> None:
         self.bundle = bundle
         self._tokenizer = load_bundle_tokenizer(bundle)
-        self._engines: Engines | None = engines
-        self._free = available_memory() if engines.on_cpu else None
+        self._engines: BundleEngines | None = engines
+        self._free_bytes = available_memory() if engines.on_cpu else None
         self.process = os.getpid()
 
     @classmethod
@@ -97,20 +97,20 @@ class Pipeline:
             RequestError: a provider is unknown, or contradicts the engines.
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
-        from .engines.loader import Engines, choose_providers
-        from .published import find_bundle
+        from .engines.loader import BundleEngines, choose_providers
+        from .published import resolve_bundle_name
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
-        requested = Providers.parse(() if provider is None else provider)
-        if folder is not None and requested not in (Providers(), ON_CPU):
+        requested = ProviderChoice.parse(() if provider is None else provider)
+        if folder is not None and requested not in (ProviderChoice(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
         if isinstance(bundle, str):
-            bundle = find_bundle(bundle, download)
-        skipped_roles = folder.replaced_files() if folder else ()
+            bundle = resolve_bundle_name(bundle, download)
+        skipped_roles = folder.list_replaced_files() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
-        loaded = Engines(opened, threads, providers, folder)
+        loaded = BundleEngines(opened, threads, providers, folder)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 
@@ -138,21 +138,21 @@ class Pipeline:
         self.engines.load_all()
         manifest = self.bundle.manifest
         if manifest.neighbors:
-            _ = self.bundle.neighbors
-        _ = self.bundle.heads
+            _ = self.bundle.neighbor_table
+        _ = self.bundle.draft_heads
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
         method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
         settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
         model = load_model(self.bundle, self.engines, [settings.method])
-        plan = make_plan(manifest, settings, self.engines)
+        plan = make_decode_settings(manifest, settings, self.engines)
         steps = decode(model, plan, [Prompt(row, row)], [0])
         for _ in islice(steps, WARM_UP_STEPS):
             pass  # the tokens are not used: they belong to an image without a prompt
         _LOG.info("warmed up bundle %s", manifest.name)
 
     @property
-    def engines(self) -> Engines:
+    def engines(self) -> BundleEngines:
         """The loaded graphs of the bundle.
 
         Raises:
@@ -249,7 +249,7 @@ class Pipeline:
             RequestError, EngineError: same as for a call of the pipeline.
         """
         tries = check_int("tries", tries, 1, 1, MAX_TRIES)
-        check_edits(self.bundle.manifest)
+        check_supports_edits(self.bundle.manifest)
         request: Options = {**options, "image": image, "mask": mask}
         request["num_images"] = tries * (options.get("num_images") or 1)
         result = self(prompts, callback_on_step=callback_on_step, progress=progress, **request)
@@ -317,9 +317,13 @@ class Pipeline:
                 pipeline was closed.
         """
         engines = self.engines
-        settings = self.adapt_settings(request.settings)
-        max_images = fit_images(self.bundle.manifest, request.images, settings, engines.max_rows, self._free)
-        plan = make_plan(self.bundle.manifest, settings, engines, settings.quality is not None and engines.on_cpu)
+        settings = self.adapt_settings_to_engines(request.settings)
+        max_images = compute_max_images(
+            self.bundle.manifest, request.images, settings, engines.max_rows, self._free_bytes
+        )
+        plan = make_decode_settings(
+            self.bundle.manifest, settings, engines, settings.quality is not None and engines.on_cpu
+        )
         return PreparedRequest(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
@@ -334,9 +338,9 @@ class Pipeline:
         Raises:
             RequestError: there is not enough memory, or the pipeline was closed; before the first step.
         """
-        return self._decode(self.prepare(request))
+        return self._generate_steps(self.prepare(request))
 
-    def adapt_settings(self, settings: GenerationSettings) -> GenerationSettings:
+    def adapt_settings_to_engines(self, settings: GenerationSettings) -> GenerationSettings:
         """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
 
         An exact window is limited to the maximum number of nodes in a forward pass of the engines.
@@ -354,28 +358,31 @@ class Pipeline:
             return settings
         method = self.bundle.manifest.presets[settings.quality].devices or settings.method
         max_window = self.engines.max_nodes - 1  # without the root node
-        if isinstance(method, Sjd) and method.exact and method.window > max_window:
-            method = Sjd(window=max_window) if max_window else Ar()
+        if isinstance(method, SpeculativeJacobi) and method.exact and method.window > max_window:
+            method = SpeculativeJacobi(window=max_window) if max_window else Autoregressive()
         return replace(settings, method=method)
 
-    def _decode(self, request: PreparedRequest) -> Generator[StreamStep, None, None]:
+    def _generate_steps(self, request: PreparedRequest) -> Generator[StreamStep, None, None]:
         images = request.images
         settings = request.settings
         state = StreamState(len(images), request.plan.layout.num_codes)
         decode_image = partial(self.decode_image, images, settings)
         max_images = min(len(images), request.max_images)
         for step in decode(request.model(), request.plan, request.prompts(), request.seeds, max_images):
-            yield state.add(step, settings, decode_image)
+            yield state.add_step(step, settings, decode_image)
         assert step.stats is not None
         figures = step.stats.tokens_per_forward_pass, step.stats.seconds
         _LOG.info("%s: %d images, %.2f tokens per forward pass, %.2f s", settings.method, len(images), *figures)
 
-    def decode_image(self, images: Sequence[ImageRequest], settings: GenerationSettings, i: int, cells: Ints) -> Image:
+    def decode_image(
+        self, images: Sequence[ImageRequest], settings: GenerationSettings, image_index: int, codes_by_cell: Ints
+    ) -> Image:
         """Decode image i of a request from its tokens.
 
         Args:
-            i: index of the image.
-            cells: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which become grey.
+            image_index: index of the image.
+            codes_by_cell: token of each cell, int64 `[codes_by_cell]`; -1 in cells that are not generated yet, which
+                become grey.
 
         Returns:
             The image; a complete one has its recipe in `info`.
@@ -386,17 +393,17 @@ class Pipeline:
         self.bundle.check_makes_images()
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
-        edit = images[i].edit
-        if edit is not None and edit.preserved is not None:
-            cells = np.where(cells < 0, edit.preserved, cells)
-        known = cells >= 0
+        edit = images[image_index].edit
+        if edit is not None and edit.preserved_codes is not None:
+            codes_by_cell = np.where(codes_by_cell < 0, edit.preserved_codes, codes_by_cell)
+        known = codes_by_cell >= 0
         if not known.any():
-            return make_blank_image(*manifest.pixels(size))
+            return make_blank_image(*manifest.size_in_pixels(size))
         # The decoder needs a token in every cell: repeat the last known token.
-        filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]
+        filled = codes_by_cell[np.maximum.accumulate(np.where(known, np.arange(len(codes_by_cell)), 0))]
         image = image_from_pixels(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
         if edit is not None:
-            image = edit.blend(image)
+            image = edit.blend_with_original(image)
         if not known.all():
-            return grey_out(image, known.reshape(size.rows, size.columns))
-        return attach_record(image, recipe_fields(self.bundle, settings, images[i]))
+            return grey_out_cells(image, known.reshape(size.rows, size.columns))
+        return attach_recipe(image, build_recipe_fields(self.bundle, settings, images[image_index]))

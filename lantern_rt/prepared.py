@@ -12,16 +12,16 @@ import numpy as np
 from .bundle.files import Bundle
 from .bundle.manifest import Manifest
 from .errors import BundleError
-from .methods import MethodConfig, MethodNeeds
+from .methods import MethodConfig, MethodRequirements
 from .prompts import ImageRequest
 from .requests import GenerationSettings
-from .runtime.drafters import count_nodes
+from .runtime.drafters import count_draft_nodes
 from .runtime.engine import Ints
 from .runtime.likelihood import Likelihood, compute_likelihood
-from .runtime.state import DecodePlan, DrafterLayout, LoadedModel, PrefixRow, Prompt
+from .runtime.state import DecodeSettings, DrafterLayout, LoadedModel, PrefixRow, Prompt
 
 if TYPE_CHECKING:
-    from .engines.loader import Engines
+    from .engines.loader import BundleEngines
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class PreparedRequest:
     """
 
     bundle: Bundle
-    engines: Engines
+    engines: BundleEngines
     images: Sequence[ImageRequest]
     settings: GenerationSettings
-    plan: DecodePlan
+    plan: DecodeSettings
     max_images: int
 
     @property
@@ -72,20 +72,22 @@ class PreparedRequest:
         ]
 
 
-def make_plan(manifest: Manifest, settings: GenerationSettings, engines: Engines, adaptive: bool = False) -> DecodePlan:
+def make_decode_settings(
+    manifest: Manifest, settings: GenerationSettings, engines: BundleEngines, adaptive_window: bool = False
+) -> DecodeSettings:
     """Return how images are generated on some engines.
 
     Args:
         engines: loaded graphs of the bundle, which limit the nodes of a forward pass.
-        adaptive: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
+        adaptive_window: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
     """
-    nodes = count_nodes(settings.method, engines.max_nodes)
-    return DecodePlan(
-        manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive
+    nodes = count_draft_nodes(settings.method, engines.max_nodes)
+    return DecodeSettings(
+        manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive_window
     )
 
 
-def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
+def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
     """Compute the prefix rows of a request's images, once per prompt.
 
     Args:
@@ -98,15 +100,17 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
     Raises:
         BundleError: the condition graph gave another shape than the bundle says, or NaN.
     """
-    negative = images[0].negative
-    negative_row = None if negative is None else engines.compute_condition(negative.inputs)[0]
+    negative_request = images[0].negative_request
+    negative_row = None if negative_request is None else engines.compute_condition(negative_request.condition_inputs)[0]
     edit = images[0].edit
     preserved = None if edit is None else edit.encode(engines.encode_images)
-    for _, group in groupby(images, lambda image: id(image.inputs)):
+    for _, group in groupby(images, lambda image: id(image.condition_inputs)):
         image, *others = group
-        cond, uncond = engines.compute_condition(image.inputs if edit is None else edit.complete(image.inputs))
+        cond, uncond = engines.compute_condition(
+            image.condition_inputs if edit is None else edit.complete_inputs(image.condition_inputs)
+        )
         uncond = uncond if negative_row is None else negative_row
-        if [(1, len(real)) for real in image.is_real] != [cond.shape[:2], uncond.shape[:2]]:
+        if [(1, len(real)) for real in image.attention_masks] != [cond.shape[:2], uncond.shape[:2]]:
             problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
@@ -114,13 +118,17 @@ def compute_prefixes(bundle: Bundle, engines: Engines, images: Sequence[ImageReq
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         nothing = (None, None)
         rows = zip(
-            (cond[0], uncond[0]), image.is_real, image.tokens or nothing, image.positions or nothing, strict=True
+            (cond[0], uncond[0]),
+            image.attention_masks,
+            image.token_ids or nothing,
+            image.position_ids or nothing,
+            strict=True,
         )
         first, second = (PrefixRow(*row, image.first_position) for row in rows)
         yield from [Prompt(first, second, preserved)] * (1 + len(others))
 
 
-def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:
+def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:
     """Load the graphs and tables that the runtime needs to generate images.
 
     Args:
@@ -131,18 +139,18 @@ def load_model(bundle: Bundle, engines: Engines, methods: Sequence[MethodConfig]
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
-    everything = MethodNeeds(("eagle",), True, manifest.neighbors)
-    needs = [everything] if methods is None else [method.needs for method in methods]
-    uses_drafter = any("eagle" in each.drafters for each in needs)
-    uses_heads = any(each.heads for each in needs)
-    uses_neighbors = any(each.neighbors for each in needs)
+    everything = MethodRequirements(("eagle",), True, manifest.neighbors)
+    requirements = [everything] if methods is None else [method.requirements for method in methods]
+    uses_drafter = any("eagle" in each.drafters for each in requirements)
+    uses_heads = any(each.uses_heads for each in requirements)
+    uses_neighbors = any(each.neighbors for each in requirements)
     return LoadedModel(
         engines.target,
         engines.drafter if uses_drafter else None,
         manifest.target.max_positions,
         DrafterLayout(**layout),
-        bundle.neighbors if uses_neighbors else None,
+        bundle.neighbor_table if uses_neighbors else None,
         engines.rounding,
         engines.max_nodes,
-        bundle.heads if uses_heads else None,
+        bundle.draft_heads if uses_heads else None,
     )

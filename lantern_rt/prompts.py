@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
 from .bundle.manifest import Manifest, Size
-from .edits import Edit
+from .edits import ImageEdit
 from .errors import RequestError
 from .inputs import check_int, format_error, format_value
 from .options import Embeddings
@@ -25,7 +25,7 @@ from .text.words import WordTokenizer, read_word_tokenizer
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 PROMPT_LIMIT = 2000  # characters
-_MAX_ID = 2**31 - 1  # Maximum token id.
+_MAX_TOKEN_ID = 2**31 - 1  # Maximum token id.
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,28 @@ class ImageRequest:
     """Image to generate, with its prompt, seed and condition inputs.
 
     Attributes:
-        label: prompt, class id or token ids; None for embeddings.
-        inputs: inputs of the condition graph by name, `[1, ...]`.
-        is_real: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
-        tokens: token ids of the conditional and the unconditional row, int64 `[prefix]`; None if the condition graph
+        prompt_or_class_id: prompt, class id or token ids; None for embeddings.
+        condition_inputs: inputs of the condition graph by name, `[1, ...]`.
+        attention_masks: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
+        token_ids: token ids of the conditional and the unconditional row, int64 `[prefix]`; None if the condition graph
             does not read ids of a joint vocabulary.
         seed: random seed, 0 .. 2**64 - 1.
-        negative: negative prompt, whose conditional row replaces the unconditional row; shared by all images of a
-            request.
+        negative_request: negative prompt, whose conditional row replaces the unconditional row; shared by all images of
+            a request.
         edit: image of which a part is generated again, or source image; shared by all images of a request.
         first_position: position of the first code; None: the prompt begins at position 0.
-        positions: position of each token of both rows, int64 `[prefix]`; None: they are consecutive.
+        position_ids: position of each token of both rows, int64 `[prefix]`; None: they are consecutive.
     """
 
-    label: Label
-    inputs: dict[str, NDArray[Any]]
-    is_real: tuple[NDArray[np.bool_], NDArray[np.bool_]]
-    tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    prompt_or_class_id: Label
+    condition_inputs: dict[str, NDArray[Any]]
+    attention_masks: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    token_ids: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
-    negative: ImageRequest | None = None
-    edit: Edit | SourceImage | None = None
+    negative_request: ImageRequest | None = None
+    edit: ImageEdit | SourceImage | None = None
     first_position: int | None = None
-    positions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    position_ids: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -65,15 +65,15 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     if condition.layout is not None:
         return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
     if condition.kind == "words":
-        return replace(read_word_tokenizer(bundle.path("tokenizer")), examples=tuple(bundle.examples))
+        return replace(read_word_tokenizer(bundle.path("tokenizer")), example_prompts=tuple(bundle.example_prompts))
     return None
 
 
-def _numbered_field(name: str, i: int, count: int) -> str:
-    return name if count == 1 else f"{name} {i + 1} of {count}"
+def _format_field_name(name: str, index: int, count: int) -> str:
+    return name if count == 1 else f"{name} {index + 1} of {count}"
 
 
-def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
+def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
     """Prepare one image per class id.
 
     Raises:
@@ -81,31 +81,31 @@ def prepare_class_ids(condition: ConditionSpec, class_ids: list[Any]) -> list[Im
     """
     last = (condition.classes or 1) - 1
     count = len(class_ids)
-    ids = [check_int(_numbered_field("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
+    ids = [check_int(_format_field_name("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
     real = np.ones(condition.prefix, np.bool_)
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
 
-def prepare_prompts(
-    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative: Any = None
+def build_prompt_requests(
+    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
     """Prepare one image per prompt.
 
     Args:
         size: size of the images, which some prompt templates state.
         prompts: prompts, checked here.
-        negative: negative prompt; None: none.
+        negative_prompt: negative prompt; None: none.
 
     Raises:
         RequestError: a prompt is empty, too long or not text; the error says which prompt.
     """
     return _add_negative_prompts(
-        _prepare_prompts("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative
+        _build_text_requests("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative_prompt
     )
 
 
-def prepare_token_ids(
-    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative: Any = None
+def build_token_id_requests(
+    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
     """Prepare one image per prompt of token ids.
 
@@ -113,65 +113,69 @@ def prepare_token_ids(
         tokenizer: tokenizer of the bundle, whose vocabulary the ids belong to.
         size: size of the images, whose tokens end the ids for kind `tokens`.
         prompts: token ids of a prompt, or of several prompts, checked here.
-        negative: negative prompt as text; None: none.
+        negative_prompt: negative prompt as text; None: none.
 
     Raises:
         RequestError: ids are unknown, too many, or do not begin and end as the bundle's template.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
-    names = [_numbered_field("token_ids", i, len(rows)) for i in range(len(rows))]
-    requests = [_prepare_ids(name, condition, tokenizer, size, row) for name, row in zip(names, rows, strict=True)]
-    return _add_negative_prompts(requests, condition, tokenizer, size, negative)
+    names = [_format_field_name("token_ids", i, len(rows)) for i in range(len(rows))]
+    requests = [
+        _build_token_id_request(name, condition, tokenizer, size, row) for name, row in zip(names, rows, strict=True)
+    ]
+    return _add_negative_prompts(requests, condition, tokenizer, size, negative_prompt)
 
 
-def _prepare_ids(
-    name: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, row: list[Any]
+def _build_token_id_request(
+    field_name: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt_ids: list[Any]
 ) -> ImageRequest:
-    ids = [check_int(name, value, -1, 0, _MAX_ID) for value in row]
-    before, after = ((), ()) if condition.layout is None else condition.layout.ends(size.tokens)
+    ids = [check_int(field_name, value, -1, 0, _MAX_TOKEN_ID) for value in prompt_ids]
+    before, after = ((), ()) if condition.layout is None else condition.layout.surrounding_tokens(size.tokens)
     text = ids[len(before) : len(ids) - len(after)]
     if ids != [*before, *text, *after]:
         expected = f"{[*before]} before the text and {[*after]} behind it, as size {size.name} requires"
-        raise RequestError(field=name, found=format_value(ids[: len(before)] + ids[-len(after) :]), expected=expected)
+        raise RequestError(
+            field=field_name, found=format_value(ids[: len(before)] + ids[-len(after) :]), expected=expected
+        )
     if not text or len(ids) > condition.prefix:
         limits = f"{len(before) + 1 + len(after)} .. {condition.prefix:,}"
-        raise RequestError(field=name, found=f"{len(ids):,} ids", expected=limits)
+        raise RequestError(field=field_name, found=f"{len(ids):,} ids", expected=limits)
     if unknown := [i for i in text if not tokenizer.has_id(i)]:
-        raise RequestError(field=name, found=f"{unknown[0]}", expected="ids of the bundle's tokenizer")
+        raise RequestError(field=field_name, found=f"{unknown[0]}", expected="ids of the bundle's tokenizer")
     padded = text + [0] * (condition.prefix - len(text)) if condition.kind == "words" else text
-    return _image_request(condition, size, tuple(ids), np.array(padded, np.int64))
+    return _build_image_request(condition, size, tuple(ids), np.array(padded, np.int64))
 
 
 def _add_negative_prompts(
-    requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative: Any
+    requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative_prompt: Any
 ) -> list[ImageRequest]:
     """Replace the unconditional rows by the conditional row of a negative prompt, unless it is None."""
-    if negative is None:
+    if negative_prompt is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
         tokenizer = replace(tokenizer, template=condition.layout.negative)
-    (negative_request,) = _prepare_prompts("negative_prompt", condition, tokenizer, size, [negative])
+    (negative_request,) = _build_text_requests("negative_prompt", condition, tokenizer, size, [negative_prompt])
     replaced = []
     for request in requests:
-        tokens = None
-        if request.tokens and negative_request.tokens:
-            tokens = (request.tokens[0], negative_request.tokens[0])
-        real = (request.is_real[0], negative_request.is_real[0])
-        replaced.append(replace(request, is_real=real, tokens=tokens, negative=negative_request))
+        token_ids = None
+        if request.token_ids and negative_request.token_ids:
+            token_ids = (request.token_ids[0], negative_request.token_ids[0])
+        real = (request.attention_masks[0], negative_request.attention_masks[0])
+        replaced.append(replace(request, attention_masks=real, token_ids=token_ids, negative_request=negative_request))
     return replaced
 
 
-def _prepare_prompts(
+def _build_text_requests(
     field: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any]
 ) -> list[ImageRequest]:
     if isinstance(tokenizer, TemplateTokenizer):
-        tokenizer = tokenizer.for_size(size.name)
+        tokenizer = tokenizer.fill_size(size.name)
     requests = []
     for i, prompt in enumerate(prompts):
         try:
-            requests.append(_prepare_prompt(condition, tokenizer, size, prompt))
+            requests.append(_build_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
-            error.field = _numbered_field(field, i, len(prompts))
+            error.field = _format_field_name(field, i, len(prompts))
             if near := tokenizer.find_nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
                 error.suggestions = tuple(near)
                 error.remedy = "; ".join(
@@ -181,7 +185,7 @@ def _prepare_prompts(
     return requests
 
 
-def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
+def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
     if not prompt.strip():
@@ -191,31 +195,33 @@ def _prepare_prompt(condition: ConditionSpec, tokenizer: PromptTokenizer, size: 
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
     layout = condition.layout
-    before, after = ((), ()) if layout is None else layout.ends(size.tokens)
+    before, after = ((), ()) if layout is None else layout.surrounding_tokens(size.tokens)
     text = prompt.strip() if layout is not None and layout.strip else prompt
     ids = tokenizer.encode(text, condition.prefix - len(before) - len(after))
-    return _image_request(condition, size, prompt, ids)
+    return _build_image_request(condition, size, prompt, ids)
 
 
-def _image_request(condition: ConditionSpec, size: Size, label: Label, ids: NDArray[np.int64]) -> ImageRequest:
+def _build_image_request(
+    condition: ConditionSpec, size: Size, prompt_or_class_id: Label, ids: NDArray[np.int64]
+) -> ImageRequest:
     """Create the request of an image from the token ids of its text, int64 `[n]`."""
     layout = condition.layout
     prefix = condition.prefix
     if layout is None:
         real = np.arange(prefix) >= prefix - len(ids)
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
-        return ImageRequest(label, {"token_ids": ids[None], **mask}, (real, real))
-    before, after = layout.ends(size.tokens)
+        return ImageRequest(prompt_or_class_id, {"token_ids": ids[None], **mask}, (real, real))
+    before, after = layout.surrounding_tokens(size.tokens)
     cond = np.array([*before, *ids, *after], np.int64)
     uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
     if layout.uncond_fill is not None:
         uncond[len(before) : len(cond) - len(after)] = layout.uncond_fill
-    inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
+    condition_inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     rows = (np.ones(len(cond), bool), np.ones(len(uncond), bool))
-    return ImageRequest(label, inputs, rows, (cond, uncond), first_position=size.first_position)
+    return ImageRequest(prompt_or_class_id, condition_inputs, rows, (cond, uncond), first_position=size.first_position)
 
 
-def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: SourceImage) -> ImageRequest:
+def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, source: SourceImage) -> ImageRequest:
     """Insert a source image before the text of a prompt.
 
     The image to generate has the positions of its size. Every token before it has the position of the image's first
@@ -231,9 +237,9 @@ def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: S
     spec = manifest.source
     first = size.first_position
     assert spec is not None
-    assert request.tokens is not None
+    assert request.token_ids is not None
     assert first is not None
-    text, uncond = request.tokens
+    text, uncond = request.token_ids
     alone = source.size.with_source()
     cells = np.arange(alone.codes)
     behind = len(spec.after) + len(text)
@@ -246,25 +252,25 @@ def with_source(request: ImageRequest, manifest: Manifest, size: Size, source: S
         return moved
 
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
-    positions = np.concatenate([before(len(spec.before), distance), places, before(behind, 0)])
+    position_ids = np.concatenate([before(len(spec.before), distance), places, before(behind, 0)])
     return replace(
         request,
-        inputs={**request.inputs, "token_ids": ids[None]},
-        is_real=(np.ones(len(ids), np.bool_), request.is_real[1]),
-        tokens=(ids, uncond),
-        positions=(positions, before(len(uncond), 0)),
+        condition_inputs={**request.condition_inputs, "token_ids": ids[None]},
+        attention_masks=(np.ones(len(ids), np.bool_), request.attention_masks[1]),
+        token_ids=(ids, uncond),
+        position_ids=(position_ids, before(len(uncond), 0)),
         edit=source,
     )
 
 
-def _to_array(values: Any) -> NDArray[Any]:
+def _convert_to_numpy(values: Any) -> NDArray[Any]:
     if hasattr(values, "detach"):  # a PyTorch tensor; NumPy reads neither gradients nor bfloat16
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
     return np.asarray(values)
 
 
-def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
+def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
     """Prepare one image per text embedding: left-pad the rows, and set the padding to zero.
 
     Args:
@@ -278,8 +284,8 @@ def prepare_embeddings(condition: ConditionSpec, embeddings: Embeddings) -> list
     rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)
     try:
         with np.errstate(over="ignore"):  # infinite values raise an error below
-            values = _to_array(rows).astype(np.float32, casting="same_kind")
-        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else _to_array(mask).astype(np.bool_)
+            values = _convert_to_numpy(rows).astype(np.float32, casting="same_kind")
+        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else _convert_to_numpy(mask).astype(np.bool_)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # PyTorch raises RuntimeError
         raise RequestError(
             field="embeddings", found=format_error(error), expected="an array of numbers and a mask"

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, TypeAdapter
 
 from .bundle.files import open_bundle
-from .bundle.hub import parse_reference
+from .bundle.hub import parse_hub_reference
 from .engines.host import EXPORT_BYTES, check_free_memory, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
-from .output.files import check_disks, check_new_folder, convert_output_errors
+from .output.files import check_disk_space, check_new_folder, convert_output_errors
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -34,7 +34,7 @@ _MANIFEST = "bundle.json"
 _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"
 
 
-class FinishedBundle(FrozenModel):
+class PublishedBundle(FrozenModel):
     """A bundle of a published model on the hub: `run` needs no PyTorch, and downloads less.
 
     Attributes:
@@ -55,7 +55,7 @@ class FinishedBundle(FrozenModel):
     @property
     def repositories(self) -> list[str]:
         """Hub repository of the bundle."""
-        return [parse_reference(self.reference, BundleError)[0]]
+        return [parse_hub_reference(self.reference, BundleError)[0]]
 
 
 class PublishedModel(FrozenModel):
@@ -87,7 +87,7 @@ class PublishedModel(FrozenModel):
     licence: str
     login: bool = False
     makes_images: bool = True
-    bundles: dict[str, FinishedBundle] = Field(default_factory=dict)
+    bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
 
     export_libraries: ClassVar = ("torch", "onnx", "onnxruntime")
     export_bytes: ClassVar = EXPORT_BYTES
@@ -110,18 +110,18 @@ class PublishedModel(FrozenModel):
     @property
     def repositories(self) -> list[str]:
         """Hub repositories of the checkpoints, each once."""
-        return [*dict.fromkeys(parse_reference(text, CheckpointError)[0] for text in self.files.values())]
+        return [*dict.fromkeys(parse_hub_reference(text, CheckpointError)[0] for text in self.files.values())]
 
 
 @cache
-def published_models() -> dict[str, PublishedModel]:
+def load_published_models() -> dict[str, PublishedModel]:
     """Return the published models by name."""
     return TypeAdapter(dict[str, PublishedModel]).validate_json(TABLE.read_bytes())
 
 
-def find_model(name: str) -> PublishedModel:
+def find_published_model(name: str) -> PublishedModel:
     """Return a published model; raise RequestError if the name is unknown."""
-    models = published_models()
+    models = load_published_models()
     if name not in models:
         remedy = "`lantern-rt models` lists the names"
         raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
@@ -143,33 +143,33 @@ def choose_default_precision() -> str:
     return "fp16" if detect_provider(import_onnxruntime()) == "cuda" else "int8"
 
 
-def cached_bundles(name: str) -> list[Path]:
+def list_cached_bundles(name: str) -> list[Path]:
     """Return the cached bundles of a published model, in all precisions.
 
     Raises:
         OutputError: the cache cannot be read.
     """
-    with _reading_cache() as folder:
+    with _open_cache_folder() as folder:
         return sorted(path.parent for path in folder.glob(f"{name}@*/{_MANIFEST}"))
 
 
-def cached_bundle(name: str) -> Path | None:
+def find_cached_bundle(name: str) -> Path | None:
     """Return the cached bundle of a published model for this host, None if there is none.
 
     Raises:
         OutputError: the cache cannot be read.
     """
-    with _reading_cache():
-        folder = _bundle_folder(name)
+    with _open_cache_folder():
+        folder = _cached_bundle_folder(name)
         return folder if (folder / _MANIFEST).is_file() else None
 
 
-def _bundle_folder(name: str) -> Path:
+def _cached_bundle_folder(name: str) -> Path:
     return models_cache_folder() / f"{name}@{choose_default_precision()}"
 
 
 @contextmanager
-def _reading_cache() -> Iterator[Path]:
+def _open_cache_folder() -> Iterator[Path]:
     folder = models_cache_folder()
     with convert_read_errors(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
         with suppress(FileNotFoundError):
@@ -179,30 +179,30 @@ def _reading_cache() -> Iterator[Path]:
 
 def is_published(name: str) -> bool:
     """Return whether a bundle's name is that of a published model; a folder of this name takes precedence."""
-    return name in published_models() and not Path(name).is_dir()
+    return name in load_published_models() and not Path(name).is_dir()
 
 
-def is_missing(name: str) -> bool:
+def is_missing_from_cache(name: str) -> bool:
     """Return whether a bundle's name is that of a published model that is not in the cache."""
-    return is_published(name) and cached_bundle(name) is None
+    return is_published(name) and find_cached_bundle(name) is None
 
 
-def find_source(name: str, export: bool = False) -> PublishedModel | FinishedBundle:
+def find_bundle_source(name: str, force_export: bool = False) -> PublishedModel | PublishedBundle:
     """Return where a bundle for this host comes from: the finished bundle, or without it the checkpoints.
 
     Args:
-        export: whether to export it in any case.
+        force_export: whether to export it in any case.
     """
-    model = find_model(name)
-    finished = model.bundles.get(choose_default_precision()) if model.bundles and not export else None
+    model = find_published_model(name)
+    finished = model.bundles.get(choose_default_precision()) if model.bundles and not force_export else None
     return finished or model
 
 
-def check_host(name: str, export: bool = False) -> None:
+def check_host_requirements(name: str, force_export: bool = False) -> None:
     """Check that a published model can be downloaded, exported if it has to be, and used on this host.
 
     Args:
-        export: whether to export it even if there is a finished bundle.
+        force_export: whether to export it even if there is a finished bundle.
 
     Raises:
         EngineError: a library that exports need is not installed.
@@ -210,8 +210,8 @@ def check_host(name: str, export: bool = False) -> None:
         OutputError: a cache cannot be read or written, or there is too little disk.
         CheckpointError: the hub asks for a login, and there is none.
     """
-    model = find_model(name)
-    source = find_source(name, export)
+    model = find_published_model(name)
+    source = find_bundle_source(name, force_export)
     for library in source.export_libraries:
         require_library(library, "export", "cpu,export")
     from huggingface_hub import constants, get_token
@@ -219,7 +219,7 @@ def check_host(name: str, export: bool = False) -> None:
     needed = max(source.export_bytes, model.memory_bytes * (2 if choose_default_precision() == "fp16" else 1))
     check_free_memory(needed, "use a smaller model")
     try:
-        folder = _bundle_folder(name)
+        folder = _cached_bundle_folder(name)
         check_new_folder(folder.parent / "new" if os.path.islink(folder) else folder, True, _MANIFEST)
     except OutputError as error:
         error.remedy = _OTHER_CACHE
@@ -227,37 +227,39 @@ def check_host(name: str, export: bool = False) -> None:
     hub = Path(constants.HF_HUB_CACHE)
     remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
     with convert_read_errors(hub, "a folder of checkpoints", OutputError, remedy):
-        downloaded = sum(_downloaded_bytes(hub, repository) for repository in source.repositories)
-        check_disks([(hub, source.download_bytes - downloaded), (models_cache_folder(), source.bundle_bytes)], remedy)
+        downloaded = sum(_count_downloaded_bytes(hub, repository) for repository in source.repositories)
+        check_disk_space(
+            [(hub, source.download_bytes - downloaded), (models_cache_folder(), source.bundle_bytes)], remedy
+        )
     if source.login and get_token() is None:
         pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
         raise CheckpointError("the hub asks for a login", field=name, remedy=remedy)
 
 
-def _downloaded_bytes(hub: Path, repository: str) -> int:
-    blobs = hub / f"models--{repository.replace('/', '--')}" / "blobs"
+def _count_downloaded_bytes(hub_cache: Path, repository: str) -> int:
+    blobs = hub_cache / f"models--{repository.replace('/', '--')}" / "blobs"
     return sum(file.stat().st_size for file in blobs.glob("*") if file.suffix != ".incomplete")
 
 
-def export_published(name: str, progress: Progress | None = None) -> Path:
+def export_published_model(name: str, progress: Progress | None = None) -> Path:
     """Download a published model, unless the hub's cache has it, and export it to the cache of bundles.
 
     Returns:
         The folder of the bundle, which appears whole or not at all.
 
     Raises:
-        LanternError: the same as `check_host`; the hub cannot be reached; or the export fails.
+        LanternError: the same as `check_host_requirements`; the hub cannot be reached; or the export fails.
     """
     from .export.progress import ignore_progress
 
-    check_host(name, export=True)
-    folder = _bundle_folder(name)
-    with _lock_output(folder, progress or ignore_progress):
-        if os.path.islink(folder) and cached_bundle(name) is None:  # a link to a finished bundle that is gone
+    check_host_requirements(name, force_export=True)
+    folder = _cached_bundle_folder(name)
+    with _lock_output_folder(folder, progress or ignore_progress):
+        if os.path.islink(folder) and find_cached_bundle(name) is None:  # a link to a finished bundle that is gone
             with convert_output_errors(folder):
                 folder.unlink()
-        if cached_bundle(name) is None:  # else by the program that had the lock
+        if find_cached_bundle(name) is None:  # else by the program that had the lock
             export_bundle(name, folder, choose_default_precision(), progress)
     return folder
 
@@ -276,21 +278,21 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     Raises:
         LanternError: the hub cannot be reached, or the export fails.
     """
-    from .export.graph.precision import read_precisions
+    from .export.graph.precision import parse_precisions
     from .export.progress import ignore_progress
-    from .export.registry import read_family
+    from .export.registry import read_family_checkpoints
     from .export.writer import export_model
 
     report = progress or ignore_progress
-    model = find_model(name)
+    model = find_published_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
-    loaded = read_family(model.family, model.export_options, report, model.cfg_scale)
+    loaded = read_family_checkpoints(model.family, model.export_options, report, model.cfg_scale)
     loaded = replace(loaded, licence=model.licence)
-    return export_model(loaded, output, name=name, precisions=read_precisions(**choice), force=True, progress=report)
+    return export_model(loaded, output, name=name, precisions=parse_precisions(**choice), force=True, progress=report)
 
 
 @contextmanager
-def _lock_output(output: Path, report: Progress) -> Iterator[None]:
+def _lock_output_folder(output: Path, report: Progress) -> Iterator[None]:
     """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
     from filelock import FileLock, Timeout
 
@@ -307,31 +309,31 @@ def _lock_output(output: Path, report: Progress) -> Iterator[None]:
         lock.release()
 
 
-def fetch_published(name: str, progress: Progress | None = None, export: bool = False) -> Path:
+def fetch_published_model(name: str, progress: Progress | None = None, force_export: bool = False) -> Path:
     """Download the finished bundle of a published model, or its checkpoints to export them.
 
     Args:
         progress: progress callback of an export.
-        export: whether to export it even if there is a finished bundle.
+        force_export: whether to export it even if there is a finished bundle.
 
     Returns:
         The folder of the bundle in the cache.
 
     Raises:
         BundleError: the finished bundle cannot be downloaded, or differs from the table's digest.
-        LanternError: the same as for `export_published`.
+        LanternError: the same as for `export_published_model`.
     """
-    source = find_source(name, export)
+    source = find_bundle_source(name, force_export)
     if isinstance(source, PublishedModel):
-        return export_published(name, progress)
-    check_host(name)
+        return export_published_model(name, progress)
+    check_host_requirements(name)
     try:
         bundle = open_bundle(source.reference, digest=source.digest)
     except BundleError as error:
         instead = f"`lantern-rt run {name} --export` exports it from its checkpoint"
         error.remedy = "; ".join(filter(None, [error.remedy, instead]))
         raise
-    folder = _bundle_folder(name)
+    folder = _cached_bundle_folder(name)
     with convert_output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         link = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -340,7 +342,7 @@ def fetch_published(name: str, progress: Progress | None = None, export: bool = 
     return folder
 
 
-def find_bundle(name: str, download: bool = False) -> str | Path:
+def resolve_bundle_name(name: str, download: bool = False) -> str | Path:
     """Return the cached bundle of a published model, and any other name unchanged.
 
     Args:
@@ -349,12 +351,12 @@ def find_bundle(name: str, download: bool = False) -> str | Path:
 
     Raises:
         BundleError: the model is not in the cache.
-        LanternError: the same as for `fetch_published`.
+        LanternError: the same as for `fetch_published_model`.
     """
     if not is_published(name):
         return name
-    cached = cached_bundle(name)
+    cached = find_cached_bundle(name)
     if cached is None and not download:
         remedy = f"`lantern-rt run {name}` downloads it; in Python, download=True"
         raise BundleError("a published model that is not in the cache", field=f"bundle {name!r}", remedy=remedy)
-    return cached or fetch_published(name)
+    return cached or fetch_published_model(name)

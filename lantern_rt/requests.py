@@ -15,8 +15,8 @@ from typing import Any, get_args
 import numpy as np
 
 from .bundle.manifest import Manifest, Size
-from .completion import check_method, resolve_method, validate_fields
-from .edits import check_edits, find_nearest_size, prepare_edit, read_image, read_image_size
+from .completion import check_method, resolve_method, validate_model
+from .edits import check_supports_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
 from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
@@ -24,13 +24,13 @@ from .options import Embeddings, ImageSource, Options
 from .prompts import (
     ImageRequest,
     PromptTokenizer,
-    prepare_class_ids,
-    prepare_embeddings,
-    prepare_prompts,
-    prepare_token_ids,
-    with_source,
+    build_class_requests,
+    build_embedding_requests,
+    build_prompt_requests,
+    build_token_id_requests,
+    insert_source_image,
 )
-from .sources import prepare_source
+from .sources import prepare_source_image
 
 IMAGES_LIMIT = 1024  # images per request
 SEED_LIMIT = 2**64
@@ -57,19 +57,19 @@ class GenerationSettings:
         sampling: sampling settings.
         size: name of the image size, `WIDTHxHEIGHT`; None if the bundle has a single size.
         quality: preset that the method comes from; None if the request named a method.
-        source: whether images are generated from a source image.
+        has_source_image: whether images are generated from a source image.
     """
 
     method: MethodConfig
     sampling: Sampling
     size: str | None = None
     quality: Quality | None = None
-    source: bool = False
+    has_source_image: bool = False
 
     def image_size(self, manifest: Manifest) -> Size:
         """Return the size of the images."""
         size = manifest.size(self.size)
-        return size.with_source() if self.source else size
+        return size.with_source() if self.has_source_image else size
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings that are not None, by their public names, ready for JSON."""
@@ -105,22 +105,22 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
         RequestError: an option is invalid; the error names it and the cure.
         TypeError: an option does not exist.
     """
-    options = {name: _to_python(value) for name, value in options.items() if value is not None}
-    _check_names(options)
-    _check_quality(options)
+    options = {name: _convert_numpy_value(value) for name, value in options.items() if value is not None}
+    _check_option_names(options)
+    _check_quality_option(options)
     size = _resolve_size(manifest, options.get("size"))
     parameters = {name: options[name] for name in SAMPLING if name in options}
-    sampling = validate_fields(Sampling, manifest.sampling.model_dump() | parameters)
+    sampling = validate_model(Sampling, manifest.sampling.model_dump() | parameters)
     sampling = _check_guidance(sampling, parameters.keys(), manifest.size(size).codes)
     quality: Quality | None = options.get("quality")
     method = options.get("method")
     if method is None:
         quality = quality or "strict"
-        method = _preset_method(manifest, quality)
+        method = _find_preset_method(manifest, quality)
     return GenerationSettings(resolve_method(manifest, method), sampling, size, quality)
 
 
-def _check_names(options: Mapping[str, Any]) -> None:
+def _check_option_names(options: Mapping[str, Any]) -> None:
     """Raise an error for options that do not exist, and for method parameters outside a method string.
 
     Raises:
@@ -140,26 +140,26 @@ def _check_names(options: Mapping[str, Any]) -> None:
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
 
 
-def _check_guidance(sampling: Sampling, chosen: Collection[str], num_codes: int) -> Sampling:
+def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num_codes: int) -> Sampling:
     """Return the sampling settings after checking guidance; defaults that do nothing without guidance are removed.
 
     Args:
-        chosen: names of the settings that do not come from the bundle.
+        requested_settings: names of the settings that do not come from the bundle.
         num_codes: number of tokens of the image.
     """
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
-            if field in chosen:
-                raise _unguided_error(field)
+            if field in requested_settings:
+                raise _make_no_guidance_error(field)
         return sampling.model_copy(update={"cfg_tokens": None, "cfg_schedule": None})
     count = sampling.cfg_tokens
-    if isinstance(count, int) and count > num_codes and "cfg_tokens" in chosen:
+    if isinstance(count, int) and count > num_codes and "cfg_tokens" in requested_settings:
         expected = f"0 .. {num_codes}, or a share such as 50%"
         raise RequestError(field="cfg_tokens", found=format_value(count), expected=expected)
     return sampling
 
 
-def _unguided_error(field: str) -> RequestError:
+def _make_no_guidance_error(field: str) -> RequestError:
     remedy = "omit it, or give a larger cfg_scale"
     return RequestError("does nothing without guidance", field=field, found="cfg_scale 1", remedy=remedy)
 
@@ -171,7 +171,7 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
     return manifest.size(size).name if manifest.sizes else None
 
 
-def _check_quality(options: Mapping[str, Any]) -> None:
+def _check_quality_option(options: Mapping[str, Any]) -> None:
     quality = options.get("quality")
     if quality is not None and options.get("method") is not None:
         raise RequestError("a quality and a method", field="quality", remedy="give one of them")
@@ -179,11 +179,11 @@ def _check_quality(options: Mapping[str, Any]) -> None:
         raise RequestError(field="quality", found=format_value(quality), expected=", ".join(get_args(Quality)))
 
 
-def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
+def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
     """Check the options of a request as far as no bundle is needed, for example before a bundle is downloaded.
 
     Args:
-        subjects: number of prompts, class ids or embeddings.
+        num_prompts: number of prompts, class ids or embeddings.
         seed, num_images: see `Options`.
         options: options of `resolve_settings`, without None.
 
@@ -193,13 +193,13 @@ def check_options(subjects: int, seed: int = 0, num_images: int = 1, **options: 
     Raises:
         RequestError: no bundle takes an option.
     """
-    _check_quality(options)
-    validate_fields(Sampling, {name: options[name] for name in SAMPLING if name in options})
-    _check_seeds(seed, subjects, check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
+    _check_quality_option(options)
+    validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
+    _check_seeds(seed, num_prompts, check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
     return check_method(options["method"]) if "method" in options else None
 
 
-def _preset_method(manifest: Manifest, quality: str) -> MethodConfig:
+def _find_preset_method(manifest: Manifest, quality: str) -> MethodConfig:
     if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
@@ -207,13 +207,13 @@ def _preset_method(manifest: Manifest, quality: str) -> MethodConfig:
     return manifest.presets[quality].method
 
 
-def _to_python(value: Any) -> Any:
+def _convert_numpy_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
-def _as_list(value: Any, times: int = 1) -> list[Any]:
-    value = _to_python(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * times
+def _convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
+    value = _convert_numpy_value(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
 
 
 def check_request(
@@ -254,14 +254,16 @@ def check_request(
     source_size = None
     if pixels is not None and manifest.source is not None:
         source_size = manifest.size(find_nearest_size(manifest, pixels))
-        settings = replace(settings, source=True)
+        settings = replace(settings, has_source_image=True)
     values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
     picture = None
-    if image is not None and not _drop_missing(values):
+    if image is not None and not _list_given_names(values):
         picture = read_image("image", image)
-        values |= _recorded_subject(picture.info)
-    room = 0 if source_size is None or manifest.source is None else manifest.source.count(source_size)
-    subjects = _prepare_subjects(manifest, tokenizer, settings, values, negative_prompt, room)
+        values |= _read_recorded_prompt(picture.info)
+    num_reserved_tokens = (
+        0 if source_size is None or manifest.source is None else manifest.source.count_prompt_tokens(source_size)
+    )
+    subjects = _build_image_requests(manifest, tokenizer, settings, values, negative_prompt, num_reserved_tokens)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
@@ -272,9 +274,9 @@ def check_request(
         size = settings.image_size(manifest)
         if source_size is not None:
             if mask is not None or keep_rows is not None:
-                check_edits(manifest)
-            source = prepare_source(manifest, source_size, picture)
-            subjects = [with_source(subject, manifest, size, source) for subject in subjects]
+                check_supports_edits(manifest)
+            source = prepare_source_image(manifest, source_size, picture)
+            subjects = [insert_source_image(subject, manifest, size, source) for subject in subjects]
         else:
             edit = prepare_edit(manifest, size, picture, mask, keep_rows)
             subjects = [replace(subject, edit=edit) for subject in subjects]
@@ -286,26 +288,26 @@ def check_request(
     return Request(images, settings)
 
 
-def _drop_missing(values: Mapping[str, Any]) -> list[str]:
+def _list_given_names(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-def _recorded_subject(info: Mapping[Any, Any]) -> dict[str, str | int]:
-    """Return the prompt or the class id that an image records in its `info`, by parameter."""
-    prompt = info.get("prompt")
-    number = info.get("class_id")
+def _read_recorded_prompt(image_info: Mapping[Any, Any]) -> dict[str, str | int]:
+    """Return the prompt or the class id that an image records in its `image_info`, by parameter."""
+    prompt = image_info.get("prompt")
+    number = image_info.get("class_id")
     if isinstance(prompt, str):
         return {"prompts": prompt}
     return {"class_ids": int(number)} if isinstance(number, str) and number.isdecimal() else {}
 
 
-def _prepare_subjects(
+def _build_image_requests(
     manifest: Manifest,
     tokenizer: PromptTokenizer | None,
     settings: GenerationSettings,
     values: Mapping[str, Any],
-    negative: Any,
-    room: int = 0,
+    negative_prompt: Any,
+    num_reserved_tokens: int = 0,
 ) -> list[ImageRequest]:
     """Prepare an image for each prompt, class id or embedding.
 
@@ -313,19 +315,19 @@ def _prepare_subjects(
         manifest: manifest of the bundle, whose condition is of one kind.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         values: prompts, class ids, token ids and embeddings by parameter, None without.
-        negative: negative prompt; None or an empty text: none.
-        room: number of prompt tokens to leave for a source image.
+        negative_prompt: negative prompt; None or an empty text: none.
+        num_reserved_tokens: number of prompt tokens to leave for a source image.
 
     Raises:
         RequestError: the bundle takes another kind of input, or a value is invalid.
     """
     condition = manifest.condition
     size = settings.image_size(manifest)
-    if room:
-        condition = condition.model_copy(update={"prefix": condition.prefix - room})
+    if num_reserved_tokens:
+        condition = condition.model_copy(update={"prefix": condition.prefix - num_reserved_tokens})
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
     expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
-    present = _drop_missing(values)
+    present = _list_given_names(values)
     if (present, field) == (["token_ids"], "prompts"):
         field = "token_ids"
     if present != [field]:
@@ -334,33 +336,33 @@ def _prepare_subjects(
         needs_encoder = (wrong, field) == ("prompts", "embeddings")
         remedy = "export it with --text-encoder to give prompts" if needs_encoder else ""
         raise RequestError(field=field, found=actual, expected=expected, remedy=remedy)
-    negative = None if negative == "" else negative
-    if negative is not None and tokenizer is None:
+    negative_prompt = None if negative_prompt == "" else negative_prompt
+    if negative_prompt is not None and tokenizer is None:
         problem = f"bundle {manifest.name} takes {SUBJECTS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
-    if negative is not None and not settings.sampling.guided:
-        raise _unguided_error("negative_prompt")
+    if negative_prompt is not None and not settings.sampling.uses_guidance:
+        raise _make_no_guidance_error("negative_prompt")
     value = values[field]
     if field == "embeddings":
-        subjects = prepare_embeddings(condition, value)
+        subjects = build_embedding_requests(condition, value)
     elif field == "class_ids":
-        subjects = prepare_class_ids(condition, _as_list(value))
+        subjects = build_class_requests(condition, _convert_to_list(value))
     else:
         assert tokenizer is not None
-        prepare = prepare_token_ids if field == "token_ids" else prepare_prompts
-        subjects = prepare(condition, tokenizer, size, _as_list(value), negative)
+        prepare = build_token_id_requests if field == "token_ids" else build_prompt_requests
+        subjects = prepare(condition, tokenizer, size, _convert_to_list(value), negative_prompt)
     if not subjects:
         raise RequestError(field=field, found="an empty list", expected=expected)
     return subjects
 
 
-def _check_seeds(seed: Any, num_subjects: int, count: int) -> list[int]:
-    """Return the seed of the first of `count` images of each subject."""
-    if num_subjects * count > IMAGES_LIMIT:
-        actual = f"{num_subjects} x {count} images"
+def _check_seeds(seed: Any, num_prompts: int, images_per_prompt: int) -> list[int]:
+    """Return the seed of the first of `images_per_prompt` images of each subject."""
+    if num_prompts * images_per_prompt > IMAGES_LIMIT:
+        actual = f"{num_prompts} x {images_per_prompt} images"
         raise RequestError(field="num_images", found=actual, expected=f"at most {IMAGES_LIMIT} in one request")
-    seeds = _as_list(seed, num_subjects)
-    if len(seeds) != num_subjects:
-        actual = f"{len(seeds)} seeds for {num_subjects} prompts"
+    seeds = _convert_to_list(seed, num_prompts)
+    if len(seeds) != num_prompts:
+        actual = f"{len(seeds)} seeds for {num_prompts} prompts"
         raise RequestError(field="seed", found=actual, expected="one number, or one for each image")
-    return [check_int("seed", value, 0, 0, SEED_LIMIT - count) for value in seeds]
+    return [check_int("seed", value, 0, 0, SEED_LIMIT - images_per_prompt) for value in seeds]

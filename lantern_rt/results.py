@@ -16,7 +16,7 @@ from .bundle.files import Bundle
 from .bundle.manifest import Size
 from .prompts import ImageRequest, Label
 from .requests import GenerationSettings
-from .runtime.decode import Step
+from .runtime.decode import DecodeStep
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
 from .version import __version__
@@ -57,7 +57,7 @@ class Result:
 
 
 @dataclass(frozen=True, repr=False)
-class StreamStep(Step):
+class StreamStep(DecodeStep):
     """State of a request after one decode step.
 
     Attributes:
@@ -101,26 +101,26 @@ class StreamStep(Step):
         return self.decode_image(i, self.cells[i])
 
 
-def build_result(images: Sequence[ImageRequest], decoded: list[Image], last: StreamStep) -> Result:
+def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], last_step: StreamStep) -> Result:
     """Build the result of a finished request.
 
     Args:
-        decoded: decoded images, in the same order.
-        last: last step of the request.
+        decoded_images: decoded images, in the same order.
+        last_step: last step of the request.
     """
-    assert last.stats is not None
+    assert last_step.stats is not None
     seeds = [image.seed for image in images]
-    labels = [image.label for image in images]
-    return Result(decoded, last.codes, seeds, labels, last.stats, last.settings)
+    labels = [image.prompt_or_class_id for image in images]
+    return Result(decoded_images, last_step.codes, seeds, labels, last_step.stats, last_step.settings)
 
 
-def split_grids(size: Size, codes: Ints) -> tuple[Ints, Ints]:
+def split_codes_by_grid(size: Size, codes: Ints) -> tuple[Ints, Ints]:
     """Split the codes of an image, `[cells]`, into the grid of its first codes, 0 x 0 without, and its grid."""
     first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
-def encode_codes(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
+def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
     """Return an .npz file with the codes of an image, its recipe, and the codes of a smaller first grid.
 
     Args:
@@ -131,9 +131,9 @@ def encode_codes(bundle: Bundle, settings: GenerationSettings, image: ImageReque
     Returns:
         The file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, text in JSON.
     """
-    recipe = recipe_fields(bundle, settings, image)
+    recipe = build_recipe_fields(bundle, settings, image)
     file = BytesIO()
-    first, grid = split_grids(settings.image_size(bundle.manifest), codes)
+    first, grid = split_codes_by_grid(settings.image_size(bundle.manifest), codes)
     np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
     return file.getvalue()
 
@@ -152,7 +152,9 @@ class StreamState:
         self.counts = [0] * num_images
         self._cells = [np.full(num_cells, -1, np.int64)] * num_images
 
-    def add(self, step: Step, settings: GenerationSettings, decode_image: Callable[[int, Ints], Image]) -> StreamStep:
+    def add_step(
+        self, step: DecodeStep, settings: GenerationSettings, decode_image: Callable[[int, Ints], Image]
+    ) -> StreamStep:
         """Add the tokens of a step and build the public `StreamStep`.
 
         Args:
@@ -165,8 +167,8 @@ class StreamState:
             tokens = cells[i] = cells[i].copy()  # the caller may still hold the arrays of earlier steps
             self.counts[i] += len(part.codes)
             tokens[before[i] : self.counts[i]] = part.codes
-            if part.placed_codes is not None:
-                tokens[part.placed_codes.cells] = part.placed_codes.codes
+            if part.codes_with_cells is not None:
+                tokens[part.codes_with_cells.cells] = part.codes_with_cells.codes
         self._cells = cells
         codes = [tokens[:count] for tokens, count in zip(cells, self.counts, strict=True)]
         new_codes = [tokens[count:] for tokens, count in zip(codes, before, strict=True)]
@@ -175,22 +177,22 @@ class StreamState:
         )
 
 
-def recipe_fields(bundle: Bundle, settings: GenerationSettings, image: ImageRequest) -> dict[str, str]:
+def build_recipe_fields(bundle: Bundle, settings: GenerationSettings, image: ImageRequest) -> dict[str, str]:
     """Build the recipe of an image: the text fields of its `info` and PNG file that allow generating it again.
 
     Args:
         bundle: bundle that generated the image.
         image: prompt, seed and edit; embeddings and edits are recorded as SHA-256 hashes.
     """
-    kind = "prompt" if isinstance(image.label, str) else "class_id"
-    subject = {kind: str(image.label)}
-    if isinstance(image.label, tuple):
-        subject = {"token_ids": " ".join(map(str, image.label))}
-    elif image.label is None:
-        values = b"".join(value.tobytes() for value in image.inputs.values())
+    kind = "prompt" if isinstance(image.prompt_or_class_id, str) else "class_id"
+    subject = {kind: str(image.prompt_or_class_id)}
+    if isinstance(image.prompt_or_class_id, tuple):
+        subject = {"token_ids": " ".join(map(str, image.prompt_or_class_id))}
+    elif image.prompt_or_class_id is None:
+        values = b"".join(value.tobytes() for value in image.condition_inputs.values())
         subject = {"embedding": hashlib.sha256(values).hexdigest()}
-    if image.negative is not None:
-        subject["negative_prompt"] = str(image.negative.label)
+    if image.negative_request is not None:
+        subject["negative_prompt"] = str(image.negative_request.prompt_or_class_id)
     if image.edit is not None:
         subject["edit"] = image.edit.digest
     return {

@@ -20,18 +20,18 @@ from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
 from .inputs import check_int
-from .memory import choose_largest_settings, fit_images
+from .memory import choose_max_memory_settings, compute_max_images
 from .methods import MethodConfig
 from .options import Options
 from .pipeline import Pipeline
 from .prepared import load_model
 from .results import StreamStep
 from .runtime import state
-from .runtime.decode import Step
+from .runtime.decode import DecodeStep
 from .runtime.drafting import SequenceStep
 from .service_request import Listener, ServiceRequest
-from .shared_batches import SharedBatches
-from .sharing import Capacity
+from .shared_batches import BatchScheduler
+from .sharing import ServiceCapacity
 
 _LOG = logging.getLogger(__name__)
 MAX_FAILURES = 3  # consecutive failed forward passes after which the service counts as broken
@@ -45,21 +45,22 @@ class Service:
 
     Args:
         pipeline: pipeline that generates the images.
-        together: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes at once.
-        waiting: maximum number of images in the queue, 0 .. 2**20.
+        max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes
+            at once.
+        max_queued_images: maximum number of images in the queue, 0 .. 2**20.
     """
 
-    def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
+    def __init__(self, pipeline: Pipeline, max_images_per_pass: int | None = None, max_queued_images: int = 256):
         self.pipeline = pipeline
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
         self.model = load_model(pipeline.bundle, engines)
-        fitting = fit_images(manifest, [], choose_largest_settings(manifest), engines.max_rows, None)
+        fitting = compute_max_images(manifest, [], choose_max_memory_settings(manifest), engines.max_rows, None)
         usual = min(fitting, max(1, engines.max_rows // 2))
-        max_images = check_int("together", together, usual, 1, 4096)
-        self.capacity = Capacity(max_images, check_int("waiting", waiting, 256, 0, 1 << 20))
+        max_images = check_int("max_images_per_pass", max_images_per_pass, usual, 1, 4096)
+        self.capacity = ServiceCapacity(max_images, check_int("max_queued_images", max_queued_images, 256, 0, 1 << 20))
         self._rows = min(2 * max_images, engines.max_rows)
-        self._batches = SharedBatches(self.model, max_images, self._rows, self._caller_of)
+        self._batches = BatchScheduler(self.model, max_images, self._rows, self._find_caller)
         self._requests: dict[int, ServiceRequest] = {}  # index of a sequence -> request
         self._num_sequences = 0  # sequences so far, for their indices
         self._num_callers = 0  # callers with recent requests
@@ -69,7 +70,7 @@ class Service:
         self._last_pass = time.perf_counter()  # end of the last forward pass, or of an idle time
         self._closing = self._draining = False
         self._failures = 0  # passes since the last image that was done
-        self._thread = threading.Thread(target=self._run, name="lantern-rt-service", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="lantern-rt-service", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -79,26 +80,26 @@ class Service:
         self.close()
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the service accepts requests; False after `close` or several consecutive failed forward passes."""
         return not self._closing and self._failures < MAX_FAILURES
 
     @property
-    def images(self) -> int:
+    def num_images(self) -> int:
         """Number of images that are running or queued."""
-        return self.capacity.images
+        return self.capacity.num_images
 
     @property
-    def running(self) -> int:
+    def num_running_images(self) -> int:
         """Number of images that share forward passes now."""
-        return self._batches.num_active
+        return self._batches.num_active_images
 
     def submit(
         self,
         listener: Listener,
         prompts: str | Sequence[str] | None = None,
         *,
-        steps: bool = True,
+        wants_all_steps: bool = True,
         caller: str = "",
         deadline: float = math.inf,
         **options: Unpack[Options],
@@ -109,7 +110,7 @@ class Service:
             listener: function called in the service's thread with every `StreamStep`, or with the error that ended the
                 request. The last step has `stats`. The function must return quickly.
             prompts: same as for a call of the pipeline.
-            steps: whether to call the listener with every step; False: with the last step only.
+            wants_all_steps: whether to call the listener with every step; False: with the last step only.
             caller: name of the caller; callers share the service equally.
             deadline: time limit in seconds. A request that cannot meet it is rejected.
             options: same as for a call of the pipeline.
@@ -125,10 +126,10 @@ class Service:
         _ = self.pipeline.engines  # raises in a forked process, which has no service thread
         prepared = self.pipeline.prepare(self.pipeline.check(prompts, **options))
         # images that share passes have narrower windows, whatever the request says
-        plan = replace(prepared.plan, adaptive=self._engines.on_cpu)
-        request = ServiceRequest(self.cancel, replace(prepared, plan=plan), listener, steps, caller, deadline)
+        plan = replace(prepared.plan, adaptive_window=self._engines.on_cpu)
+        request = ServiceRequest(self.cancel, replace(prepared, plan=plan), listener, wants_all_steps, caller, deadline)
         num_images = len(prepared.images)
-        self.check_nodes(prepared.settings.method)
+        self.check_node_limit(prepared.settings.method)
         if num_images > self.capacity.total:
             expected = f"at most {self.capacity.total} in one request"
             raise RequestError(field="num_images", found=f"{num_images} images", expected=expected)
@@ -137,16 +138,16 @@ class Service:
         with self._changed:
             if self._closing:
                 raise RequestError("closed", field="service", remedy="make another")
-            self.capacity.check(caller, num_images, deadline)
+            self.capacity.check_capacity(caller, num_images, deadline)
             self.capacity.add_images(caller, num_images)
             request.reserved_images = num_images
             self._arriving.append(request)
             self._changed.notify()
         return request
 
-    def check_nodes(self, method: MethodConfig) -> None:
+    def check_node_limit(self, method: MethodConfig) -> None:
         """Raise RequestError if a pass of the method has too many nodes to be shared."""
-        self._batches.check_nodes(method)
+        self._batches.check_node_limit(method)
 
     def cancel(self, request: ServiceRequest) -> None:
         """Cancel a request; a request that has ended is ignored."""
@@ -172,16 +173,16 @@ class Service:
 
     # ---------------------------------------------------------------- the service's thread
 
-    def _caller_of(self, sequence: state.ImageSequence) -> str:
+    def _find_caller(self, sequence: state.ImageSequence) -> str:
         return self._requests[sequence.index].caller
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         going = True
         try:
             while going:
                 try:
-                    going = self._receive()
-                    self._run_pass()
+                    going = self._process_requests()
+                    self._run_forward_pass()
                 except Exception as error:  # callers must receive any error, and the service must continue
                     self._fail_all_requests(error)
         finally:
@@ -190,7 +191,7 @@ class Service:
             problem = "closed before the request was done"
             self._fail_all_requests(RequestError(problem, field="service", remedy="make another"))
 
-    def _receive(self) -> bool:
+    def _process_requests(self) -> bool:
         """Wait for work, process new and cancelled requests, and return whether to continue."""
         with self._changed:
             while not (self._arriving or self._cancelled or self._requests or self._closing):
@@ -201,54 +202,54 @@ class Service:
         while (request := self._pop_request(self._cancelled)) is not None:
             self._end_request(request)
         while (request := self._pop_request(self._arriving)) is not None:
-            if not request.ended:
-                self._prepare(request)
-        self._reject_queued()
+            if not request.has_ended:
+                self._queue_images(request)
+        self._reject_late_requests()
         return True
 
     def _pop_request(self, requests: deque[ServiceRequest]) -> ServiceRequest | None:
         with self._changed:
             return requests.popleft() if requests else None
 
-    def _prepare(self, request: ServiceRequest) -> None:
+    def _queue_images(self, request: ServiceRequest) -> None:
         """Compute the prefixes of a request and queue its images."""
-        prepared = request.prepared
+        prepared_request = request.prepared_request
         try:
-            prompts = list(prepared.prompts())
+            prompts = list(prepared_request.prompts())
         except Exception as error:
             self._end_request(request, error)
             return
-        request.clocks = self._batches.clocks[0].copy(), self._batches.clocks[1].copy()
-        for prompt, seed in zip(prompts, prepared.seeds, strict=True):
-            sequence = state.ImageSequence(self._num_sequences, prepared.plan, prompt, seed)
+        request.timers = self._batches.timers[0].copy(), self._batches.timers[1].copy()
+        for prompt, seed in zip(prompts, prepared_request.seeds, strict=True):
+            sequence = state.ImageSequence(self._num_sequences, prepared_request.plan, prompt, seed)
             self._requests[self._num_sequences] = request
             self._num_sequences += 1
             request.sequences.append(sequence)
             self._batches.waiting.append(sequence)
 
-    def _reject_queued(self) -> None:
+    def _reject_late_requests(self) -> None:
         """Reject requests that would miss deadlines or exceed shares."""
         queued = dict.fromkeys(self._requests[sequence.index] for sequence in self._batches.waiting)
         waiting = [request for request in queued if request.is_waiting]
         rejected: dict[ServiceRequest, Exception] = {}
         with self._changed:
-            self._num_callers = self.capacity.count_callers()
-            excess = self.capacity.images - self.capacity.total
+            self._num_callers = self.capacity.count_active_callers()
+            excess = self.capacity.num_images - self.capacity.total
             held = self.capacity.images_by_caller
             share = self.capacity.total / max(1, len(held))
-            for request in sorted(
-                waiting, key=lambda request: (held[request.caller], request.arrival_time), reverse=True
-            ):
+            waiting.sort(key=lambda request: (held[request.caller], request.arrival_time), reverse=True)
+            for request in waiting:
                 end = request.arrival_time + request.deadline
-                if self.capacity.is_late(request.reserved_images, end) or (excess > 0 and held[request.caller] > share):
-                    rejected[request] = self.capacity.busy_error(1, request.reserved_images)
+                exceeds_share = excess > 0 and held[request.caller] > share
+                if exceeds_share or self.capacity.would_miss_deadline(request.reserved_images, end):
+                    rejected[request] = self.capacity.make_busy_error(1, request.reserved_images)
                     excess -= request.reserved_images
         for request, error in rejected.items():
             self._end_request(request, error)
 
-    def _run_pass(self) -> None:
+    def _run_forward_pass(self) -> None:
         """Run one forward pass and send its results to the listeners."""
-        chosen = self._batches.next_pass(self._num_callers, self.capacity.total)
+        chosen = self._batches.choose_next_pass(self._num_callers, self.capacity.total)
         if chosen is None:
             return
         began = time.perf_counter()
@@ -263,11 +264,11 @@ class Service:
             for request in dict.fromkeys(self._requests[sequence.index] for sequence in joining):
                 self._end_request(request, copy(error).with_traceback(None))
             return
-        self._batches.record(chosen, began)
+        self._batches.record_pass_time(chosen, began)
         now = time.perf_counter()
         with self._changed:
             images = sum(
-                len(part.codes) / self._requests[part.sequence].prepared.plan.layout.num_codes for part in parts
+                len(part.codes) / self._requests[part.sequence].prepared_request.plan.layout.num_codes for part in parts
             )
             self.capacity.record_pass(now - self._last_pass, images)
         self._last_pass = now
@@ -282,36 +283,37 @@ class Service:
             if (failed_request := self._requests.get(sequence.index)) is not None and sequence.error is not None:
                 self._end_request(failed_request, copy(sequence.error).with_traceback(None))
 
-    def _send_step(self, request: ServiceRequest, parts: list[SequenceStep]) -> None:
-        settings = request.prepared.settings
+    def _send_step(self, request: ServiceRequest, sequence_steps: list[SequenceStep]) -> None:
+        settings = request.prepared_request.settings
         sequences = request.sequences
-        total = request.prepared.plan.layout.num_codes * len(sequences)
-        remaining = sum(sequence.remaining for sequence in sequences)
-        stats = None if remaining else request.summarize_decode(self._batches.clocks)
-        parts = [part._replace(sequence=part.sequence - sequences[0].index) for part in parts]
-        decode_image = partial(self.pipeline.decode_image, request.prepared.images, settings)
-        step = request.stream_state.add(Step(parts, total - remaining, total, stats), settings, decode_image)
+        total = request.prepared_request.plan.layout.num_codes * len(sequences)
+        done = total - sum(sequence.num_remaining_codes for sequence in sequences)
+        stats = request.build_statistics(self._batches.timers) if done == total else None
+        sequence_steps = [part._replace(sequence=part.sequence - sequences[0].index) for part in sequence_steps]
+        decode_image = partial(self.pipeline.decode_image, request.prepared_request.images, settings)
+        decode_step = DecodeStep(sequence_steps, done, total, stats)
+        step = request.stream_state.add_step(decode_step, settings, decode_image)
         if stats is not None:
             self._failures = 0
             self._end_request(request, step)
-        elif request.steps:
+        elif request.wants_all_steps:
             self._call_listener(request, step)
 
-    def _end_request(self, request: ServiceRequest, last: StreamStep | BaseException | None = None) -> None:
+    def _end_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None = None) -> None:
         """Remove a request, and call its listener with the last step or error; None: the request was cancelled."""
-        if not request.ended:
-            self._remove(request, last)
+        if not request.has_ended:
+            self._remove_request(request, last_update)
             self._batches.remove(request.sequences)
 
-    def _remove(self, request: ServiceRequest, last: StreamStep | BaseException | None) -> None:
-        request.ended = True
+    def _remove_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None) -> None:
+        request.has_ended = True
         for sequence in request.sequences:
             self._requests.pop(sequence.index, None)
         with self._changed:
             self.capacity.add_images(request.caller, -request.reserved_images)
             request.reserved_images = 0
-        if last is not None:
-            self._call_listener(request, last)
+        if last_update is not None:
+            self._call_listener(request, last_update)
 
     def _call_listener(self, request: ServiceRequest, update: StreamStep | BaseException) -> None:
         try:
@@ -330,4 +332,4 @@ class Service:
         while self._closing and (request := self._pop_request(self._arriving)) is not None:
             ended.add(request)
         for request in ended:
-            self._remove(request, copy(error).with_traceback(None))  # every caller raises a separate copy
+            self._remove_request(request, copy(error).with_traceback(None))  # every caller raises a separate copy

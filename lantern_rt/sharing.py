@@ -18,39 +18,39 @@ _DEADLINE_SHARE = 0.85  # share of a deadline that estimates may use
 T = TypeVar("T")
 
 
-class Capacity:
+class ServiceCapacity:
     """Capacity of a service for running and queued images. The service calls it with its lock held.
 
     Args:
         max_images: maximum number of images per forward pass.
-        waiting: maximum number of images in the queue.
+        max_queued_images: maximum number of images in the queue.
 
     Attributes:
         total: maximum number of running and queued images.
-        images: number of running and queued images.
+        num_images: number of running and queued images.
         images_by_caller: number of running and queued images of each caller that has any.
         seconds_per_image: recent time between finished images in seconds; 0 before it is known.
     """
 
-    def __init__(self, max_images: int, waiting: int) -> None:
+    def __init__(self, max_images: int, max_queued_images: int) -> None:
         self.max_images = max_images
-        self.total = max_images + waiting
-        self.images = 0
+        self.total = max_images + max_queued_images
+        self.num_images = 0
         self.images_by_caller = Counter[str]()
         self._recent_callers: dict[str, float] = {}  # other callers -> time of their last image
         self.seconds_per_image = 0.0
         self._sums = 0.0, 0.0  # seconds and images, exponentially decayed
         self._next_return = 0.0  # time at which the next rejected request should retry
 
-    def add_images(self, caller: str, images: int) -> None:
+    def add_images(self, caller: str, num_images: int) -> None:
         """Add a caller's images; negative removes."""
-        self.images += images
-        self.images_by_caller[caller] += images
+        self.num_images += num_images
+        self.images_by_caller[caller] += num_images
         if not self.images_by_caller[caller]:
             del self.images_by_caller[caller]
             self._recent_callers[caller] = time.perf_counter()
 
-    def count_callers(self) -> int:
+    def count_active_callers(self) -> int:
         """Return the number of callers that have images, or had some within `_IDLE_SECONDS`."""
         since = time.perf_counter() - _IDLE_SECONDS
         self._recent_callers = {
@@ -60,103 +60,110 @@ class Capacity:
         }
         return len(self.images_by_caller) + len(self._recent_callers)
 
-    def record_pass(self, seconds: float, images: float) -> None:
+    def record_pass(self, seconds: float, num_images: float) -> None:
         """Record a forward pass for the estimate of `seconds_per_image`.
 
         Args:
             seconds: time since the previous forward pass.
-            images: images that the pass generated, usually a fraction.
+            num_images: images that the pass generated, usually a fraction.
         """
-        decay = math.exp(-images / _DECAY_IMAGES)
-        self._sums = self._sums[0] * decay + seconds, self._sums[1] * decay + images
+        decay = math.exp(-num_images / _DECAY_IMAGES)
+        self._sums = self._sums[0] * decay + seconds, self._sums[1] * decay + num_images
         if self._sums[1] >= _MIN_IMAGES:
             self.seconds_per_image = self._sums[0] / self._sums[1]
 
-    def estimate_seconds(self, images: int) -> float:
+    def estimate_generation_seconds(self, num_images: int) -> float:
         """Return the time to generate images in full batches, in seconds, with a reserve."""
-        batch = min(images, self.max_images)
-        return math.ceil(images / batch) * batch * self.seconds_per_image / _DEADLINE_SHARE
+        batch = min(num_images, self.max_images)
+        return math.ceil(num_images / batch) * batch * self.seconds_per_image / _DEADLINE_SHARE
 
-    def check(self, caller: str, images: int, deadline: float) -> None:
+    def check_capacity(self, caller: str, num_images: int, deadline: float) -> None:
         """Raise an error if the capacity is exceeded or a deadline would be missed.
 
         The estimate assumes that every other caller wants as many images as this caller. It may use its share even
         if others have filled the capacity. An idle service accepts any request.
 
         Args:
-            images: number of images in its new request.
+            num_images: number of images in its new request.
             deadline: time limit in seconds.
 
         Raises:
             BusyError: says when to retry.
         """
         callers = len({caller, *self.images_by_caller})
-        fair = callers * (self.images_by_caller[caller] + images)
-        excess = self.images + images - self.total if callers == 1 or fair > self.total else 0
-        late = self.estimate_seconds(fair) - deadline
-        if self.images and (excess > 0 or late > 0):
-            raise self.busy_error(max(excess, late / self.seconds_per_image if late > 0 else 0), images)
+        fair = callers * (self.images_by_caller[caller] + num_images)
+        excess_images = self.num_images + num_images - self.total if callers == 1 or fair > self.total else 0
+        late = self.estimate_generation_seconds(fair) - deadline
+        if self.num_images and (excess_images > 0 or late > 0):
+            raise self.make_busy_error(max(excess_images, late / self.seconds_per_image if late > 0 else 0), num_images)
 
-    def is_late(self, images: int, end: float) -> bool:
-        """Return whether images that begin now, beside others, would end after time `end`."""
-        batch = max(images, min(self.max_images, self.images))
-        return self.images > images and time.perf_counter() + self.estimate_seconds(batch) > end
+    def would_miss_deadline(self, num_images: int, deadline_time: float) -> bool:
+        """Return whether images that begin now, beside others, would end after time `deadline_time`."""
+        batch = max(num_images, min(self.max_images, self.num_images))
+        return (
+            self.num_images > num_images
+            and time.perf_counter() + self.estimate_generation_seconds(batch) > deadline_time
+        )
 
-    def busy_error(self, excess: float, images: int) -> BusyError:
+    def make_busy_error(self, excess_images: float, num_images: int) -> BusyError:
         """Return the error for a rejected request, which says when to retry.
 
         Every rejected request gets a later time than the one before, up to a minute; then the times start again, as
         not all requests come back.
 
         Args:
-            excess: number of images to finish before the request fits.
-            images: number of images in the request.
+            excess_images: number of images to finish before the request fits.
+            num_images: number of images in the request.
         """
         now = time.perf_counter()
-        earliest = now + excess * self.seconds_per_image
+        earliest = now + excess_images * self.seconds_per_image
         self._next_return = max(self._next_return, earliest)
         if self._next_return > earliest + _RETRY_SECONDS:
             self._next_return = earliest
         seconds = self._next_return - now
-        self._next_return += images * self.seconds_per_image
-        return BusyError(f"found {self.images} images before this one", max(1, math.ceil(seconds)))
+        self._next_return += num_images * self.seconds_per_image
+        return BusyError(f"found {self.num_images} images before this one", max(1, math.ceil(seconds)))
 
 
-def fair_order(waiting: Sequence[tuple[str, T]], held: Counter[str], share: int) -> list[T]:
+def order_fairly(
+    queued_items: Sequence[tuple[str, T]], running_images: Counter[str], max_caller_images: int
+) -> list[T]:
     """Return queued items in a fair order: callers with the fewest running images first.
 
     Args:
-        waiting: caller and item of each queued image, oldest first.
-        held: number of running images of each caller.
-        share: maximum number of images of a caller; further items are omitted.
+        queued_items: caller and item of each queued image, oldest first.
+        running_images: number of running images of each caller.
+        max_caller_images: maximum number of images of a caller; further items are omitted.
     """
-    counts = held.copy()
+    counts = running_images.copy()
     order: list[tuple[int, int]] = []
-    for number, (caller, _) in enumerate(waiting):
-        if counts[caller] < share:
+    for number, (caller, _) in enumerate(queued_items):
+        if counts[caller] < max_caller_images:
             order.append((counts[caller], number))
         counts[caller] += 1
-    return [waiting[number][1] for _, number in sorted(order)]
+    return [queued_items[number][1] for _, number in sorted(order)]
 
 
-class Turns:
+class FairScheduler:
     """Choice of the group that runs the next forward pass, so that every caller gets equal time."""
 
     def __init__(self) -> None:
         self._spent: dict[int, float] = {}  # group -> seconds per caller since the group became active
 
-    def next_group(self, groups: Mapping[int, set[str]]) -> int:
-        """Return the active group with the least time per caller; `groups` maps active groups to their callers."""
-        minimum = min((self._spent[group] for group in groups if group in self._spent), default=0.0)
-        self._spent = {group: self._spent.get(group, minimum) for group in groups}
-        return min(groups, key=self._spent.__getitem__)
+    def choose_next_group(self, callers_by_group: Mapping[int, set[str]]) -> int:
+        """Return the active group with the least time per caller. callers_by_group: callers of each active group."""
+        minimum = min((self._spent[group] for group in callers_by_group if group in self._spent), default=0.0)
+        self._spent = {group: self._spent.get(group, minimum) for group in callers_by_group}
+        return min(callers_by_group, key=self._spent.__getitem__)
 
-    def record_pass(self, group: int, seconds: float, groups: Mapping[int, set[str]]) -> None:
+    def record_group_time(self, group: int, seconds: float, callers_by_group: Mapping[int, set[str]]) -> None:
         """Record the time of a forward pass; a caller in n groups counts 1 / n in each.
 
         Args:
             seconds: time of the pass.
-            groups: callers of each active group.
+            callers_by_group: callers of each active group.
         """
-        num_callers = sum(1 / sum(caller in callers for callers in groups.values()) for caller in groups[group])
+        num_callers = sum(
+            1 / sum(caller in callers for callers in callers_by_group.values()) for caller in callers_by_group[group]
+        )
         self._spent[group] += seconds / num_callers

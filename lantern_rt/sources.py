@@ -24,16 +24,16 @@ class SourceImage:
         image: the image, scaled to a size of the bundle.
         pixels: the image, scaled to the input of the encoder, uint8 `[height, width, 3]`.
         size: the size of the bundle.
-        start: number of ids before its codes in a prompt.
+        first_code_index: number of ids before its codes in a prompt.
         codes: its codes, int64 `[cells]`; None before `encode`.
     """
 
     image: Image.Image
     pixels: NDArray[np.uint8]
     size: Size
-    start: int
+    first_code_index: int
     codes: Ints | None = field(init=False, default=None)
-    preserved: ClassVar[Ints | None] = None
+    preserved_codes: ClassVar[Ints | None] = None
     regenerated_cells: ClassVar[Bools] = np.ones((1, 1), np.bool_)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
@@ -45,14 +45,14 @@ class SourceImage:
         if self.codes is None:
             self.codes = encoder(to_encoder_input(self.pixels))[0]
 
-    def complete(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph with the codes of the image, after `encode`."""
         ids = inputs["token_ids"].copy()
         assert self.codes is not None
-        ids[0, self.start : self.start + len(self.codes)] = self.codes
+        ids[0, self.first_code_index : self.first_code_index + len(self.codes)] = self.codes
         return {**inputs, "token_ids": ids}
 
-    def blend(self, image: Image.Image) -> Image.Image:
+    def blend_with_original(self, image: Image.Image) -> Image.Image:
         """Return the image: no pixel of the source is in it."""
         return image
 
@@ -62,7 +62,7 @@ class SourceImage:
         return hashlib.sha256(self.pixels.tobytes()).hexdigest()
 
 
-def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
+def prepare_source_image(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
     """Prepare a source image: scale it to cover a size, crop its centre, and scale it to the encoder's pixels.
 
     Args:
@@ -73,5 +73,5 @@ def prepare_source(manifest: Manifest, size: Size, original: Image.Image) -> Sou
     spec = manifest.source
     assert spec is not None
     pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)
-    image = crop_to_cover(original, manifest.pixels(size))
+    image = crop_to_cover(original, manifest.size_in_pixels(size))
     return SourceImage(image, np.array(image.resize(pixels, Image.Resampling.BICUBIC)), size, len(spec.before))

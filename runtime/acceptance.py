@@ -58,17 +58,17 @@ class Acceptance(NamedTuple):
     target_probabilities: Sequence[float] = ()
 
 
-def walk_exact(tree: DraftTree, choose_token: Callable[[int], int], max_tokens: int) -> Acceptance:
+def verify_tree_exact(tree: DraftTree, choose_token: Callable[[int], int], max_tokens: int) -> Acceptance:
     """Walk down the tree for as long as the target's `choose_token(node)` is among the children of the node.
 
     Args:
         choose_token: function from a node to the token that the target samples after it.
         max_tokens: maximum number of tokens to accept, the tree's known tokens included.
     """
-    path = [*range(1 + tree.num_preserved)]
+    path = [*range(1 + tree.num_preserved_tokens)]
     while len(path) <= max_tokens:
         token = choose_token(path[-1])
-        for child in tree.structure.children[path[-1]]:
+        for child in tree.tree_structure.children[path[-1]]:
             if tree.tokens[child] == token:
                 path.append(child)
                 break
@@ -78,7 +78,7 @@ def walk_exact(tree: DraftTree, choose_token: Callable[[int], int], max_tokens: 
 
 
 @dataclass(frozen=True)
-class Relaxation:
+class RelaxationSettings:
     """Bounds of relaxed acceptance. Exactly one of `delta` and `lambda_` is set."""
 
     neighbors: Codes  # table of neighbours, nearest first, self excluded, integers `[vocab_size, at least k]`
@@ -90,7 +90,7 @@ class Relaxation:
     residual: Residual = "aggregated"
 
     @classmethod
-    def from_method(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation:
+    def from_method(cls, method: MethodConfig, neighbors: Codes | None) -> RelaxationSettings:
         """Return the relaxation of a relaxed method; `neighbors` is the bundle's table.
 
         Raises:
@@ -100,21 +100,21 @@ class Relaxation:
         if neighbors is None:
             problem = "reads a table of neighbours, which the model was loaded without"
             raise RequestError(problem, field="method", remedy="name the method when the model is loaded")
-        return cls(neighbors, method.neighbors or 0, *method.bounds, method.residual or "aggregated")
+        return cls(neighbors, method.neighbors or 0, *method.acceptance_bounds, method.residual or "aggregated")
 
-    def find_aggregation_set(self, p: Probabilities, token: int) -> Codes:
+    def find_aggregation_set(self, target_probabilities: Probabilities, token: int) -> Codes:
         """Return A, the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
         nearest_codes = self.neighbors[token, : self.k]
-        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
-        return nearest_codes[: int(p[nearest_codes].cumsum().searchsorted(bound, "right"))]
+        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * target_probabilities[token]
+        return nearest_codes[: int(target_probabilities[nearest_codes].cumsum().searchsorted(bound, "right"))]
 
 
-def walk_relaxed(
+def verify_tree_relaxed(
     tree: DraftTree,
     target_distribution: NodeDistribution,
     choose_token: Callable[[int], int],
-    relaxation: Relaxation,
-    decision_stream: Callable[[int], np.random.Generator],
+    relaxation: RelaxationSettings,
+    acceptance_rng: Callable[[int], np.random.Generator],
     max_tokens: int,
 ) -> Acceptance:
     """Walk down from the root with relaxed acceptance of sampled tokens, one child at a time.
@@ -124,11 +124,11 @@ def walk_relaxed(
         choose_token: function from a node to the target's token after it, called only for a leaf: nothing was rejected
             there.
         relaxation: bounds of relaxed acceptance.
-        decision_stream: function from a node to the random stream that decides on its children. Every child uses one
+        acceptance_rng: function from a node to the random stream that decides on its children. Every child uses one
             number, even if q gives its token probability 0. The token sampled after their rejection uses one more.
         max_tokens: maximum number of tokens to accept; later tokens do not count in the distance.
     """
-    path = [*range(1 + tree.num_preserved)]  # preserved tokens are a chain below the root and need no acceptance
+    path = [*range(1 + tree.num_preserved_tokens)]  # preserved tokens are a chain below the root and need no acceptance
     relaxed_nodes: list[int] = []
     accepted_p: list[float] = []
     tvd = 0.0
@@ -136,11 +136,11 @@ def walk_relaxed(
         node = path[-1]
         # Each rejection replaces p by the residual distribution, from which the next sibling is judged.
         p = before_rejections = target_distribution(node)
-        siblings = tree.structure.children[node]
+        siblings = tree.tree_structure.children[node]
         if not siblings:
             return Acceptance(path, choose_token(node), tvd, p, relaxed_nodes, accepted_p)
         q = tree.proposal(node)
-        stream = decision_stream(node)
+        stream = acceptance_rng(node)
         for child in siblings:
             token = int(tree.tokens[child])
             # The number is taken before the token is skipped, so that it belongs to the child whatever q is.
@@ -160,7 +160,7 @@ def walk_relaxed(
                 break
             if relaxation.residual == "neighborhood":
                 nearest_codes = relaxation.neighbors[token, : relaxation.k + 1]
-                p = _lantern_code_residual(p, q, token, nearest_codes if len(aggregation_set) else aggregation_set)
+                p = _compute_published_residual(p, q, token, nearest_codes if len(aggregation_set) else aggregation_set)
             else:
                 p = residual_distribution(p, q, token, aggregation_set)
             if q is not None and child != siblings[-1]:
@@ -194,7 +194,7 @@ def residual_distribution(
     return _normalize_weights(residual, p)
 
 
-def _lantern_code_residual(
+def _compute_published_residual(
     p: Probabilities, q: Probabilities | None, token: int, nearest_codes: Codes
 ) -> Probabilities:
     """Return the residual of LANTERN's published code, which removes `nearest_codes` from q, or from p without a q."""
@@ -216,8 +216,8 @@ def _normalize_weights(weights: Probabilities, fallback: Probabilities) -> Proba
     return weights / total if total > 0 else fallback / max(float(fallback.sum()), 1e-300)
 
 
-def walk_greedy(
-    tree: DraftTree, target_distribution: NodeDistribution, relaxation: Relaxation, max_tokens: int
+def verify_tree_greedy(
+    tree: DraftTree, target_distribution: NodeDistribution, relaxation: RelaxationSettings, max_tokens: int
 ) -> Acceptance:
     """Find the longest path on which every token is the arg-max, alone or with its aggregation set added.
 
@@ -229,20 +229,20 @@ def walk_greedy(
         relaxation: bounds of relaxed acceptance.
         max_tokens: maximum number of tokens to accept; the path is cut there.
     """
-    reached = [tree.num_preserved]  # the last preserved node, or the root
+    reached = [tree.num_preserved_tokens]  # the last preserved node, or the root
     distributions: dict[int, Probabilities] = {}
     for node in reached:  # grows while it is read: a walk over the whole tree, level by level
-        if not tree.structure.children[node]:
+        if not tree.tree_structure.children[node]:
             continue
         p = distributions[node] = target_distribution(node)
         top = int(p.argmax())
-        for child in tree.structure.children[node]:
+        for child in tree.tree_structure.children[node]:
             token = int(tree.tokens[child])
             if token == top or p[token] + float(p[relaxation.find_aggregation_set(p, token)].sum()) > p[top]:
                 reached.append(child)
-    end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
+    end = min(reached, key=lambda node: (-tree.tree_structure.depths[node], tree.tree_structure.leaf_rank[node]))
     path = tree.path_to(end)[: max_tokens + 1]  # the root is no token to accept
-    steps = list(pairwise(path[tree.num_preserved :]))
+    steps = list(pairwise(path[tree.num_preserved_tokens :]))
     relaxed = [child for node, child in steps if tree.tokens[child] != distributions[node].argmax()]
     accepted_p = [float(distributions[node][tree.tokens[child]]) for node, child in steps]
     if len(path) > max_tokens:

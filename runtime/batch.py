@@ -15,17 +15,17 @@ from functools import partial
 import numpy as np
 
 from ..errors import EngineError
-from .device import DeviceLogits, SampleRequest
+from .device import DeviceLogits, SamplingRequest
 from .drafters import BatchDrafters
-from .drafting import Commit, CommitCallback, Draft, SequenceStep
+from .drafting import CommitCallback, CommittedTokens, Draft, SequenceStep
 from .engine import Cache, DeviceArray, Floats, PassOutput
 from .layout import PassLayout
-from .likelihood import compute_tie_margin, recompute_logits
-from .passes import Prefixes
-from .sampling import invalid_logits_error
+from .likelihood import compute_rounding_margin, recompute_logits
+from .passes import PrefixBatch
+from .sampling import make_invalid_logits_error
 from .state import ImageSequence, LoadedModel
-from .statistics import Clock
-from .target import TargetOutput, choose_for_sequences
+from .statistics import EngineTimer
+from .target import TargetOutput, choose_tokens_together
 from .tree_drafts import TreeDraft, make_chain
 
 _NO_NODES = np.zeros(0, np.int64)
@@ -37,7 +37,7 @@ class Batch:
     Args:
         model: engines and tables.
         on_commit: callback that gets the commits of every forward pass, None for none.
-        clocks: clocks of the target and the drafter; None: new clocks.
+        timers: clocks of the target and the drafter; None: new clocks.
 
     Attributes:
         active_sequences: sequences in the next pass, in the order of their batch rows.
@@ -45,15 +45,18 @@ class Batch:
     """
 
     def __init__(
-        self, model: LoadedModel, on_commit: CommitCallback | None = None, clocks: tuple[Clock, Clock] | None = None
+        self,
+        model: LoadedModel,
+        on_commit: CommitCallback | None = None,
+        timers: tuple[EngineTimer, EngineTimer] | None = None,
     ) -> None:
         self.model = model
         self._on_commit = on_commit
-        self.target_clock, self.drafter_clock = clocks or (Clock(), Clock())
+        self.target_timer, self.drafter_timer = timers or (EngineTimer(), EngineTimer())
         self.active_sequences: list[ImageSequence] = []
         self.failed_sequences: list[ImageSequence] = []
         self._cache: Cache | None = None  # its rows are the batch rows of `active_sequences`
-        self._drafters = BatchDrafters(model, self.drafter_clock)
+        self._drafters = BatchDrafters(model, self.drafter_timer)
         self._update_rows()
 
     @property
@@ -91,7 +94,7 @@ class Batch:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
             drafts, num_nodes = self._draft()
-            layouts = {sequence: drafts[sequence].make_layout() for sequence in self.active_sequences}
+            layouts = {sequence: drafts[sequence].make_pass_layout() for sequence in self.active_sequences}
             pass_output = self._verify(layouts, num_nodes)
             outputs = {
                 sequence: self._make_target_output(
@@ -101,7 +104,7 @@ class Batch:
             }
             self._sample_tokens(pass_output, drafts, outputs)
             steps: list[SequenceStep] = []
-            commits: list[Commit] = []
+            commits: list[CommittedTokens] = []
             # Nodes to append per batch row. A row whose sequence fails appends nothing, and leaves in `_commit`.
             row_nodes = [_NO_NODES] * self.num_rows
             for sequence, output in outputs.items():
@@ -113,32 +116,32 @@ class Batch:
                 except EngineError as error:
                     sequence.error = error
                     continue
-                sequence.noise.forget_before(len(sequence.codes))
+                sequence.noise.discard_noise_before(len(sequence.codes))
                 # Both rows of a guided sequence hold the same tokens, so both append the same nodes.
                 nodes = row_nodes[output.rows] = [accepted] * len(sequence.rows)
-                commits.append(Commit(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
+                commits.append(CommittedTokens(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
                 steps.append(step)
             assert self._cache is not None
             # Before `_commit`: sequences that leave there take their cache rows along.
-            self.target_clock.append(self._cache, pass_output.new_kv, row_nodes)
+            self.target_timer.append_to_cache(self._cache, pass_output.new_kv, row_nodes)
             self._commit(commits)
         return steps
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
         target = self.model.target
-        prefixes = Prefixes([row for sequence in sequences for row in sequence.rows])
+        prefixes = PrefixBatch([row for sequence in sequences for row in sequence.rows])
         lengths = prefixes.lengths
-        cache = target.new_cache(len(lengths), max(sequence.cache_columns for sequence in sequences))
-        pass_output = self.target_clock.run(target, prefixes.build_prefill(target, cache), cache)
+        cache = target.new_cache(len(lengths), max(sequence.num_cache_columns for sequence in sequences))
+        pass_output = self.target_timer.run_pass(target, prefixes.build_prefill(target, cache), cache)
         # Rows are padded at their end: a row's last prefix node is at index length - 1. [rows, 1, vocab_size]
         last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
-        commits: list[Commit] = []
+        commits: list[CommittedTokens] = []
         for sequence, rows in _assign_rows(sequences).items():
-            sequence.tie_margin = compute_tie_margin(self.model, sequence)
+            sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
-            output = self._make_target_output(sequence, draft, sequence.layout.layout_after_prefix(), last_logits, rows)
-            preserved, _ = sequence.next_preserved()
+            output = self._make_target_output(sequence, draft, sequence.layout.lay_out_prefix_end(), last_logits, rows)
+            preserved, _ = sequence.next_preserved_codes()
             # A preserved first cell needs no sample. The other preserved codes follow as a chain in the next pass.
             try:
                 codes = preserved[:1] if len(preserved) else np.array([output.choose_token(0)])
@@ -148,13 +151,13 @@ class Batch:
                 continue
             steps.append(SequenceStep.append_codes(sequence, codes))
             nodes = [np.arange(length) for length in lengths[rows]]
-            commits.append(Commit(sequence, codes, nodes, rows, pass_output.hidden, output))
-        self.target_clock.append(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
-        self._add(sequences, cache)
+            commits.append(CommittedTokens(sequence, codes, nodes, rows, pass_output.hidden, output))
+        self.target_timer.append_to_cache(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
+        self._add_prefilled(sequences, cache)
         self._commit(commits)
         return steps
 
-    def _add(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
+    def _add_prefilled(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
         if self.active_sequences and self._cache is not None:
             self._cache.extend(cache)
         else:
@@ -171,9 +174,9 @@ class Batch:
         """
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
-        for drafter, sequences in self._drafters.with_sequences:
+        for drafter, sequences in self._drafters.drafters_with_sequences:
             num_nodes = max(
-                num_nodes, *(drafter.min_nodes(sequence, len(self.active_sequences)) for sequence in sequences)
+                num_nodes, *(drafter.min_pass_nodes(sequence, len(self.active_sequences)) for sequence in sequences)
             )
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
@@ -185,21 +188,21 @@ class Batch:
         num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
         placed = ((self._rows[sequence], layout) for sequence, layout in layouts.items())
         batch = self._prefixes.build_pass(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
-        return self.target_clock.run(target, batch, self._cache)
+        return self.target_timer.run_pass(target, batch, self._cache)
 
     def _make_target_output(
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
-        has_ties = sequence.exact and sequence.tie_margin > 0
-        recompute = partial(self._recompute_logits, sequence, draft) if has_ties else None
-        return TargetOutput(sequence, draft, layout, logits, rows, recompute)
+        has_ties = sequence.exact and sequence.rounding_margin > 0
+        recompute_node_logits = partial(self._recompute_logits, sequence, draft) if has_ties else None
+        return TargetOutput(sequence, draft, layout, logits, rows, recompute_node_logits)
 
     def _recompute_logits(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
         """Compute the logits after a draft node again, by passes over the whole sequence; see `likelihood.py`."""
-        calls = self.target_clock.calls
+        calls = self.target_timer.calls
         preceding = draft.preceding_codes(node)
-        logits = recompute_logits(self.model, sequence, preceding, draft.next_codes[node], self.target_clock)
-        sequence.statistics.tie_passes += self.target_clock.calls - calls
+        logits = recompute_logits(self.model, sequence, preceding, draft.next_code_indices[node], self.target_timer)
+        sequence.statistics.tie_passes += self.target_timer.calls - calls
         return logits
 
     def _sample_tokens(
@@ -214,51 +217,57 @@ class Batch:
             self._sample_on_device(logits, drafts, outputs)
         elif len(outputs) > 1:
             with suppress(EngineError):  # raised again for the sequence alone
-                choose_for_sequences(logits, (output for sequence, output in outputs.items() if sequence.exact))
+                choose_tokens_together(logits, (output for sequence, output in outputs.items() if sequence.exact))
 
     def _sample_on_device(
         self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
     ) -> None:
         """Sample tokens on the device that holds the logits, for the sequences whose sampling it supports."""
         device_outputs: list[tuple[TargetOutput, Sequence[int]]] = []
-        requests: list[SampleRequest] = []
+        requests: list[SamplingRequest] = []
         for sequence, output in outputs.items():
             sampled_nodes = drafts[sequence].sampled_nodes
-            if sampled_nodes is None or output.recompute or not logits.can_sample(sequence.sampling):
+            if sampled_nodes is None or output.recompute_node_logits or not logits.supports_sampling(sequence.sampling):
                 continue
             first_row = output.rows.start
             noise = None if sequence.sampling.greedy else sequence.noise
             for num_rows in (1, 2):  # a draft may have guided codes and codes after them
                 part = [
-                    node for node in sampled_nodes if output.guidance.count_rows(output.next_codes[node]) == num_rows
+                    node
+                    for node in sampled_nodes
+                    if output.guidance.count_batch_rows(output.next_code_indices[node]) == num_rows
                 ]
                 if not part:
                     continue
-                nodes = output.layout.sampling_nodes(np.array([part] * num_rows, np.int64))  # [num_rows, len(part)]
-                codes = np.array([output.next_codes[node] for node in part])  # noise and scales depend on the code
+                nodes = output.layout.find_sampling_nodes(
+                    np.array([part] * num_rows, np.int64)
+                )  # [num_rows, len(part)]
+                codes = np.array(
+                    [output.next_code_indices[node] for node in part]
+                )  # noise and scales depend on the code
                 scales = output.guidance.scales(codes)
                 rows = slice(first_row, first_row + num_rows)
-                requests.append(SampleRequest(rows, nodes, sequence.sampling, noise, codes, scales))
+                requests.append(SamplingRequest(rows, nodes, sequence.sampling, noise, codes, scales))
                 device_outputs.append((output, part))
-        best = logits.best_codes(requests, 1) if requests else []
+        best = logits.sample_top_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
             output.store_choices(sampled_nodes, codes[:, 0])
             if not np.isfinite(scores).all():  # NaN in the logits: the sampled codes are not used
-                output.sequence.error = invalid_logits_error()
+                output.sequence.error = make_invalid_logits_error()
 
-    def _commit(self, commits: Sequence[Commit]) -> None:
+    def _commit(self, commits: Sequence[CommittedTokens]) -> None:
         """Send the committed tokens to their drafters, then remove finished sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
-        for drafter, sequences in self._drafters.with_sequences:
+        for drafter, sequences in self._drafters.drafters_with_sequences:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:
-                drafter.commit(drafted)
+                drafter.store_committed_tokens(drafted)
         if self._on_commit is not None:
             self._on_commit(commits)
         self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
-        finished = [commit.sequence for commit in commits if not commit.sequence.remaining]
+        finished = [commit.sequence for commit in commits if not commit.sequence.num_remaining_codes]
         unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
         for sequence in unguided:  # guidance widens the margin
-            sequence.tie_margin = compute_tie_margin(self.model, sequence)
+            sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
         if finished or unguided or self.failed_sequences:
             self._remove([*finished, *self.failed_sequences])
 
@@ -279,7 +288,7 @@ class Batch:
 
     def _update_rows(self) -> None:
         """Update the batch rows of the active sequences, and their prefixes."""
-        self._prefixes = Prefixes([row for sequence in self.active_sequences for row in sequence.rows])
+        self._prefixes = PrefixBatch([row for sequence in self.active_sequences for row in sequence.rows])
         self._rows = _assign_rows(self.active_sequences)
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from .batch import Batch
 from .drafting import CommitCallback, SequenceStep
-from .state import DecodePlan, ImageSequence, LoadedModel, Prompt
+from .state import DecodeSettings, ImageSequence, LoadedModel, Prompt
 from .statistics import SequenceStatistics, Statistics, summarize_decode
 
 UNLIMITED = 1 << 30
@@ -21,7 +21,7 @@ MAX_IDLE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """Result of one step of the batch."""
 
     parts: list[SequenceStep]  # one for each sequence in the forward pass
@@ -32,12 +32,12 @@ class Step:
 
 def decode(
     model: LoadedModel,
-    plan: DecodePlan,
+    plan: DecodeSettings,
     prompts: Iterable[Prompt],
     seeds: Sequence[int],
     max_images: int = 1 << 16,
     on_commit: CommitCallback | None = None,
-) -> Generator[Step, None, None]:
+) -> Generator[DecodeStep, None, None]:
     """Decode the tokens of one image for every prompt.
 
     The tokens of an image do not depend on the other images in the batch, whatever the method.
@@ -78,12 +78,12 @@ def decode(
             raise sequence.error
         done += sum(part.num_codes for part in parts)
         if not batch.active_sequences and len(records) == len(seeds):
-            stats = summarize_decode(plan.method.method, num_codes, batch.target_clock, batch.drafter_clock, records)
-        yield Step(parts, done, num_codes * len(seeds), stats)
+            stats = summarize_decode(plan.method.method, num_codes, batch.target_timer, batch.drafter_timer, records)
+        yield DecodeStep(parts, done, num_codes * len(seeds), stats)
 
 
 def select_next_sequences(
-    batch: Batch, waiting: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
+    batch: Batch, waiting_sequences: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
 ) -> list[ImageSequence]:
     """Return the first waiting sequences that fit into a batch.
 
@@ -92,19 +92,19 @@ def select_next_sequences(
     the wait leaves more than `MAX_IDLE_SHARE` of the batch unused.
 
     Args:
-        waiting: sequences in the order in which they join.
+        waiting_sequences: sequences in the order in which they join.
         max_images: maximum number of images per forward pass.
         max_rows: maximum number of batch rows per forward pass.
     """
-    if batch.active_sequences and len(waiting) >= max_images:
+    if batch.active_sequences and len(waiting_sequences) >= max_images:
         idle = (max_images - len(batch.active_sequences)) * max(
-            sequence.remaining for sequence in batch.active_sequences
+            sequence.num_remaining_codes for sequence in batch.active_sequences
         )
         if idle <= MAX_IDLE_SHARE * max_images * max(sequence.layout.num_codes for sequence in batch.active_sequences):
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []
-    for sequence in waiting[: max(0, max_images - len(batch.active_sequences))]:
+    for sequence in waiting_sequences[: max(0, max_images - len(batch.active_sequences))]:
         rows -= len(sequence.rows)
         if rows < 0:
             break

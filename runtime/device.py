@@ -11,7 +11,7 @@ from .engine import Floats, Ints
 from .noise import Noise
 
 
-class SampleRequest(NamedTuple):
+class SamplingRequest(NamedTuple):
     """Nodes of one sequence to sample after, and the settings."""
 
     rows: slice  # batch rows of the sequence, the conditional row first
@@ -19,7 +19,7 @@ class SampleRequest(NamedTuple):
     sampling: Sampling
     noise: Noise | None  # the sequence's noise; None: choose the most probable codes
     positions: Ints  # positions that the noise depends on, int64 `[count]`
-    scales: Floats  # guidance scales, float32 `[count]`; not used with one row
+    guidance_scales: Floats  # guidance scales, float32 `[count]`; not used with one row
 
 
 class DeviceLogits(ABC):
@@ -30,14 +30,14 @@ class DeviceLogits(ABC):
         """Return the logits at `key`, which NumPy rules interpret."""
 
     @abstractmethod
-    def can_sample(self, sampling: Sampling) -> bool:
+    def supports_sampling(self, sampling: Sampling) -> bool:
         """Return whether the device can sample with these settings."""
 
     @abstractmethod
-    def best_codes(self, samples: Sequence[SampleRequest], count: int) -> list[tuple[Ints, Floats]]:
+    def sample_top_codes(self, requests: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
         """Return the `count` codes with the highest log p + noise at each node of each request.
 
         Returns:
-            For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.best_codes`. The
+            For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.find_top_codes`. The
             best score of a node whose logits contain NaN or infinity is NaN or infinite.
         """

@@ -12,7 +12,7 @@ import numpy as np
 
 from .acceptance import Acceptance
 from .engine import DeviceArray, Floats, Ints
-from .layout import PassLayout, PlacedCodes
+from .layout import CodesWithCells, PassLayout
 from .state import ImageSequence, LoadedModel
 from .target import DraftNodes, TargetOutput
 from .tree import DraftTree
@@ -23,7 +23,9 @@ class SequenceStep(NamedTuple):
 
     sequence: int  # index of the sequence
     codes: Ints  # codes of the cells up to the first gap that no step before had, int64 `[count]`
-    placed_codes: PlacedCodes | None = None  # codes that a pass sampled in cells out of raster order; None: `codes`
+    codes_with_cells: CodesWithCells | None = (
+        None  # codes that a pass sampled in cells out of raster order; None: `codes`
+    )
     tree: DraftTree | None = None  # the draft tree; None for the prefill, `ar`, `rows` and `groups`
     acceptance: Acceptance | None = None  # acceptance of the tree's nodes
 
@@ -31,13 +33,13 @@ class SequenceStep(NamedTuple):
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
         """Append codes to a sequence, in its generation order, and return the step."""
         before = len(sequence.codes)
-        sequence.append(codes)
+        sequence.append_codes(codes)
         return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
         """Number of codes that the image has more now."""
-        return len(self.codes if self.placed_codes is None else self.placed_codes.codes)
+        return len(self.codes if self.codes_with_cells is None else self.codes_with_cells.codes)
 
 
 class AcceptedDraft(NamedTuple):
@@ -59,7 +61,7 @@ class Draft(DraftNodes, Protocol):
     def sampled_nodes(self) -> Sequence[int] | None:
         """Nodes whose sampled tokens are all that acceptance needs; None if it needs distributions, too."""
 
-    def make_layout(self) -> PassLayout:
+    def make_pass_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
@@ -74,7 +76,7 @@ class Draft(DraftNodes, Protocol):
         """
 
 
-class Commit(NamedTuple):
+class CommittedTokens(NamedTuple):
     """Tokens and states of one sequence that a forward pass committed."""
 
     sequence: ImageSequence  # it has the tokens already
@@ -85,7 +87,7 @@ class Commit(NamedTuple):
     target: TargetOutput  # the target's output for the sequence
     draft: Draft | None = None  # draft of the pass, None for a prefill
 
-    def read_states(self, unaccepted_nodes: Sequence[int]) -> Floats:
+    def read_target_states(self, unaccepted_nodes: Sequence[int]) -> Floats:
         """Return the hidden states from which the committed tokens, then the tokens after other nodes, are sampled.
 
         Args:
@@ -95,27 +97,29 @@ class Commit(NamedTuple):
             Float32 `[rows, committed + unaccepted_nodes, hidden_size]`.
         """
         layout = self.target.layout
-        after = layout.sampling_nodes(np.array(unaccepted_nodes, np.int64))
-        nodes = [np.append(layout.state_nodes(committed, len(self.tokens)), after) for committed in self.nodes]
+        after = layout.find_sampling_nodes(np.array(unaccepted_nodes, np.int64))
+        nodes = [
+            np.append(layout.find_hidden_state_nodes(committed, len(self.tokens)), after) for committed in self.nodes
+        ]
         rows = np.arange(self.rows.start, self.rows.stop)[:, None]
         states: Floats = self.hidden[rows, np.stack(nodes)]
         return states
 
 
-CommitCallback = Callable[[Sequence[Commit]], None]  # callback that gets the commits of a forward pass
+CommitCallback = Callable[[Sequence[CommittedTokens]], None]  # callback that gets the commits of a forward pass
 
 
 class Drafter:
     """Base class of drafters: make a draft per sequence before a pass, and learn from committed tokens after it."""
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         """Store the tokens that the prefill or a forward pass committed, for the sequences of this drafter."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
         """Return a draft for every sequence of this drafter."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
-    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
+    def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the number of nodes that the next pass is padded to, so that the shapes of passes repeat.
 
         Args:

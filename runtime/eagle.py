@@ -16,20 +16,24 @@ import numpy as np
 
 from ..errors import EngineError
 from ..methods import TreeMethod
-from .device import DeviceLogits, SampleRequest
-from .drafting import Commit
-from .eagle_slots import EagleSlots, LevelOutput
+from .device import DeviceLogits, SamplingRequest
+from .drafting import CommittedTokens
+from .eagle_slots import EagleRunner, TreeLevelOutput
 from .engine import Floats, Ints
-from .sampling import Probabilities, best_codes, compute_distribution, invalid_logits_error, process_logits
+from .sampling import Probabilities, compute_distribution, find_top_codes, make_invalid_logits_error, process_logits
 from .state import ImageSequence, LoadedModel
-from .statistics import Clock
-from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal
+from .statistics import EngineTimer
+from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal_distribution
 from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
 
-def _count_draft_slots(shape: StaticTree | DynamicTree) -> int:
-    return max(shape.nodes, shape.depth * shape.branch) if isinstance(shape, DynamicTree) else shape.nodes
+def _count_max_draft_slots(shape: StaticTree | DynamicTree) -> int:
+    return (
+        max(shape.num_nodes, shape.depth * shape.branching_factor)
+        if isinstance(shape, DynamicTree)
+        else shape.num_nodes
+    )
 
 
 class EagleDrafter(TreeDrafter):
@@ -38,25 +42,25 @@ class EagleDrafter(TreeDrafter):
     Args:
         model: engines and layout; `model.drafter` must be set.
         method: tree and acceptance of the drafts.
-        clock: counter of drafter passes and of their time.
+        timer: counter of drafter passes and of their time.
     """
 
     needs_new_codes = True
 
-    def __init__(self, model: LoadedModel, method: TreeMethod, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, method: TreeMethod, timer: EngineTimer) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
-        self.slots = EagleSlots(model, _count_draft_slots(self.shape), clock)
+        self.slots = EagleRunner(model, _count_max_draft_slots(self.shape), timer)
 
     @property
     def sequences(self) -> list[ImageSequence]:
         """Sequences that this drafter drafts for, in the order of their batch rows."""
         return self.slots.sequences
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         """Store tokens and hidden states of a target pass; `draft_trees` runs them."""
-        self.slots.commit(commits)
+        self.slots.store_committed_tokens(commits)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the slots of these sequences, and the rows that other sequences removed."""
@@ -64,92 +68,94 @@ class EagleDrafter(TreeDrafter):
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Run the pending slots of all sequences, and return a tree for each of `sequences`."""
-        roots = self.slots.root_tokens()
-        level = self.slots.run_pending_slots()
+        root_tokens = self.slots.root_tokens()
+        level = self.slots.run_pending_tokens()
         committed = self.slots.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
-            trees = self._draft_static_trees(self.shape, roots, level)
+            trees = self._draft_static_trees(self.shape, root_tokens, level)
         else:
-            trees = self._draft_dynamic_trees(self.shape, roots, level)
+            trees = self._draft_dynamic_trees(self.shape, root_tokens, level)
         self.slots.cache.truncate(committed)  # the slots of draft nodes come after the committed slots
         drafted = dict(zip(self.sequences, trees, strict=True))
         return [drafted[sequence] for sequence in sequences]
 
-    def _rows_at_depth(self, depth: int) -> list[Ints]:
+    def _get_batch_rows_at_depth(self, depth: int) -> list[Ints]:
         """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
         return [
-            rows[: sequence.guidance.count_rows(len(sequence.codes) + depth)]
+            rows[: sequence.guidance.count_batch_rows(len(sequence.codes) + depth)]
             for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
         ]
 
     def _choose_children(
-        self, level: LevelOutput, depth: int, count: int, add_noise: bool
+        self, level: TreeLevelOutput, depth: int, count: int, add_noise: bool
     ) -> list[tuple[Ints, Floats]]:
         """Return the best children of every slot at `depth`: per sequence tokens and scores, both `[slots, count]`."""
         noises = [sequence.noise if add_noise and not sequence.greedy else None for sequence in self.sequences]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(
-            on_device.can_sample(sequence.sampling) for sequence in self.sequences
+            on_device.supports_sampling(sequence.sampling) for sequence in self.sequences
         ):
             samples = []
-            for sequence, rows, noise in zip(self.sequences, self._rows_at_depth(depth), noises, strict=True):
+            for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
                 # Children of nodes at depth 0, the root, are the next code: all slots sample the same code.
                 codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
-                samples.append(SampleRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            best = on_device.best_codes(samples, count)
+                samples.append(SamplingRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
+            best = on_device.sample_top_codes(samples, count)
             for sequence, (_, scores) in zip(self.sequences, best, strict=True):
                 if not np.isfinite(scores[:, 0]).all():
-                    sequence.error = invalid_logits_error()
+                    sequence.error = make_invalid_logits_error()
                     scores[:] = 0  # the sequence ends after the pass, with any tree
             return best
         best = []
-        for sequence, rows, noise in zip(self.sequences, self._rows_at_depth(depth), noises, strict=True):
+        for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             code = len(sequence.codes) + depth
-            guided = sequence.guidance.mix(logits, [code] * logits.shape[1])
+            guided = sequence.guidance.mix_logits(logits, [code] * logits.shape[1])
             try:
                 values = process_logits(guided, sequence.sampling)
                 if noise is not None:
                     values = values + noise.gumbel(code, 1, values.shape[1])
-                best.append(best_codes(values, count))
+                best.append(find_top_codes(values, count))
             except EngineError as error:
                 sequence.error = error
-                best.append(best_codes(np.zeros_like(guided), count))  # the sequence ends after the pass, with any tree
+                best.append(
+                    find_top_codes(np.zeros_like(guided), count)
+                )  # the sequence ends after the pass, with any tree
         return best
 
-    def _draft_static_trees(self, shape: StaticTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
-        builders = [StaticTreeBuilder(shape, int(root)) for root in roots]
-        levels: list[LevelOutput] = []
+    def _draft_static_trees(self, shape: StaticTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
+        builders = [StaticTreeBuilder(shape, int(root)) for root in root_tokens]
+        levels: list[TreeLevelOutput] = []
         for depth, inner in enumerate(shape.levels):  # nodes that have children
             if depth > 0:
                 # A slot is an index in `levels[depth - 1]`, which ascends: find the slots of the nodes' parents.
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 # Nodes without a token get 0; `build` drops them, and their descendants get no token, either.
                 tokens = np.stack([builder.tokens[inner] for builder in builders])  # [sequences, slots]
-                level = self.slots.run_draft_tokens(tokens, np.repeat(slots[None], len(roots), 0), depth, level)
-            level = self.slots.run_row_ends(level, depth)
+                level = self.slots.run_draft_tokens(tokens, np.repeat(slots[None], len(root_tokens), 0), depth, level)
+            level = self.slots.run_row_end_tokens(level, depth)
             levels.append(level)
             count = max(len(shape.children[node]) for node in inner)
             for builder, best in zip(builders, self._choose_children(level, depth, count, add_noise=True), strict=True):
                 builder.add_children(inner, *best)
         trees: list[DraftTree] = []
-        rows_at = [self._rows_at_depth(depth) for depth in range(len(levels))]
+        rows_by_depth = [self._get_batch_rows_at_depth(depth) for depth in range(len(levels))]
         for i, (sequence, builder) in enumerate(zip(self.sequences, builders, strict=True)):
-            rows = [batch_rows[i] for batch_rows in rows_at]  # batch rows of this sequence, by depth
+            rows = [batch_rows[i] for batch_rows in rows_by_depth]  # batch rows of this sequence, by depth
             proposal = (
-                partial(_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
+                partial(_compute_child_distribution, shape, levels, rows, len(sequence.codes), sequence)
                 if self.relaxed
-                else no_proposal
+                else no_proposal_distribution
             )
             trees.append(builder.build(proposal, sequence.greedy))
         return trees
 
-    def _draft_dynamic_trees(self, shape: DynamicTree, roots: Ints, level: LevelOutput) -> list[DraftTree]:
-        builders = [DynamicTreeBuilder(int(root)) for root in roots]
+    def _draft_dynamic_trees(self, shape: DynamicTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
+        builders = [DynamicTreeBuilder(int(root)) for root in root_tokens]
         for depth in range(shape.depth):
-            chosen = [builder.choose_best_of_last_level(shape.branch) for builder in builders]
+            chosen = [builder.choose_best_of_last_level(shape.branching_factor) for builder in builders]
             if depth > 0:
                 slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
                 padded = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
@@ -159,24 +165,24 @@ class EagleDrafter(TreeDrafter):
                     [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, padded, strict=True)]
                 )
                 level = self.slots.run_draft_tokens(codes, parents, depth, level)
-            level = self.slots.run_row_ends(level, depth)
-            best = self._choose_children(level, depth, shape.branch, add_noise=not self.relaxed)
+            level = self.slots.run_row_end_tokens(level, depth)
+            best = self._choose_children(level, depth, shape.branching_factor, add_noise=not self.relaxed)
             for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
                 builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])  # without the repeated slots
-        return [builder.prune(shape.nodes) for builder in builders]
+        return [builder.prune(shape.num_nodes) for builder in builders]
 
 
-def _child_distribution(
+def _compute_child_distribution(
     shape: StaticTree,
-    levels: list[LevelOutput],
-    rows_at: list[Ints],
-    next_code: int,
+    levels: list[TreeLevelOutput],
+    rows_by_depth: list[Ints],
+    next_code_index: int,
     sequence: ImageSequence,
     node: int,
 ) -> Probabilities:
     depth = len(shape.paths[node - 1]) if node else 0  # paths begin with node 1: the root has none
     level = levels[depth]
-    rows = rows_at[depth]
+    rows = rows_by_depth[depth]
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]][:, None]  # [rows, 1, vocab_size]
-    return compute_distribution(sequence.guidance.mix(logits, [next_code + depth])[0], sequence.sampling)
+    return compute_distribution(sequence.guidance.mix_logits(logits, [next_code_index + depth])[0], sequence.sampling)

@@ -11,76 +11,76 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .drafting import Commit
+from .drafting import CommittedTokens
 from .engine import (
     Bools,
     Cache,
     DeviceArray,
     Engine,
     Floats,
-    HiddenView,
+    HiddenStateView,
     Ints,
     PassInput,
     PassOutput,
-    read_states,
-    stack_hidden,
+    read_hidden_states,
+    stack_hidden_states,
 )
-from .passes import MIN_NODES, committed_mask, stack_padding
+from .passes import MIN_NODES, build_committed_mask, stack_padding_masks
 from .state import ImageSequence, LoadedModel
-from .statistics import Clock
+from .statistics import EngineTimer
 
 MAX_SLOTS = 64  # maximum number of committed slots of a row in one drafter pass, without the prefix
 
 
 @dataclass
-class LevelOutput:
+class TreeLevelOutput:
     """Output of a drafter pass at the slots of one tree level."""
 
-    attends_to: Bools  # draft slots in the cache that each slot attends to, bool `[sequences, slots, drafted]`
+    ancestor_mask: Bools  # draft slots in the cache that each slot attends to, bool `[sequences, slots, drafted]`
     logits: DeviceArray  # logits of the pass, `[rows, nodes, vocab_size]`
     hidden: DeviceArray  # hidden states of the pass, `[rows, nodes, hidden_size]`
     nodes: Ints  # pass node of each slot, int64 `[rows, slots]`
 
 
 @dataclass
-class PendingSlots:
+class PendingTokens:
     """Committed slots of a sequence that the drafter has not run."""
 
-    prefix: list[Ints]  # tokens of each row's prefix slots; empty once they have been run
+    prefix_tokens: list[Ints]  # tokens of each row's prefix slots; empty once they have been run
     # Tokens that each target pass committed, with end-of-row tokens; the very last is the root of the next draft.
     tokens: list[Ints] = field(default_factory=list)
     # Hidden states of each target pass, float32 `[slots, hidden_size]` per row. The first pass includes the prefix.
-    hidden: list[list[Floats | HiddenView]] = field(default_factory=list)
+    hidden: list[list[Floats | HiddenStateView]] = field(default_factory=list)
 
 
-class EagleSlots:
+class EagleRunner:
     """Slots of all sequences of one EAGLE drafter; the rows of its cache are their batch rows.
 
     Args:
         model: engines and layout; `model.drafter` must be set.
-        draft_slots: maximum number of draft slots of a row, without end-of-row tokens.
-        clock: counter of drafter passes and of their time.
+        max_draft_slots: maximum number of draft slots of a row, without end-of-row tokens.
+        timer: counter of drafter passes and of their time.
 
     Attributes:
         sequences: sequences of the cache rows, in their order.
         batch_rows: batch rows of each sequence.
     """
 
-    def __init__(self, model: LoadedModel, draft_slots: int, clock: Clock) -> None:
+    def __init__(self, model: LoadedModel, max_draft_slots: int, timer: EngineTimer) -> None:
         assert model.drafter is not None  # requests for EAGLE methods are rejected before this
         self.engine: Engine = model.drafter
         self.layout = model.layout
         self.last_position = model.num_positions - 1 + model.layout.position_shift
         self.max_slots = min(model.max_nodes, MAX_SLOTS)
-        self.draft_slots = draft_slots
-        self.clock = clock
+        self.max_draft_slots = max_draft_slots
+        self.timer = timer
         self._cache: Cache | None = None
         self.sequences: list[ImageSequence] = []
-        self._pending: dict[ImageSequence, PendingSlots] = {}
+        self._pending: dict[ImageSequence, PendingTokens] = {}
         self._index_rows()
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        """Store tokens and hidden states of a target pass; `run_pending_slots` runs them."""
+    def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
+        """Store tokens and hidden states of a target pass; `run_pending_tokens` runs them."""
         joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
         if joining:
             self._add_rows(joining)
@@ -89,14 +89,14 @@ class EagleSlots:
             pending = self._pending.get(sequence)
             if pending is None:
                 rows = sequence.rows if sequence in joining else []
-                pending = self._pending[sequence] = PendingSlots([row.drafter_tokens(self.layout) for row in rows])
+                pending = self._pending[sequence] = PendingTokens([row.drafter_tokens(self.layout) for row in rows])
             # A view keeps the whole output of its pass in memory, so only the latest states stay views.
-            pending.hidden = [[read_states(states) for states in earlier] for earlier in pending.hidden]
+            pending.hidden = [[read_hidden_states(states) for states in earlier] for earlier in pending.hidden]
             first = len(sequence.codes) - len(commit.tokens)  # the sequence has the committed codes already
-            pending.tokens.append(sequence.raster.insert_row_ends(commit.tokens, first))
+            pending.tokens.append(sequence.raster_layout.insert_row_ends(commit.tokens, first))
             nodes_of_row = enumerate(commit.nodes, commit.rows.start)
             pending.hidden.append(
-                [HiddenView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
+                [HiddenStateView(commit.hidden, np.full(len(nodes), row), nodes) for row, nodes in nodes_of_row]
             )
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
@@ -120,7 +120,7 @@ class EagleSlots:
         self._index_rows()
         self._pending = {sequence: pending for sequence, pending in self._pending.items() if sequence in rows_of}
         for sequence, pending in self._pending.items():
-            pending.prefix = pending.prefix[: len(sequence.rows)]
+            pending.prefix_tokens = pending.prefix_tokens[: len(sequence.rows)]
             pending.hidden = [states[: len(sequence.rows)] for states in pending.hidden]
 
     @property
@@ -133,13 +133,13 @@ class EagleSlots:
         """Return the last committed token of every sequence, int64 `[sequences]`."""
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
 
-    def run_pending_slots(self) -> LevelOutput:
+    def run_pending_tokens(self) -> TreeLevelOutput:
         """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
 
         Rows with more than `max_slots` slots besides the prefix take several passes, as after many preserved codes.
         All rows end in the last pass.
         """
-        tokens, states = self._pop_pending_slots()
+        tokens, states = self._pop_pending_tokens()
         prefixes = [len(row.embeds) - 1 for sequence in self.sequences for row in sequence.rows]
         lengths = self.cache.lengths.tolist()
         # Slots to run, without the prefix, which is pending where the cache is empty.
@@ -154,23 +154,23 @@ class EagleSlots:
                 len(row_tokens) - later if slots > later else 0
                 for row_tokens, slots in zip(tokens, remaining, strict=True)
             ]
-            self._run_slots(tokens, states, counts)
+            self._run_committed_tokens(tokens, states, counts)
             tokens = [row_tokens[count:] for row_tokens, count in zip(tokens, counts, strict=True)]
-            states = [read_states(row_states)[count:] for row_states, count in zip(states, counts, strict=True)]
+            states = [read_hidden_states(row_states)[count:] for row_states, count in zip(states, counts, strict=True)]
             remaining = [min(slots, later) for slots in remaining]
         counts = [len(row_tokens) for row_tokens in tokens]
-        output = self._run_slots(tokens, states, counts)
+        output = self._run_committed_tokens(tokens, states, counts)
         no_draft_slots = np.zeros((len(self.sequences), 1, 0), bool)
         # The root's slot is the last slot of each row, [rows, 1].
-        return LevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
+        return TreeLevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
-    def run_row_ends(self, level: LevelOutput, depth: int) -> LevelOutput:
+    def run_row_end_tokens(self, level: TreeLevelOutput, depth: int) -> TreeLevelOutput:
         """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
 
         The pass runs all sequences. Its output replaces that of `level` for the sequences with a token.
         """
         # An end-of-row token or None, per sequence; `depth` counts codes from the root, the last committed code.
-        following = [seq.raster.token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
+        following = [seq.raster_layout.row_end_token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
         ends = np.array([token is not None for token in following])  # [sequences]
         if not ends.any():
             return level
@@ -178,7 +178,7 @@ class EagleSlots:
         # The end-of-row token after slot i is a child of slot i, [sequences, slots].
         slot_indices = np.tile(np.arange(slots), (len(ends), 1))
         tokens = np.repeat([[token or 0] for token in following], slots, 1)  # [sequences, slots]
-        after = self.run_draft_tokens(tokens, slot_indices, depth, level, offset=1)
+        after = self.run_draft_tokens(tokens, slot_indices, depth, level, position_offset=1)
         if ends.all():
             return after
         # A part of the sequences ends a row here. Stack the outputs of each row, from its pass: [rows, slots, size].
@@ -188,13 +188,13 @@ class EagleSlots:
             for name in ("logits", "hidden")
         )
         # The slots that the pass appended: sequences without an end-of-row token do not attend to theirs.
-        before = np.pad(level.attends_to, ((0, 0), (0, 0), (0, slots)))
-        attends_to = np.where(ends[:, None, None], after.attends_to, before)
-        return LevelOutput(attends_to, logits, hidden, slot_indices[self.sequence_of_row])
+        before = np.pad(level.ancestor_mask, ((0, 0), (0, 0), (0, slots)))
+        ancestor_mask = np.where(ends[:, None, None], after.ancestor_mask, before)
+        return TreeLevelOutput(ancestor_mask, logits, hidden, slot_indices[self.sequence_of_row])
 
     def run_draft_tokens(
-        self, tokens: Ints, parents: Ints, depth: int, level: LevelOutput, offset: int = 0
-    ) -> LevelOutput:
+        self, tokens: Ints, parents: Ints, depth: int, level: TreeLevelOutput, position_offset: int = 0
+    ) -> TreeLevelOutput:
         """Run draft tokens below the slots of `level`, and append them to the cache.
 
         Args:
@@ -202,39 +202,39 @@ class EagleSlots:
             parents: slot of each token's parent in `level`, int64 `[sequences, slots]`.
             depth: depth of the tokens in the tree.
             level: output at the slots of the parents.
-            offset: number of positions after the code at `depth`: 1 for end-of-row tokens, else 0.
+            position_offset: number of positions after the code at `depth`: 1 for end-of-row tokens, else 0.
         """
         sequences, slots = tokens.shape
         rows = len(level.nodes)
         padded = max(MIN_NODES, slots)
-        drafted = level.attends_to.shape[2]  # draft slots in the cache, behind the committed slots of each row
+        drafted = level.ancestor_mask.shape[2]  # draft slots in the cache, behind the committed slots of each row
         base = self.cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
         parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)  # [rows, padded]; padding reads any valid node
         parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
         # A slot reads the hidden state of its parent, whichever node of the last pass that was.
-        states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
+        states = HiddenStateView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
         # A slot attends to the draft slots that its parent attends to, and to itself: its path from the root.
-        attends_to = np.zeros((sequences, slots, drafted + slots), bool)
-        attends_to[:, :, :drafted] = level.attends_to[np.arange(sequences)[:, None], parents]
-        attends_to[:, :, drafted:] = np.eye(slots, dtype=bool)
-        attention_mask, past_length = committed_mask(self.engine, self.cache, base, padded, self.prefix_padding)
+        ancestor_mask = np.zeros((sequences, slots, drafted + slots), bool)
+        ancestor_mask[:, :, :drafted] = level.ancestor_mask[np.arange(sequences)[:, None], parents]
+        ancestor_mask[:, :, drafted:] = np.eye(slots, dtype=bool)
+        attention_mask, past_length = build_committed_mask(self.engine, self.cache, base, padded, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):  # rows have committed different numbers of slots
-            attention_mask[row, :slots, start : start + drafted] = attends_to[self.sequence_of_row[row], :, :drafted]
-        roots = [(sequence.raster, len(sequence.codes) - 1) for sequence in self.sequences]
+            attention_mask[row, :slots, start : start + drafted] = ancestor_mask[self.sequence_of_row[row], :, :drafted]
+        roots = [(sequence.raster_layout, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
-        below = np.array([raster.position(root + depth) - raster.position(root) for raster, root in roots])
+        below = np.array([raster.token_position(root + depth) - raster.token_position(root) for raster, root in roots])
         # Slot p reads token p + 1 at position p, so the root, the last committed token, has slot `base - 1`.
-        positions = np.repeat((base + below[self.sequence_of_row] + offset - 1)[:, None], padded, 1)
+        positions = np.repeat((base + below[self.sequence_of_row] + position_offset - 1)[:, None], padded, 1)
         output = self._run_pass(codes, states, positions, attention_mask)
-        self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
-        return LevelOutput(attends_to, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
+        self.timer.append_to_cache(self.cache, output.new_kv, [np.arange(slots)] * rows)
+        return TreeLevelOutput(ancestor_mask, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
     def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
         columns = max(
-            sequence.cache_columns + sequence.layout.count_pass_nodes(self.draft_slots) for sequence in sequences
+            sequence.num_cache_columns + sequence.layout.max_pass_nodes(self.max_draft_slots) for sequence in sequences
         )
         cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
         if self._cache is None:
@@ -249,45 +249,49 @@ class EagleSlots:
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
-        padding = stack_padding([~row.is_real for sequence in self.sequences for row in sequence.rows])
+        padding = stack_padding_masks([~row.is_real_token for sequence in self.sequences for row in sequence.rows])
         # A slot reads the state of its position and the next token, so the last prefix position has no prefix slot.
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
-    def _pop_pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
+    def _pop_pending_tokens(self) -> tuple[list[Ints], list[Floats | HiddenStateView]]:
         """Remove the pending slots, and return each row's tokens `[slots]` and hidden states `[slots, hidden_size]`."""
         tokens: list[Ints] = []
-        hidden: list[Floats | HiddenView] = []
+        hidden: list[Floats | HiddenStateView] = []
         for pending in (self._pending.pop(sequence) for sequence in self.sequences):
             codes = np.concatenate(pending.tokens) + self.layout.code_offset
             row_states = [
-                passes[0] if len(passes) == 1 else np.concatenate([*map(read_states, passes)])
+                passes[0] if len(passes) == 1 else np.concatenate([*map(read_hidden_states, passes)])
                 for passes in zip(*pending.hidden, strict=True)
             ]
-            tokens += [np.concatenate([prefix, codes]) for prefix in pending.prefix] or [codes] * len(row_states)
+            tokens += [np.concatenate([prefix_tokens, codes]) for prefix_tokens in pending.prefix_tokens] or [
+                codes
+            ] * len(row_states)
             hidden += row_states
         return tokens, hidden
 
-    def _run_slots(self, tokens: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
+    def _run_committed_tokens(
+        self, tokens: list[Ints], states: list[Floats | HiddenStateView], counts: list[int]
+    ) -> PassOutput:
         """Run the first `counts` slots of each row, and append them to the cache."""
         slots = max(MIN_NODES, *counts)
         padded = np.zeros((len(tokens), slots), np.int64)  # [rows, slots]
         for row, count in enumerate(counts):
             padded[row, :count] = tokens[row][:count]
-        hidden = stack_hidden(states, counts, slots)  # [rows, slots, hidden_size]
+        hidden = stack_hidden_states(states, counts, slots)  # [rows, slots, hidden_size]
         lengths = self.cache.lengths
         prefix = self.prefix_padding.shape[1]
-        attention_mask, past_length = committed_mask(self.engine, self.cache, lengths, slots, self.prefix_padding)
+        attention_mask, past_length = build_committed_mask(self.engine, self.cache, lengths, slots, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
             # Real slots do not attend to padding. Padding attends to itself, so that its softmax is not over nothing.
             attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)  # [slots, prefix]
             attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
         output = self._run_pass(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)
-        self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
+        self.timer.append_to_cache(self.cache, output.new_kv, [np.arange(count) for count in counts])
         return output
 
     def _run_pass(
-        self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools
+        self, tokens: Ints, hidden: Floats | HiddenStateView, positions: Ints, attention_mask: Bools
     ) -> PassOutput:
         batch = PassInput(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
-        return self.clock.run(self.engine, batch, self.cache)
+        return self.timer.run_pass(self.engine, batch, self.cache)

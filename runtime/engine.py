@@ -28,7 +28,7 @@ class DeviceArray(Protocol):
 
 
 @dataclass(frozen=True)
-class HiddenView:
+class HiddenStateView:
     """Reference to hidden states of earlier outputs, read on demand."""
 
     source: DeviceArray  # `hidden` of an earlier `PassOutput`
@@ -41,29 +41,31 @@ class HiddenView:
         return states
 
 
-def read_states(states: Floats | HiddenView) -> Floats:
+def read_hidden_states(states: Floats | HiddenStateView) -> Floats:
     """Return hidden states as an array, float32 `[..., hidden_size]`."""
-    return states.read() if isinstance(states, HiddenView) else states
+    return states.read() if isinstance(states, HiddenStateView) else states
 
 
-def stack_hidden(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
+def stack_hidden_states(
+    states: list[Floats | HiddenStateView], counts: list[int], num_slots: int
+) -> Floats | HiddenStateView:
     """Pad each row's hidden states; return a view if all rows are views of one output.
 
     Args:
         states: hidden states of each row, `[nodes, hidden_size]`.
         counts: number of states of each row to use, from the first.
-        slots: number of states of each row of the result.
+        num_slots: number of states of each row of the result.
     """
-    sources = {id(row_states.source) if isinstance(row_states, HiddenView) else None for row_states in states}
-    if isinstance(first := states[0], HiddenView) and len(sources) == 1:
-        rows, nodes = np.zeros((2, len(states), slots), np.int64)
+    sources = {id(row_states.source) if isinstance(row_states, HiddenStateView) else None for row_states in states}
+    if isinstance(first := states[0], HiddenStateView) and len(sources) == 1:
+        rows, nodes = np.zeros((2, len(states), num_slots), np.int64)
         for row, (view, count) in enumerate(zip(states, counts, strict=True)):
-            if isinstance(view, HiddenView):
+            if isinstance(view, HiddenStateView):
                 rows[row, :count] = view.rows[:count]
                 nodes[row, :count] = view.nodes[:count]
-        return HiddenView(first.source, rows, nodes)
-    arrays = [read_states(row_states) for row_states in states]
-    stacked = np.zeros((len(arrays), slots, arrays[0].shape[-1]), np.float32)
+        return HiddenStateView(first.source, rows, nodes)
+    arrays = [read_hidden_states(row_states) for row_states in states]
+    stacked = np.zeros((len(arrays), num_slots, arrays[0].shape[-1]), np.float32)
     for row, count in enumerate(counts):
         stacked[row, :count] = arrays[row][:count]
     return stacked
@@ -74,12 +76,12 @@ class PassInput(NamedTuple):
 
     positions: Ints  # int64 `[rows, nodes]`
     # bool `[rows, nodes, past_length + nodes]`, the columns of the cache first, with `past_length` from the engine's
-    # `next_past_length`; every node attends at least to itself
+    # `padded_past_length`; every node attends at least to itself
     attention_mask: Bools
     tokens: Ints | None = None  # int64 `[rows, nodes]`
     embeds: Floats | None = None  # prefix rows, float32 `[rows, nodes, hidden_size]`
     # float32 `[rows, nodes, hidden_size]`, or a reference to an earlier output; only drafters read hidden states
-    hidden: Floats | HiddenView | None = None
+    hidden: Floats | HiddenStateView | None = None
 
 
 class PassOutput(NamedTuple):
@@ -119,14 +121,14 @@ class Cache(Protocol):
 class Engine(Protocol):
     """Executable decoder: a target or a drafter."""
 
-    def new_cache(self, rows: int, capacity: int) -> Cache:
-        """Return an empty cache for `rows` batch rows of at most `capacity` entries each."""
+    def new_cache(self, num_rows: int, capacity: int) -> Cache:
+        """Return an empty cache for `num_rows` batch rows of at most `capacity` entries each."""
 
-    def next_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return how many cache columns a pass over `nodes` new nodes will read: at least the longest row's length.
+    def padded_past_length(self, cache: Cache, num_nodes: int) -> int:
+        """Return how many cache columns a pass over `num_nodes` new nodes will read: at least the longest row's length.
 
         An engine may round up: shapes then repeat, and the order of summation does not depend on the rest of the batch.
         """
 
-    def run(self, batch: PassInput, cache: Cache) -> PassOutput:
+    def run(self, pass_input: PassInput, cache: Cache) -> PassOutput:
         """Run one forward pass, which reads the cache and never writes to it."""

@@ -23,34 +23,34 @@ class GroupDraft:
 
     sequence: ImageSequence
     group_layout: GroupLayout
-    first_code: int = field(init=False)  # number of codes before the group
+    first_code_index: int = field(init=False)  # number of codes before the group
     tokens: Ints = field(init=False)  # tokens of the pass nodes
-    structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
+    tree_structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
 
     def __post_init__(self) -> None:
-        self.first_code = len(self.sequence.codes)
-        group = self.group_layout.group_of(self.first_code)
-        self._layout = self.group_layout.lay_out(range(group, group + 1), self.sequence.codes)
+        self.first_code_index = len(self.sequence.codes)
+        group = self.group_layout.find_group(self.first_code_index)
+        self._layout = self.group_layout.lay_out_groups(range(group, group + 1), self.sequence.codes)
         self.tokens = self._layout.tokens
-        self.structure = make_chain([0] * len(self.group_layout.groups[group])).structure
+        self.tree_structure = make_chain([0] * len(self.group_layout.groups[group])).tree_structure
 
     @property
-    def next_codes(self) -> Sequence[int]:
+    def next_code_indices(self) -> Sequence[int]:
         """The code that is generated after each node."""
-        return range(self.first_code, self.first_code + len(self.structure.depths))
+        return range(self.first_code_index, self.first_code_index + len(self.tree_structure.depths))
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
         """All nodes; None if a code is sampled from the logits of several nodes."""
-        return range(len(self.structure.depths)) if self._layout.nodes_match_draft else None
+        return range(len(self.tree_structure.depths)) if self._layout.nodes_match_draft else None
 
-    def make_layout(self) -> PassLayout:
+    def make_pass_layout(self) -> PassLayout:
         """Return the tokens, positions and mutual attention of the nodes."""
         return self._layout
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes of all groups before, whatever the node."""
-        return np.array(self.sequence.codes[: self.first_code], np.int64)
+        return np.array(self.sequence.codes[: self.first_code_index], np.int64)
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Append the choices of the group's cells, or the preserved codes there, to the sequence.
@@ -60,10 +60,10 @@ class GroupDraft:
             model: engines and tables, not used.
         """
         sequence = self.sequence
-        codes = np.array([output.choose_token(node) for node in range(len(self.structure.depths))], np.int64)
-        if sequence.preserved is not None:
-            preserved = sequence.preserved[self.first_code : self.first_code + len(codes)]
-            codes = np.where(preserved < 0, codes, preserved)
+        codes = np.array([output.choose_token(node) for node in range(len(self.tree_structure.depths))], np.int64)
+        if sequence.preserved_codes is not None:
+            preserved_codes = sequence.preserved_codes[self.first_code_index : self.first_code_index + len(codes)]
+            codes = np.where(preserved_codes < 0, codes, preserved_codes)
         sequence.record_draft(len(codes) - 1, len(codes) - 1)
         return AcceptedDraft(SequenceStep.append_codes(sequence, codes), codes, np.arange(len(self.tokens)))
 

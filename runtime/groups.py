@@ -23,16 +23,16 @@ from typing import ClassVar
 import numpy as np
 
 from .engine import DeviceArray, Floats, Ints
-from .layout import CellValues, PassLayout, PlacedCodes
+from .layout import CellValues, CodesWithCells, PassLayout
 from .noise import GROUP_SIZE, Noise
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layout of an image that is generated in groups; the manifest's `OrderSpec` explains the groups."""
+    """Layout of an image that is generated in groups; the manifest's `GroupOrderSpec` explains the groups."""
 
     groups: tuple[tuple[int, ...], ...]  # cells of each group
-    first_vector_token: int  # token of the first learned vector; the others follow it
+    first_learned_token: int  # token of the first learned vector; the others follow it
 
     @cached_property
     def cells(self) -> Ints:
@@ -40,12 +40,12 @@ class GroupLayout:
         return np.array([cell for group in self.groups for cell in group], np.int64)
 
     @cached_property
-    def starts(self) -> list[int]:
+    def group_starts(self) -> list[int]:
         """Number of codes generated before each group, and at last the number of all codes, `[groups + 1]`."""
         return [0, *np.cumsum([len(group) for group in self.groups]).tolist()]
 
     @cached_property
-    def _completing_code(self) -> Ints:
+    def _completing_code_indices(self) -> Ints:
         """The code at which each cell and all cells before it are known, int64 `[codes]`."""
         # `argsort` inverts the permutation: the code of each cell.
         return np.maximum.accumulate(np.argsort(self.cells))
@@ -53,7 +53,7 @@ class GroupLayout:
     @property
     def num_codes(self) -> int:
         """Number of codes."""
-        return self.starts[-1]
+        return self.group_starts[-1]
 
     @property
     def num_tokens(self) -> int:
@@ -68,35 +68,37 @@ class GroupLayout:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
         return values[self.cells]  # type: ignore[return-value]
 
-    def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes]:
+    def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells]:
         """Return the codes up to the first gap that are new there, and all new codes, see `ImageLayout.place_codes`."""
         image = np.zeros(self.num_codes, np.int64)
         image[self.cells[: len(codes)]] = codes
-        complete = slice(self.count_complete_cells(before), self.count_complete_cells(len(codes)))
-        return image[complete], PlacedCodes(self.cells[before : len(codes)], np.array(codes[before:], np.int64))
+        complete = slice(self.count_cells_before_gap(num_known_before), self.count_cells_before_gap(len(codes)))
+        return image[complete], CodesWithCells(
+            self.cells[num_known_before : len(codes)], np.array(codes[num_known_before:], np.int64)
+        )
 
-    def count_complete_cells(self, num_known: int) -> int:
-        """Return the number of cells before the first gap once `num_known` codes are known."""
-        return int(np.searchsorted(self._completing_code, num_known))
+    def count_cells_before_gap(self, num_known_codes: int) -> int:
+        """Return the number of cells before the first gap once `num_known_codes` codes are known."""
+        return int(np.searchsorted(self._completing_code_indices, num_known_codes))
 
-    def codes_generated_with(self, code: int) -> range:
+    def codes_sampled_together(self, code_index: int) -> range:
         """Return the codes of the group that a code belongs to."""
-        group = self.group_of(code)
-        return range(self.starts[group], self.starts[group + 1])
+        group = self.find_group(code_index)
+        return range(self.group_starts[group], self.group_starts[group + 1])
 
-    def group_of(self, code: int) -> int:
+    def find_group(self, code_index: int) -> int:
         """Return the group that a code belongs to."""
-        return bisect_right(self.starts, code) - 1
+        return bisect_right(self.group_starts, code_index) - 1
 
-    def position(self, code: int) -> int:
+    def token_position(self, code_index: int) -> int:
         """Return the number of a code: guidance counts codes, wherever their cells are."""
-        return code
+        return code_index
 
-    def layout_after_prefix(self) -> PassLayout:
+    def lay_out_prefix_end(self) -> PassLayout:
         """Return the layout of the last node of a prefix, after which the first code is sampled."""
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
-    def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
+    def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
         """Return the pass nodes that generate these groups: one for each of their cells.
 
         Args:
@@ -105,38 +107,40 @@ class GroupLayout:
         """
         tokens: list[int] = []
         positions: list[int] = []
-        counts = [self.count_nodes(group) for group in groups]
+        counts = [self.count_group_nodes(group) for group in groups]
         for group, count in zip(groups, counts, strict=True):
             # The inputs are the codes of the group before, then learned vectors if this group has more cells.
-            start, end = self.starts[group - 1 : group + 1]
+            start, end = self.group_starts[group - 1 : group + 1]
             vectors = count - (end - start)
-            tokens += [*codes[start:end], *range(self.first_vector_token, self.first_vector_token + vectors)]
+            tokens += [*codes[start:end], *range(self.first_learned_token, self.first_learned_token + vectors)]
             # a vector has the first position behind the image, whose row of the rotary table is zero
             positions += [*self.groups[group - 1], *[self.num_codes] * vectors]
         # Nodes of one group attend to each other, and to the groups before: the mask is causal by group.
         passes = np.repeat(np.arange(len(counts)), counts)  # index of each node's group, [nodes]
-        ancestors = passes[:, None] >= passes
-        return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestors)
+        ancestor_mask = passes[:, None] >= passes
+        return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestor_mask)
 
-    def count_nodes(self, group: int) -> int:
+    def count_group_nodes(self, group: int) -> int:
         """Return the number of pass nodes that generate a group."""
         return len(self.groups[group])
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.lay_out_known_codes`."""
         # The pass for a group reads the codes of all groups before it, so the first group without them ends the passes.
-        last = next((group for group, start in enumerate(self.starts[:-1]) if start > len(codes)), len(self.groups))
+        last = next(
+            (group for group, start in enumerate(self.group_starts[:-1]) if start > len(codes)), len(self.groups)
+        )
         first = 1  # group 0 is generated after the prefix
         while first < last:
             end = first + 1
-            while end < last and sum(map(self.count_nodes, range(first, end + 1))) <= max_nodes:
+            while end < last and sum(map(self.count_group_nodes, range(first, end + 1))) <= max_nodes:
                 end += 1
-            yield self.lay_out(range(first, end), codes)
+            yield self.lay_out_groups(range(first, end), codes)
             first = end
 
-    def count_pass_nodes(self, draft_nodes: int) -> int:
+    def max_pass_nodes(self, num_draft_nodes: int) -> int:
         """Return the number of draft nodes."""
-        return draft_nodes
+        return num_draft_nodes
 
 
 @dataclass(frozen=True)
@@ -145,23 +149,23 @@ class TwoHeadLayout(GroupLayout):
 
     columns: int  # number of columns of the grid
 
-    def layout_after_prefix(self) -> PassLayout:
+    def lay_out_prefix_end(self) -> PassLayout:
         """Return the layout of the last node of a prefix, whose two logits the first code has the mean of."""
-        layout = super().layout_after_prefix()
-        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, np.array([[0, 1]]))
+        layout = super().lay_out_prefix_end()
+        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, np.array([[0, 1]]))
 
-    def lay_out(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the pass nodes that generate these groups, see `GroupLayout.lay_out`."""
-        layout = super().lay_out(groups, codes)
+    def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
+        """Return the pass nodes that generate these groups, see `GroupLayout.lay_out_groups`."""
+        layout = super().lay_out_groups(groups, codes)
         pairs: list[tuple[int, int]] = []
         first = 0
         for group in groups:
             pairs += self._find_logit_pairs(group, first)
-            first += self.count_nodes(group)
+            first += self.count_group_nodes(group)
         logit_pairs = np.array(pairs, np.int64)
-        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestors, logit_pairs)
+        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, logit_pairs)
 
-    def count_nodes(self, group: int) -> int:
+    def count_group_nodes(self, group: int) -> int:
         """Return the number of pass nodes that generate a group."""
         return len(self.groups[group - 1])
 
@@ -208,24 +212,26 @@ class GroupNoise(Noise):
         super().__init__(seed)
         self._layout = layout
 
-    def gumbel(self, first: int, count: int, size: int) -> Floats:
-        """Generate the noise of cells as `Noise.gumbel` does, float32 `[count, size]`.
+    def gumbel(self, first_position: int, num_positions: int, vocab_size: int) -> Floats:
+        """Generate the noise of cells as `Noise.gumbel` does, float32 `[num_positions, vocab_size]`.
 
         Args:
-            first: first position, in generation order; positions behind the image are cells, too.
-            count: number of positions.
-            size: number of codes.
+            first_position: first position, in generation order; positions behind the image are cells, too.
+            num_positions: number of positions.
+            vocab_size: number of codes.
         """
-        cells = self._layout.cells[first : first + count].tolist()
-        cells += range(first + len(cells), first + count)  # behind the image, position and cell are equal
-        return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, size) for cell in cells])
+        cells = self._layout.cells[first_position : first_position + num_positions].tolist()
+        cells += range(
+            first_position + len(cells), first_position + num_positions
+        )  # behind the image, position and cell are equal
+        return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, vocab_size) for cell in cells])
 
-    def prepare_group(self, group: int, size: int) -> None:
-        """Generate and store the noise of the cells at the positions of a group, see `Noise.prepare_group`."""
+    def prepare_noise_group(self, group: int, vocab_size: int) -> None:
+        """Generate and store the noise of the cells at the positions of a group, see `Noise.prepare_noise_group`."""
         cells = self._layout.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
         for cell in cells:
-            super().prepare_group(cell // GROUP_SIZE, size)
+            super().prepare_noise_group(cell // GROUP_SIZE, vocab_size)
 
-    def forget_before(self, before: int) -> None:
-        """Delete stored noise of cells that come before the first gap once `before` codes are known."""
-        super().forget_before(self._layout.count_complete_cells(before))
+    def discard_noise_before(self, position: int) -> None:
+        """Delete stored noise of cells that come before the first gap once `position` codes are known."""
+        super().discard_noise_before(self._layout.count_cells_before_gap(position))

@@ -19,37 +19,38 @@ class Guidance:
         sampling: settings with the scale, its schedule, and the number of guided codes.
 
     Attributes:
-        num_guided: number of guided codes.
+        num_guided_codes: number of guided codes.
     """
 
     def __init__(self, sampling: Sampling, layout: ImageLayout) -> None:
-        self.num_guided = sampling.count_guided(layout.num_codes)
+        self.num_guided_codes = sampling.count_guided_tokens(layout.num_codes)
         self._scales = _compute_scales(sampling, layout)
 
-    def count_rows(self, code: int) -> int:
+    def count_batch_rows(self, code_index: int) -> int:
         """Return how many batch rows the distribution of a code depends on: 2 with guidance, else 1."""
-        return 2 if code < self.num_guided else 1
+        return 2 if code_index < self.num_guided_codes else 1
 
-    def scales(self, codes: Sequence[int] | Ints) -> Floats:
-        """Return the scales of some codes, float32 `[codes]`; codes past the image have the last scale."""
-        return self._scales[np.minimum(codes, len(self._scales) - 1)]
+    def scales(self, code_indices: Sequence[int] | Ints) -> Floats:
+        """Return the scales of some codes, float32 `[code_indices]`; codes past the image have the last scale."""
+        return self._scales[np.minimum(code_indices, len(self._scales) - 1)]
 
-    def mix(self, logits: Floats, codes: Sequence[int] | Ints) -> Floats:
+    def mix_logits(self, logits: Floats, code_indices: Sequence[int] | Ints) -> Floats:
         """Mix the conditional and unconditional logits of guided codes, and return the conditional logits of others.
 
         Args:
-            logits: logits, or other outputs of the target, float32 `[1 or 2, codes, size]`, the conditional row first.
-            codes: code that is sampled from each.
+            logits: logits, or other outputs of the target, float32 `[1 or 2, code_indices, size]`, the conditional row
+                first.
+            code_indices: code that is sampled from each.
 
         Returns:
-            Float32 `[codes, size]`.
+            Float32 `[code_indices, size]`.
         """
         if len(logits) == 1:
             conditional: Floats = logits[0]
             return conditional
-        codes = np.asarray(codes)
-        mixed = apply_guidance(logits, self.scales(codes))
-        guided = codes < self.num_guided
+        code_indices = np.asarray(code_indices)
+        mixed = apply_guidance(logits, self.scales(code_indices))
+        guided = code_indices < self.num_guided_codes
         return mixed if guided.all() else np.where(guided[:, None], mixed, logits[0])
 
 
@@ -69,7 +70,7 @@ def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     scales = np.full(num_codes, final, np.float32)
     token = 0
     for code in range(num_codes if scale > final else 0):
-        while token <= layout.position(code):
+        while token <= layout.token_position(code):
             scale = max(final, scale * (1 - 4 * (token + 2) / num_codes))
             token += 1
         scales[code] = scale

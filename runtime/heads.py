@@ -1,7 +1,7 @@
 """Draft heads: small matrix products on the target's hidden states, which draft without a drafter model.
 
 A pass computes logits after every draft token. Where a draft token is replaced, the next logits were computed for
-another previous code. `DraftHeads.compute_correction` returns the change for the new code, `((change[new] -
+another previous code. `DraftHeads.compute_logit_correction` returns the change for the new code, `((change[new] -
 change[old]) * gate(state)) @ correct`, where `state` is the target's hidden state from which the logits were computed.
 Positions that no pass has reached have no logits. `DraftHeads.predict_logits` predicts them from the previous code, and
 from the target's states that predicted the cell above and the cell after that.
@@ -39,7 +39,7 @@ class DraftHeads:
         """Return the gates of corrections, `[n, rank]`, for guided hidden states `[n, hidden_size]`."""
         return _sigmoid(np.einsum("nh,hr->nr", hidden, self.gate) + self.gate_bias)
 
-    def compute_correction(self, gate: Floats, old_code: int, new_codes: Ints) -> Floats:
+    def compute_logit_correction(self, gate: Floats, old_code: int, new_codes: Ints) -> Floats:
         """Return the change in the logits of a position for other previous codes, `[n, codes]`.
 
         Args:
@@ -71,7 +71,7 @@ class DraftHeads:
         return logits
 
 
-def head_shapes(codebook_size: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
+def draft_head_shapes(codebook_size: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every array of `DraftHeads`.
 
     Args:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import EngineError
-from .drafting import Commit
+from .drafting import CommittedTokens
 from .raster import RasterLayout
 from .sampling import Probabilities
 from .state import ImageSequence
@@ -40,10 +40,10 @@ class JacobiDrafter(TreeDrafter):
         super().__init__(max_nodes)
         self._windows: dict[ImageSequence, JacobiWindow] = {}
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         """Draft the tokens that a pass over the windows did not decide again."""
         for commit in commits:
-            if commit.sequence.remaining and commit.sequence in self._windows:
+            if commit.sequence.num_remaining_codes and commit.sequence in self._windows:
                 try:
                     self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
                 except EngineError as error:
@@ -54,13 +54,13 @@ class JacobiDrafter(TreeDrafter):
         trees = []
         for sequence in sequences:
             preserved = next_preserved_tokens(sequence, self.max_nodes)
-            remaining = sequence.count_until_preserved(len(preserved))
+            remaining = sequence.count_codes_until_preserved(len(preserved))
             if preserved:
                 remaining = min(remaining, self.max_nodes - len(preserved))
             trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
         return trees
 
-    def min_nodes(self, sequence: ImageSequence, num_images: int) -> int:
+    def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
         """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
         sequence.adapt_window(num_images)
         return sequence.max_nodes
@@ -72,7 +72,9 @@ class JacobiDrafter(TreeDrafter):
 
     def _get_window(self, sequence: ImageSequence) -> JacobiWindow:
         stores_proposals = not sequence.exact and not sequence.sampling.greedy
-        window = self._windows.setdefault(sequence, JacobiWindow(sequence.window, sequence.raster, stores_proposals))
+        window = self._windows.setdefault(
+            sequence, JacobiWindow(sequence.window, sequence.raster_layout, stores_proposals)
+        )
         window.size = sequence.window
         return window
 
@@ -87,7 +89,7 @@ class JacobiWindow:
         stores_proposals: whether acceptance needs q.
         codes: drafted tokens of the next positions.
         proposals: q of each draft; None: the draft counts as certain.
-        num_preserved: number of preserved tokens before the window in the last draft.
+        num_preserved_tokens: number of preserved tokens before the window in the last draft.
     """
 
     size: int
@@ -95,31 +97,35 @@ class JacobiWindow:
     stores_proposals: bool
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
-    num_preserved: int = 0
+    num_preserved_tokens: int = 0
 
-    def draft(self, committed: Sequence[int], max_tokens: int, preserved: Sequence[int] = ()) -> DraftTree:
+    def draft(
+        self, committed_tokens: Sequence[int], max_tokens: int, preserved_tokens: Sequence[int] = ()
+    ) -> DraftTree:
         """Return the window as a chain.
 
         Args:
-            committed: committed tokens of the sequence; the last token is the root.
+            committed_tokens: committed tokens of the sequence; the last token is the root.
             max_tokens: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
-            preserved: preserved tokens after the committed tokens.
+            preserved_tokens: preserved tokens after the committed tokens.
         """
         length = max(0, min(self.size, max_tokens - 1))
-        self.num_preserved = len(preserved)
+        self.num_preserved_tokens = len(preserved_tokens)
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
-            before = [*committed, *preserved, *self.codes]  # its length is the index of the next code
-            self.codes.append(before[self.layout.code_to_copy(len(before))])
+            before = [*committed_tokens, *preserved_tokens, *self.codes]  # its length is the index of the next code
+            self.codes.append(before[self.layout.left_or_upper_neighbor(len(before))])
             self.proposals.append(None)
-        proposals = [*[None] * self.num_preserved, *self.proposals]
-        return make_chain([committed[-1], *preserved, *self.codes], self.num_preserved, proposals.__getitem__)
+        proposals = [*[None] * self.num_preserved_tokens, *self.proposals]
+        return make_chain(
+            [committed_tokens[-1], *preserved_tokens, *self.codes], self.num_preserved_tokens, proposals.__getitem__
+        )
 
-    def redraft(self, num_accepted: int, target: TargetOutput) -> None:
+    def redraft(self, num_accepted: int, target_output: TargetOutput) -> None:
         """Draft the tokens behind the `num_accepted` first again, from the distributions of a pass over the window."""
-        num_accepted = max(num_accepted, self.num_preserved)
+        num_accepted = max(num_accepted, self.num_preserved_tokens)
         # The choice after node n drafts the token of node n + 1. The choice after the last accepted node is committed,
         # so the window begins one node further; the last node drafts a further token at its end.
-        undecided = range(num_accepted + 1, self.num_preserved + len(self.codes) + 1)
-        self.codes = [target.choose_token_without_recompute(node) for node in undecided]
-        self.proposals = [target.distribution(node) if self.stores_proposals else None for node in undecided]
+        undecided = range(num_accepted + 1, self.num_preserved_tokens + len(self.codes) + 1)
+        self.codes = [target_output.choose_token_without_recompute(node) for node in undecided]
+        self.proposals = [target_output.distribution(node) if self.stores_proposals else None for node in undecided]

@@ -20,7 +20,7 @@ from .noise import Noise
 CellValues = TypeVar("CellValues", bound=NDArray[Any])
 
 
-class PlacedCodes(NamedTuple):
+class CodesWithCells(NamedTuple):
     """Codes sampled in a forward pass and their cells, both int64 `[count]`; without end-of-row tokens."""
 
     cells: Ints
@@ -36,7 +36,7 @@ class PassLayout:
 
     tokens: Ints  # int64 `[pass nodes]`
     positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
-    ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
+    ancestor_mask: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
         """Return the logits that the tokens after draft nodes are sampled from, float32 `[rows, nodes, vocab_size]`.
@@ -48,28 +48,28 @@ class PassLayout:
         read: Floats = logits[rows, nodes]
         return read
 
-    def sampling_nodes(self, nodes: Ints) -> Ints:
+    def find_sampling_nodes(self, nodes: Ints) -> Ints:
         """Return the pass nodes after which the tokens of draft nodes `[...]` are sampled, int64 `[...]`."""
         return nodes
 
-    def path_nodes(self, path: Sequence[int]) -> Ints:
+    def find_path_nodes(self, path: Sequence[int]) -> Ints:
         """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
         return np.array(path, np.int64)
 
-    def state_nodes(self, committed: Ints, count: int) -> Ints:
+    def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
         """Return the pass nodes from whose hidden states the last `count` tokens are sampled, int64 `[count]`.
 
         Args:
-            committed: pass nodes that were committed, int64 `[committed]`.
+            committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.
             count: number of committed tokens, without end-of-row tokens.
         """
-        return committed[-count:]
+        return committed_nodes[-count:]
 
-    def mask_past(self, mask: Bools) -> None:
+    def mask_cached_tokens(self, attention_mask: Bools) -> None:
         """Remove entries from an attention mask over the tokens of the image in the cache; here none.
 
         Args:
-            mask: mask to change, bool `[pass nodes, entries]`.
+            attention_mask: mask to change, bool `[pass nodes, entries]`.
         """
 
 
@@ -90,25 +90,25 @@ class ImageLayout(Protocol):
     def to_generation_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
 
-    def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes | None]:
+    def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells | None]:
         """Return the cells that new codes fill.
 
         Args:
             codes: codes that are known now, in generation order.
-            before: number of codes that were known before.
+            num_known_before: number of codes that were known before.
 
         Returns:
             Codes of the cells up to the first gap, without the cells up to the first gap before, int64 `[count]`. Then
             all new codes with their cells; None if these are the same codes.
         """
 
-    def codes_generated_with(self, code: int) -> range:
+    def codes_sampled_together(self, code_index: int) -> range:
         """Return the codes that are sampled together with a code, itself included; they do not depend on each other."""
 
-    def position(self, code: int) -> int:
+    def token_position(self, code_index: int) -> int:
         """Return the position of a code's token, from 0 at the first token; drafts may extend past the last code."""
 
-    def layout_after_prefix(self) -> PassLayout:
+    def lay_out_prefix_end(self) -> PassLayout:
         """Return the layout of the last node of a prefix, after which the first code is sampled."""
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
@@ -119,5 +119,5 @@ class ImageLayout(Protocol):
             max_nodes: maximum number of nodes of a pass; a pass has at least one group of codes.
         """
 
-    def count_pass_nodes(self, draft_nodes: int) -> int:
+    def max_pass_nodes(self, num_draft_nodes: int) -> int:
         """Return the maximum number of pass nodes of a draft with this number of nodes."""

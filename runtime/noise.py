@@ -27,71 +27,72 @@ CHUNK_SIZE = 512  # number of codes whose noise is made at once; larger arrays d
 
 
 class Noise:
-    """Random numbers of the image with a seed, 0 .. 2^64 - 1. Other threads may call `prepare_group`."""
+    """Random numbers of the image with a seed, 0 .. 2^64 - 1. Other threads may call `prepare_noise_group`."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._lock = threading.Lock()
         self._groups: dict[int, Floats] = {}  # group -> noise, float32 `[GROUP_SIZE, size]`
 
-    def gumbel(self, first: int, count: int, size: int) -> Floats:
+    def gumbel(self, first_position: int, num_positions: int, vocab_size: int) -> Floats:
         """Generate standard Gumbel noise.
 
         Code c at position t gets -log(-log((x + 1/2) / 2^32)), rounded once. Here x is number 16 c + t mod 16 of the
         stream of group t div 16: 32-bit numbers, the lower half of each 64 bits first. The numbers of a code do not
-        depend on `size`. Groups are stored until `forget_before` is called: target and drafts need the same noise.
+        depend on `vocab_size`. Groups are stored until `discard_noise_before` is called: target and drafts need the
+        same noise.
 
         Args:
-            count: number of positions.
-            size: number of codes.
+            num_positions: number of positions.
+            vocab_size: number of codes.
 
         Returns:
-            Noise, float32 `[count, size]`.
+            Noise, float32 `[num_positions, vocab_size]`.
         """
-        group, start = divmod(first, GROUP_SIZE)
-        if start + count <= GROUP_SIZE:
-            return self._get_group(group, size)[start : start + count]
-        last_group = (first + count - 1) // GROUP_SIZE
-        groups = [self._get_group(index, size) for index in range(group, last_group + 1)]
-        return np.concatenate(groups)[start : start + count]
+        group, start = divmod(first_position, GROUP_SIZE)
+        if start + num_positions <= GROUP_SIZE:
+            return self._get_noise_group(group, vocab_size)[start : start + num_positions]
+        last_group = (first_position + num_positions - 1) // GROUP_SIZE
+        groups = [self._get_noise_group(index, vocab_size) for index in range(group, last_group + 1)]
+        return np.concatenate(groups)[start : start + num_positions]
 
-    def prepare_group(self, group: int, size: int) -> None:
+    def prepare_noise_group(self, group: int, vocab_size: int) -> None:
         """Generate and store a group's noise ahead of `gumbel`.
 
         Args:
             group: index of a group of `GROUP_SIZE` positions.
-            size: number of codes.
+            vocab_size: number of codes.
         """
-        self._get_group(group, size)
+        self._get_noise_group(group, vocab_size)
 
-    def decision_stream(self, position: int) -> np.random.Generator:
+    def acceptance_rng(self, position: int) -> np.random.Generator:
         """Return the uniform numbers of relaxed acceptance at a position, independent of its Gumbel noise.
 
         Every call starts with the first number. All positions share one generator object: take all numbers of one
         position before the next call.
         """
-        return self._decision_streams.seek(position)
+        return self._acceptance_streams.seek(position)
 
-    def forget_before(self, before: int) -> None:
-        """Delete stored groups whose positions are all smaller than `before`."""
+    def discard_noise_before(self, position: int) -> None:
+        """Delete stored groups whose positions are all smaller than `position`."""
         for group in tuple(self._groups):
-            if group < before // GROUP_SIZE:
+            if group < position // GROUP_SIZE:
                 del self._groups[group]
 
-    def _get_group(self, group: int, size: int) -> Floats:
+    def _get_noise_group(self, group: int, vocab_size: int) -> Floats:
         noise = self._groups.get(group)
-        if noise is None or noise.shape[1] < size:
+        if noise is None or noise.shape[1] < vocab_size:
             with self._lock:
                 noise = self._groups.get(group)  # another thread may have generated it meanwhile
-                if noise is None or noise.shape[1] < size:
-                    noise = self._groups[group] = self._generate_group(group, size)
-        return noise[:, :size]
+                if noise is None or noise.shape[1] < vocab_size:
+                    noise = self._groups[group] = self._generate_noise_group(group, vocab_size)
+        return noise[:, :vocab_size]
 
-    def _generate_group(self, group: int, size: int) -> Floats:
+    def _generate_noise_group(self, group: int, vocab_size: int) -> Floats:
         bits = self._gumbel_streams.seek(group).bit_generator
-        noise = np.empty((GROUP_SIZE, size), np.float32)
-        for start in range(0, size, CHUNK_SIZE):
-            codes = min(CHUNK_SIZE, size - start)
+        noise = np.empty((GROUP_SIZE, vocab_size), np.float32)
+        for start in range(0, vocab_size, CHUNK_SIZE):
+            codes = min(CHUNK_SIZE, vocab_size - start)
             # A 64-bit number holds two 32-bit numbers, the lower half first whatever the processor's byte order.
             numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
             uniform = np.add(numbers, 0.5, dtype=np.float64)  # so that the noise is finite
@@ -108,7 +109,7 @@ class Noise:
         return _PhiloxStreams(self.seed, _GUMBEL)
 
     @cached_property
-    def _decision_streams(self) -> _PhiloxStreams:
+    def _acceptance_streams(self) -> _PhiloxStreams:
         return _PhiloxStreams(self.seed, _DECISIONS)
 
 

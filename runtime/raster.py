@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from .engine import DeviceArray, Floats, Ints
-from .layout import CellValues, PassLayout, PlacedCodes
+from .layout import CellValues, CodesWithCells, PassLayout
 from .noise import Noise
 from .tree import DraftTree
 
@@ -37,7 +37,7 @@ class RasterLayout:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the cache, end-of-row tokens included."""
-        return self.position(self.num_codes - 1) + 1
+        return self.token_position(self.num_codes - 1) + 1
 
     def noise(self, seed: int) -> Noise:
         """Return the noise of an image."""
@@ -47,37 +47,37 @@ class RasterLayout:
         """Return values of cells `[cells]`: they are generated in raster order."""
         return values
 
-    def place_codes(self, codes: Sequence[int], before: int) -> tuple[Ints, PlacedCodes | None]:
+    def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells | None]:
         """Return the new codes, see `ImageLayout.place_codes`; raster order leaves no gaps."""
-        return np.array(codes[before:], np.int64), None
+        return np.array(codes[num_known_before:], np.int64), None
 
-    def codes_generated_with(self, code: int) -> range:
+    def codes_sampled_together(self, code_index: int) -> range:
         """Return the code alone."""
-        return range(code, code + 1)
+        return range(code_index, code_index + 1)
 
-    def position(self, code: int) -> int:
+    def token_position(self, code_index: int) -> int:
         """Return the position of a code's token, from 0; drafts may extend past the last code."""
-        return code
+        return code_index
 
-    def code_above(self, code: int) -> int:
+    def code_above(self, code_index: int) -> int:
         """Return the code of the cell above in the same grid; a negative number in the first row of a grid."""
         first_codes = self.first_codes
-        if code < first_codes:
-            return code - self.first_grid[1]
-        above = code - self.columns
+        if code_index < first_codes:
+            return code_index - self.first_grid[1]
+        above = code_index - self.columns
         return above if above >= first_codes else -1
 
-    def code_to_copy(self, code: int) -> int:
+    def left_or_upper_neighbor(self, code_index: int) -> int:
         """Return the code to the left or, in the first column, the code above."""
-        return code - (self.columns if code % self.columns == 0 and code >= self.columns else 1)
+        return code_index - (self.columns if code_index % self.columns == 0 and code_index >= self.columns else 1)
 
-    def layout_after_prefix(self) -> PassLayout:
+    def lay_out_prefix_end(self) -> PassLayout:
         """Return the layout of the last node of a prefix."""
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
-    def lay_out(self, tree: DraftTree, root: int) -> PassLayout:
-        """Return the pass nodes of a draft tree whose root is the code `root`."""
-        return PassLayout(tree.tokens, root + tree.structure.depths, tree.structure.ancestors)
+    def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
+        """Return the pass nodes of a draft tree whose root is the code `root_index`."""
+        return PassLayout(tree.tokens, root_index + tree.tree_structure.depths, tree.tree_structure.ancestor_mask)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over known codes, in parts of `max_nodes` tokens, see `ImageLayout.lay_out_known_codes`."""
@@ -85,17 +85,17 @@ class RasterLayout:
             tokens = codes[start : start + max_nodes]
             yield PassLayout(tokens, start + np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
 
-    def token_after(self, code: int) -> int | None:
+    def row_end_token_after(self, code_index: int) -> int | None:
         """Return None: no token follows a code unsampled."""
         return None
 
-    def insert_row_ends(self, codes: Ints, first: int = 0) -> Ints:
+    def insert_row_ends(self, codes: Ints, first_index: int = 0) -> Ints:
         """Return the codes, see `ImageLayout.insert_row_ends`."""
         return codes
 
-    def count_pass_nodes(self, draft_nodes: int) -> int:
+    def max_pass_nodes(self, num_draft_nodes: int) -> int:
         """Return the number of draft nodes."""
-        return draft_nodes
+        return num_draft_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +104,25 @@ class RowEndLayout(RasterLayout):
 
     row_end: int  # the end-of-row token
 
-    def position(self, code: int) -> int:
+    def token_position(self, code_index: int) -> int:
         """Return the position of a code's token, after the end-of-row tokens of earlier rows."""
-        return code + min(code, self.num_codes - 1) // self.columns
+        return code_index + min(code_index, self.num_codes - 1) // self.columns
 
-    def lay_out(self, tree: DraftTree, root: int) -> PassLayout:
+    def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
         """Return the pass nodes of a draft tree: an end-of-row token follows each node that ends a row."""
-        codes = root + tree.structure.depths  # [nodes], as all further arrays of draft nodes
+        codes = root_index + tree.tree_structure.depths  # [nodes], as all further arrays of draft nodes
         ends_before = np.minimum(codes, self.num_codes - 1) // self.columns  # end-of-row tokens before each code
         ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows
-        draft_nodes = np.repeat(np.arange(tree.nodes), 1 + ends)  # [pass nodes]
+        draft_nodes = np.repeat(np.arange(tree.num_nodes), 1 + ends)  # [pass nodes]
         sampling_nodes = np.cumsum(1 + ends) - 1  # the node itself, or its end-of-row token
         end_nodes = sampling_nodes[ends]
-        ancestors = tree.structure.ancestors[draft_nodes][:, draft_nodes]
-        ancestors[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
+        ancestor_mask = tree.tree_structure.ancestor_mask[draft_nodes][:, draft_nodes]
+        ancestor_mask[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
         tokens = tree.tokens[draft_nodes]
         positions = (codes + ends_before)[draft_nodes]
         tokens[end_nodes] = self.row_end
         positions[end_nodes] += 1
-        return RowEndPass(tokens, positions, ancestors, draft_nodes, sampling_nodes)
+        return RowEndPass(tokens, positions, ancestor_mask, draft_nodes, sampling_nodes)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield passes over known codes and the end-of-row tokens between and after them."""
@@ -137,20 +137,20 @@ class RowEndLayout(RasterLayout):
             sampling_nodes = np.flatnonzero(~follows[part])
             yield RowEndPass(tokens[part], start + nodes, np.tri(count, dtype=bool), nodes, sampling_nodes)
 
-    def token_after(self, code: int) -> int | None:
+    def row_end_token_after(self, code_index: int) -> int | None:
         """Return the end-of-row token after the last code of a row; None after other codes."""
-        ends_row = code % self.columns == self.columns - 1 and code + 1 < self.num_codes
+        ends_row = code_index % self.columns == self.columns - 1 and code_index + 1 < self.num_codes
         return self.row_end if ends_row else None
 
-    def insert_row_ends(self, codes: Ints, first: int = 0) -> Ints:
-        """Return the codes from code `first` on with an end-of-row token before each code that begins a row."""
-        numbers = first + np.arange(len(codes))
+    def insert_row_ends(self, codes: Ints, first_index: int = 0) -> Ints:
+        """Return the codes from code `first_index` on with an end-of-row token before each code that begins a row."""
+        numbers = first_index + np.arange(len(codes))
         begins = (numbers % self.columns == 0) & (numbers > 0) & (numbers < self.num_codes)
         return np.insert(codes, np.flatnonzero(begins), self.row_end)
 
-    def count_pass_nodes(self, draft_nodes: int) -> int:
+    def max_pass_nodes(self, num_draft_nodes: int) -> int:
         """Return twice the number of draft nodes: an end-of-row token may follow each."""
-        return 2 * draft_nodes
+        return 2 * num_draft_nodes
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ class RowEndPass(PassLayout):
     nodes_match_draft: ClassVar[bool] = False
 
     draft_nodes: Ints  # draft node of each pass node, int64 `[pass nodes]`
-    last_nodes: Ints  # pass node after which the token of each draft node is sampled, int64 `[nodes]`
+    sampling_pass_nodes: Ints  # pass node after which the token of each draft node is sampled, int64 `[nodes]`
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
         """Return the logits after draft nodes, or after the end-of-row tokens that follow them.
@@ -169,17 +169,17 @@ class RowEndPass(PassLayout):
             logits: logits of the pass, on the host or on a device.
             rows: batch rows of the sequence.
         """
-        read: Floats = logits[rows, self.last_nodes[nodes].tolist()]
+        read: Floats = logits[rows, self.sampling_pass_nodes[nodes].tolist()]
         return read
 
-    def sampling_nodes(self, nodes: Ints) -> Ints:
+    def find_sampling_nodes(self, nodes: Ints) -> Ints:
         """Return the pass nodes after which the tokens of draft nodes are sampled."""
-        return self.last_nodes[nodes]
+        return self.sampling_pass_nodes[nodes]
 
-    def path_nodes(self, path: Sequence[int]) -> Ints:
+    def find_path_nodes(self, path: Sequence[int]) -> Ints:
         """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
         return np.flatnonzero(np.isin(self.draft_nodes, path))
 
-    def state_nodes(self, committed: Ints, count: int) -> Ints:
+    def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
         """Return the committed nodes from which a code is sampled: not a code before an end-of-row token."""
-        return np.intersect1d(committed, self.last_nodes)
+        return np.intersect1d(committed_nodes, self.sampling_pass_nodes)

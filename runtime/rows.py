@@ -27,12 +27,12 @@ import numpy as np
 from ..methods import RowParallel
 from .drafting import AcceptedDraft, Draft, Drafter, SequenceStep
 from .engine import Bools, Ints
-from .layout import PassLayout, PlacedCodes
+from .layout import CodesWithCells, PassLayout
 from .raster import MAX_BATCH_NODES, RasterLayout
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
 from .tree import TreeStructure
-from .tree_drafts import TreeDraft, preserved_chain
+from .tree_drafts import TreeDraft, make_preserved_chain
 
 
 class GridNode(NamedTuple):
@@ -40,8 +40,8 @@ class GridNode(NamedTuple):
 
     token: int
     cell: int
-    row: int
-    num_attended: int
+    grid_row: int
+    num_attended_tokens: int
 
 
 @dataclass(frozen=True)
@@ -53,35 +53,37 @@ class GridPass:
     grid_rows: Ints  # grid row that each node belongs to, int64 `[nodes]`
     # number of tokens of its grid row that each node attends to, itself included, int64 `[nodes]`; 0 for a stand-in:
     # no other node attends to it
-    num_attended: Ints
+    num_attended_tokens: Ints
     sampled_nodes: list[int]  # nodes after which a code is sampled
     cached_cells: Ints  # cells in the order of the cache, int64 `[entries]`
     cached_tokens: Ints  # tokens of these cells, int64 `[entries]`
     columns: int  # number of columns of the grid
     window: int  # number of tokens between successive grid rows
-    next_codes: Ints  # index of the code after each node, without end-of-row tokens, int64 `[nodes]`
+    next_code_indices: Ints  # index of the code after each node, without end-of-row tokens, int64 `[nodes]`
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """Number of nodes of the pass."""
         return len(self.tokens)
 
     @cached_property
-    def structure(self) -> TreeStructure:
+    def tree_structure(self) -> TreeStructure:
         """Mask of the nodes that attend to each other; `depths` are their cells."""
-        ancestors = self.attends_to(self.cells) & (self.num_attended > 0) | np.eye(self.nodes, dtype=bool)
-        return TreeStructure(self.cells, (), ancestors, self.cells, False)
+        ancestor_mask = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0) | np.eye(
+            self.num_nodes, dtype=bool
+        )
+        return TreeStructure(self.cells, (), ancestor_mask, self.cells, False)
 
-    def attends_to(self, cells: Ints) -> Bools:
+    def build_attention_mask(self, cells: Ints) -> Bools:
         """Return whether each node may attend to each of `cells`, bool `[nodes, cells]`."""
-        # A node attends to `num_attended` tokens of its row, and to `window` more tokens in each row further up.
+        # A node attends to `num_attended_tokens` tokens of its row, and to `window` more tokens in each row further up.
         row, column = np.divmod(cells, self.columns)
         rows_above = self.grid_rows[:, None] - row
-        mask: Bools = (rows_above >= 0) & (column < self.num_attended[:, None] + rows_above * self.window)
+        mask: Bools = (rows_above >= 0) & (column < self.num_attended_tokens[:, None] + rows_above * self.window)
         return mask
 
 
-class Grid:
+class TokenGrid:
     """Token grid of one image during row-parallel decoding, after the prefill.
 
     Args:
@@ -90,7 +92,7 @@ class Grid:
         window: number of tokens that a row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
         max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
-        preserved: preserved codes, -1 in cells to generate, int64 `[codes]`; None: all cells are generated.
+        preserved_codes: preserved codes, -1 in cells to generate, int64 `[codes]`; None: all cells are generated.
 
     Attributes:
         cells: token of every cell, -1 where it is not known yet.
@@ -104,20 +106,20 @@ class Grid:
     def __init__(
         self,
         layout: RasterLayout,
-        first: int,
+        first_code: int,
         window: int,
         num_drafts: int = 0,
         max_nodes: int = MAX_BATCH_NODES,
-        preserved: Ints | None = None,
+        preserved_codes: Ints | None = None,
     ) -> None:
         self.codes_per_row = layout.columns
-        end_token = layout.token_after(layout.first_codes + self.codes_per_row - 1)
-        self.has_ends = end_token is not None
-        self.columns = self.codes_per_row + self.has_ends
+        end_token = layout.row_end_token_after(layout.first_codes + self.codes_per_row - 1)
+        self.has_row_ends = end_token is not None
+        self.columns = self.codes_per_row + self.has_row_ends
         num_rows = (layout.num_codes - layout.first_codes) // self.codes_per_row
         cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1
-        cells[0, 0] = first
+        cells[0, 0] = first_code
         self.cells: list[int] = cells.ravel().tolist()
         self.window = min(window, self.codes_per_row)
         self.num_drafts = num_drafts
@@ -125,8 +127,8 @@ class Grid:
         self.lengths = [0] * num_rows
         self.cached_lengths = [0] * num_rows
         self._cached_cells: list[int] = []  # cache order
-        codes = enumerate([] if preserved is None else preserved.tolist())
-        self._preserved = {i + self.has_ends * (i // self.codes_per_row): code for i, code in codes if code >= 0}
+        codes = enumerate([] if preserved_codes is None else preserved_codes.tolist())
+        self._preserved = {i + self.has_row_ends * (i // self.codes_per_row): code for i, code in codes if code >= 0}
         # Codes of cells that are not known yet: preserved codes, and tokens that earlier passes sampled after drafts.
         self._drafts = dict(self._preserved)
         self._extend_row(0)
@@ -141,17 +143,17 @@ class Grid:
             begins_row = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
             # Nothing is sampled after the last code of the image, so it needs no pass.
             is_complete = row + 1 == len(self.lengths) and count >= self.codes_per_row
-            if (begins_row or length < count) and not is_complete and self._has_context(row, count, lengths):
+            if (begins_row or length < count) and not is_complete and self._has_full_context(row, count, lengths):
                 if begins_row:  # after the end-of-row token, or the newest visible token, of the row above
-                    stand_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
-                    nodes.append(GridNode(self.cells[stand_in], first - 1, row, num_attended=0))
-                for num_attended in range(length + 1, count + 1):  # known tokens that are not in the cache yet
-                    cell = first + num_attended - 1  # the token attends to itself, so its column is one less
-                    nodes.append(GridNode(self.cells[cell], cell, row, num_attended))
+                    stand_in = first - 1 if self.has_row_ends else first - self.columns + self.window - 1
+                    nodes.append(GridNode(self.cells[stand_in], first - 1, row, num_attended_tokens=0))
+                for num_attended_tokens in range(length + 1, count + 1):  # known tokens that are not in the cache yet
+                    cell = first + num_attended_tokens - 1  # the token attends to itself, so its column is one less
+                    nodes.append(GridNode(self.cells[cell], cell, row, num_attended_tokens))
                 length = count
                 num_drafts = self.num_drafts
                 # A row's last code gets no draft behind it, and a draft needs the row above to be far enough ahead.
-                while length < self.codes_per_row - 1 and self._has_context(row, length + 1, lengths):
+                while length < self.codes_per_row - 1 and self._has_full_context(row, length + 1, lengths):
                     cell = first + length
                     if cell not in self._preserved:
                         if not num_drafts:
@@ -162,25 +164,25 @@ class Grid:
                     nodes.append(GridNode(self._drafts.get(cell, nodes[-1].token), cell, row, length))
             lengths.append(length)
         # Nodes beyond the maximum wait: their rows have not committed them, so the next pass contains them again.
-        tokens, cells, grid_rows, num_attended = np.array(nodes[: self.max_nodes], np.int64).T  # each [nodes]
+        tokens, cells, grid_rows, num_attended_tokens = np.array(nodes[: self.max_nodes], np.int64).T  # each [nodes]
         # After an end-of-row token the next row begins, unless a stand-in begins that row.
-        begins_cell = (num_attended < self.codes_per_row) | (self.window == self.columns)
-        next_codes = grid_rows * self.codes_per_row + np.minimum(num_attended, self.codes_per_row)
+        begins_cell = (num_attended_tokens < self.codes_per_row) | (self.window == self.columns)
+        next_code_indices = grid_rows * self.codes_per_row + np.minimum(num_attended_tokens, self.codes_per_row)
         cached_cells = np.array(self._cached_cells, np.int64)
         return GridPass(
             tokens=tokens,
             cells=cells,
             grid_rows=grid_rows,
-            num_attended=num_attended,
+            num_attended_tokens=num_attended_tokens,
             sampled_nodes=np.flatnonzero(begins_cell).tolist(),
             cached_cells=cached_cells,
             cached_tokens=np.array(self.cells, np.int64)[cached_cells],
             columns=self.columns,
             window=self.window,
-            next_codes=next_codes,
+            next_code_indices=next_code_indices,
         )
 
-    def commit(self, grid_pass: GridPass, codes: Ints) -> tuple[Ints, Ints]:
+    def verify_drafts(self, grid_pass: GridPass, codes: Ints) -> tuple[Ints, Ints]:
         """Verify the drafts of a pass and store the sampled codes.
 
         Args:
@@ -197,13 +199,13 @@ class Grid:
         new_cells: list[int] = []
         expected = -1  # code sampled after the previous node, -1 if that node was a wrong draft
         nodes = zip(
-            grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended.tolist(), strict=True
+            grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended_tokens.tolist(), strict=True
         )
         for node, (token, row, count) in enumerate(nodes):
             cell = row * self.columns + count  # the cell after the node, which its code is for
             code = self._preserved.get(cell, choices[node]) if node in choices else -1
             matches = count <= lengths[row] or token == expected
-            accepted = matches and self._has_context(row, count, self.cached_lengths)
+            accepted = matches and self._has_full_context(row, count, self.cached_lengths)
             expected = code if accepted else -1
             if not accepted:
                 if code >= 0:
@@ -226,62 +228,64 @@ class Grid:
         if self.lengths[row] == self.codes_per_row:
             self.lengths[row] = self.columns
 
-    def _has_context(self, row: int, count: int, lengths: list[int]) -> bool:
-        """Return whether rows of these `lengths` hold all tokens above that token `count` of a row attends to."""
+    def _has_full_context(self, row: int, num_tokens: int, row_lengths: list[int]) -> bool:
+        """Return whether the rows above hold all tokens that a row's token `num_tokens` attends to."""
         for above in range(row - 1, -1, -1):
-            count += self.window
-            if lengths[above] < min(self.columns, count):
+            num_tokens += self.window
+            if row_lengths[above] < min(self.columns, num_tokens):
                 return False
-            if count >= self.columns and lengths[above] == self.columns:
+            if num_tokens >= self.columns and row_lengths[above] == self.columns:
                 return True  # the rows further up are complete, too
         return True
 
 
 @dataclass(eq=False)
-class RowPass(PassLayout):
+class RowParallelPass(PassLayout):
     """Nodes of several grid rows, which attend to a part of the tokens in the cache."""
 
     past_mask: Bools  # whether each node attends to each token of the image in the cache, bool `[nodes, entries]`
 
-    def mask_past(self, mask: Bools) -> None:
-        """Remove the entries that the nodes do not attend to, see `PassLayout.mask_past`."""
-        mask[:, : self.past_mask.shape[1]] &= self.past_mask
+    def mask_cached_tokens(self, attention_mask: Bools) -> None:
+        """Remove the entries that the nodes do not attend to, see `PassLayout.mask_cached_tokens`."""
+        attention_mask[:, : self.past_mask.shape[1]] &= self.past_mask
 
 
 @dataclass(eq=False)
-class RowDraft:
+class RowParallelDraft:
     """The nodes of one forward pass over the active rows of a sequence's grid, as a `Draft`."""
 
     sequence: ImageSequence
-    grid: Grid
+    grid: TokenGrid
     grid_pass: GridPass
-    grid_start: int = field(init=False)  # number of codes before the grid, which all nodes attend to
+    num_codes_before_grid: int = field(init=False)  # number of codes before the grid, which all nodes attend to
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
-    structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
-    next_codes: Sequence[int] = field(init=False)  # the code after each node
+    tree_structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
+    next_code_indices: Sequence[int] = field(init=False)  # the code after each node
     sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
     def __post_init__(self) -> None:
-        self.grid_start = self.sequence.raster.first_codes
+        self.num_codes_before_grid = self.sequence.raster_layout.first_codes
         self.tokens = self.grid_pass.tokens
-        self.structure = self.grid_pass.structure
-        self.next_codes = (self.grid_start + self.grid_pass.next_codes).tolist()
+        self.tree_structure = self.grid_pass.tree_structure
+        self.next_code_indices = (self.num_codes_before_grid + self.grid_pass.next_code_indices).tolist()
         self.sampled_nodes = self.grid_pass.sampled_nodes
 
-    def make_layout(self) -> PassLayout:
+    def make_pass_layout(self) -> PassLayout:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""
-        structure = self.structure
-        past_mask = self.grid_pass.attends_to(self.grid_pass.cached_cells)
+        tree_structure = self.tree_structure
+        past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
         # all nodes attend to the codes before the grid, which come first in the cache, [nodes, entries]
-        past_mask = np.pad(past_mask, ((0, 0), (self.grid_start, 0)), constant_values=True)
-        return RowPass(self.tokens, self.grid_start + structure.depths, structure.ancestors, past_mask)
+        past_mask = np.pad(past_mask, ((0, 0), (self.num_codes_before_grid, 0)), constant_values=True)
+        return RowParallelPass(
+            self.tokens, self.num_codes_before_grid + tree_structure.depths, tree_structure.ancestor_mask, past_mask
+        )
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens that a node attends to, its token included."""
-        past_mask = self.grid_pass.attends_to(self.grid_pass.cached_cells)[node]
-        before = np.array(self.sequence.codes[: self.grid_start], np.int64)
+        past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)[node]
+        before = np.array(self.sequence.codes[: self.num_codes_before_grid], np.int64)
         return np.concatenate(
-            [before, self.grid_pass.cached_tokens[past_mask], self.tokens[self.structure.ancestors[node]]]
+            [before, self.grid_pass.cached_tokens[past_mask], self.tokens[self.tree_structure.ancestor_mask[node]]]
         )
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
@@ -293,24 +297,26 @@ class RowDraft:
         """
         sequence = self.sequence
         grid = self.grid
-        accepted_nodes, new_cells = grid.commit(self.grid_pass, output.sample(self.sampled_nodes))
-        if grid.has_ends:
+        accepted_nodes, new_cells = grid.verify_drafts(self.grid_pass, output.choose_tokens(self.sampled_nodes))
+        if grid.has_row_ends:
             # Before a cell in row r there are r end-of-row tokens, which codes do not count.
             new_cells = new_cells - new_cells // grid.columns
         # codes of the grid in raster order, -1 where unknown, [codes]
         image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
         unknown = np.flatnonzero(image < 0)
         end = unknown[0] if len(unknown) else len(image)
-        codes = image[len(sequence.codes) - self.grid_start : end]
+        codes = image[len(sequence.codes) - self.num_codes_before_grid : end]
         sequence.codes += codes.tolist()
         sequence.record_draft(len(self.tokens) - 1, len(new_cells) - 1)
         step = SequenceStep(
-            sequence.index, codes, placed_codes=PlacedCodes(self.grid_start + new_cells, image[new_cells])
+            sequence.index,
+            codes,
+            codes_with_cells=CodesWithCells(self.num_codes_before_grid + new_cells, image[new_cells]),
         )
         return AcceptedDraft(step, codes, accepted_nodes)
 
 
-class RowDrafter(Drafter):
+class RowParallelDrafter(Drafter):
     """Drafter of all row-parallel sequences.
 
     Args:
@@ -319,17 +325,17 @@ class RowDrafter(Drafter):
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = min(max_nodes, MAX_BATCH_NODES)
-        self._grids: dict[ImageSequence, Grid] = {}
+        self._grids: dict[ImageSequence, TokenGrid] = {}
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[Draft]:
         """Return the next pass of every sequence; codes of a smaller grid are generated before, one after another."""
         drafts: list[Draft] = []
         for sequence in sequences:
-            if len(sequence.codes) <= sequence.raster.first_codes:
-                drafts.append(TreeDraft(sequence, preserved_chain(sequence, self._max_nodes)))
+            if len(sequence.codes) <= sequence.raster_layout.first_codes:
+                drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
                 grid = self._get_grid(sequence)
-                drafts.append(RowDraft(sequence, grid, grid.next_pass()))
+                drafts.append(RowParallelDraft(sequence, grid, grid.next_pass()))
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
@@ -337,13 +343,13 @@ class RowDrafter(Drafter):
         for sequence in sequences:
             self._grids.pop(sequence, None)
 
-    def _get_grid(self, sequence: ImageSequence) -> Grid:
+    def _get_grid(self, sequence: ImageSequence) -> TokenGrid:
         method = sequence.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
-            layout = sequence.raster
+            layout = sequence.raster_layout
             first = sequence.codes[layout.first_codes]
-            self._grids[sequence] = Grid(
-                layout, first, method.window, method.drafts, self._max_nodes, sequence.preserved
+            self._grids[sequence] = TokenGrid(
+                layout, first, method.window, method.drafts, self._max_nodes, sequence.preserved_codes
             )
         return self._grids[sequence]

@@ -46,7 +46,7 @@ def apply_repetition_penalty(logits: Floats, preceding_codes: Sequence[Ints], sa
         logits: `[1 or 2, nodes, vocab_size]`, conditional first; not changed.
         preceding_codes: for each node, the codes of its image before its choice.
     """
-    if not sampling.penalised:
+    if not sampling.has_repetition_penalty:
         return logits
     penalised = logits.copy()
     penalty = np.float32(sampling.repetition_penalty)
@@ -58,7 +58,7 @@ def apply_repetition_penalty(logits: Floats, preceding_codes: Sequence[Ints], sa
 
 def softmax(logits: Floats) -> Probabilities:
     """Compute float64 probabilities of float32 logits along the last axis; they sum to 1 in float64."""
-    weights = logits - _finite_maxima(logits)
+    weights = logits - _compute_finite_maxima(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
     probabilities *= 1 / probabilities.sum(-1, keepdims=True)
     return probabilities
@@ -78,7 +78,7 @@ def choose_codes(logits: Floats, noise: Floats | None, sampling: Sampling) -> In
     if noise is not None:
         values = values + noise
     if not isfinite(values.max()):  # NaN counts as the largest
-        raise invalid_logits_error()
+        raise make_invalid_logits_error()
     codes: Ints = values.argmax(-1)
     return codes
 
@@ -103,48 +103,50 @@ def choose_codes_with_margins(
         code = int(row.argmax())
         best = row.item(code)
         if not isfinite(best):  # NaN counts as the largest
-            raise invalid_logits_error()
+            raise make_invalid_logits_error()
         row[code] = -np.inf
         codes.append(code)
         margins.append(best - row.item(row.argmax()))
     return codes, margins
 
 
-def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, tie_margin: float) -> bool:
-    """Return whether `code` remains the choice under rounding errors within `tie_margin`.
+def is_robust_to_rounding(
+    logits: Floats, noise: Floats | None, code: int, sampling: Sampling, rounding_margin: float
+) -> bool:
+    """Return whether `code` remains the choice under rounding errors within `rounding_margin`.
 
     Args:
         logits: guided, `[vocab_size]`.
         noise: Gumbel noise `[vocab_size]`, None when greedy.
-        tie_margin: maximum change by rounding of a difference of two logits, after division by the temperature.
+        rounding_margin: maximum change by rounding of a difference of two logits, after division by the temperature.
     """
     values = scaled = apply_temperature(logits, sampling)
-    if sampling.filtered:
-        lowest, certain = _filter_bounds(scaled, sampling, tie_margin)
+    if sampling.filters_tokens:
+        lowest, certain = _compute_filter_bounds(scaled, sampling, rounding_margin)
         if not scaled[code] > certain:
             return False
         values = np.where(scaled >= lowest, scaled, np.float32(-np.inf))
     values = values.copy() if noise is None else values + noise
     best = values[code]
     values[code] = -np.inf
-    return bool(best - values.max() > tie_margin)
+    return bool(best - values.max() > rounding_margin)
 
 
-def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
+def find_top_codes(log_weights: Floats, count: int) -> tuple[Ints, Floats]:
     """Return the `count` most probable codes of each row of log-weights `[rows, vocab_size]`, best first.
 
     Returns:
         The codes and their log-probabilities, both `[rows, count]`, fewer in a smaller vocabulary. Codes of weight
         -inf have log-probability -inf.
     """
-    weights = values - _finite_maxima(values)
-    codes = _find_largest(values, min(count, values.shape[-1]))
+    weights = log_weights - _compute_finite_maxima(log_weights)
+    codes = _find_largest_indices(log_weights, min(count, log_weights.shape[-1]))
     chosen = weights[np.arange(len(weights))[:, None], codes]
     scores: Floats = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
     return codes, scores
 
 
-def _find_largest(values: Floats, count: int) -> Ints:
+def _find_largest_indices(values: Floats, count: int) -> Ints:
     """Return the indices of the `count` largest values of each row `[rows, n]`, largest first.
 
     Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
@@ -166,15 +168,15 @@ def _find_largest(values: Floats, count: int) -> Ints:
     return codes
 
 
-def _finite_maxima(logits: Floats) -> Floats:
+def _compute_finite_maxima(logits: Floats) -> Floats:
     """Compute maxima `[..., 1]` along the last axis; raise EngineError if any is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
-        raise invalid_logits_error()
+        raise make_invalid_logits_error()
     return top
 
 
-def invalid_logits_error() -> EngineError:
+def make_invalid_logits_error() -> EngineError:
     """Return the error for NaN or infinite logits."""
     return EngineError("a graph gave NaN or infinite logits", remedy="its weights are damaged, export the bundle again")
 
@@ -186,16 +188,16 @@ def process_logits(logits: Floats, sampling: Sampling) -> Floats:
     cumulative probability exceeds it, at least one logit. Both include all ties with the smallest included logit.
     """
     scaled = apply_temperature(logits, sampling)
-    if not sampling.filtered:
+    if not sampling.filters_tokens:
         return scaled
-    _finite_maxima(scaled)
-    threshold = np.apply_along_axis(_filter_threshold, -1, scaled, sampling)[..., None]
+    _compute_finite_maxima(scaled)
+    threshold = np.apply_along_axis(_compute_filter_threshold, -1, scaled, sampling)[..., None]
     return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
-def _filter_threshold(scaled: Floats, sampling: Sampling) -> np.float32:
-    """Return the smallest logit of `scaled [vocab_size]` that the filters include."""
-    included = scaled
+def _compute_filter_threshold(scaled_logits: Floats, sampling: Sampling) -> np.float32:
+    """Return the smallest logit of `scaled_logits [vocab_size]` that the filters include."""
+    included = scaled_logits
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(included):
             included = included[included >= np.partition(included, -sampling.top_k)[-sampling.top_k]]
@@ -206,34 +208,34 @@ def _filter_threshold(scaled: Floats, sampling: Sampling) -> np.float32:
     return lowest
 
 
-def _filter_bounds(scaled: Floats, sampling: Sampling, tie_margin: float) -> tuple[float, float]:
+def _compute_filter_bounds(scaled_logits: Floats, sampling: Sampling, rounding_margin: float) -> tuple[float, float]:
     """Return thresholds of the filters that allow for rounding.
 
-    If differences of `scaled [vocab_size]` move by up to `tie_margin`, the filters exclude every logit below the first
-    threshold and include every logit above the second. The second filter gets all logits that the first may include,
-    and compares their sums with the sum of the logits that the first includes for certain.
+    If differences of `scaled_logits [vocab_size]` move by up to `rounding_margin`, the filters exclude every logit
+    below the first threshold and include every logit above the second. The second filter gets all logits that the first
+    may include, and compares their sums with the sum of the logits that the first includes for certain.
     """
-    possible = scaled
+    possible = scaled_logits
     certain = -np.inf
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < (k := sampling.top_k) < len(possible):
             ordered = np.partition(possible, -k)
             last = ordered[-k]
-            certain = max(certain, ordered[:-k].max() + tie_margin)  # above the largest excluded logit
+            certain = max(certain, ordered[:-k].max() + rounding_margin)  # above the largest excluded logit
         elif name == "top-p" and sampling.top_p < 1.0:
             ordered = np.sort(possible)[::-1]
             weights = np.exp(ordered - ordered[0], dtype=np.float64)
             sums = weights.cumsum()
             # Rounding moves the sum that the first filter includes between `sure` and `sums[-1]`.
             sure = weights[ordered > certain].sum()
-            within = int(np.count_nonzero(sums <= (sampling.top_p - tie_margin) * sure))
-            beyond = int(np.count_nonzero(sums <= (sampling.top_p + tie_margin) * sums[-1]))
+            within = int(np.count_nonzero(sums <= (sampling.top_p - rounding_margin) * sure))
+            beyond = int(np.count_nonzero(sums <= (sampling.top_p + rounding_margin) * sums[-1]))
             last = ordered[min(beyond, len(ordered) - 1)]
             if within + 1 < len(ordered) or not sure:
-                certain = max(certain, ordered[min(within + 1, len(ordered) - 1)] + tie_margin)
+                certain = max(certain, ordered[min(within + 1, len(ordered) - 1)] + rounding_margin)
         else:
             continue
-        possible = possible[possible >= last - tie_margin]
+        possible = possible[possible >= last - rounding_margin]
     return float(possible.min()), float(certain)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from ..methods import MethodConfig, RelaxedMethod, Sampling, Sjd
+from ..methods import MethodConfig, RelaxedMethod, Sampling, SpeculativeJacobi
 from .engine import Bools, Engine, Floats, Ints
 from .guidance import Guidance
 from .heads import DraftHeads
@@ -44,7 +44,7 @@ class LoadedModel:
     neighbors: NDArray[np.integer] | None = None
     # Bound, in nats, on how far rounding may change the difference of two target logits between forward passes.
     # With 0, near-ties are not recomputed, see `likelihood.py`.
-    rounding: float = 0.0
+    rounding_bound: float = 0.0
     max_nodes: int = 1 << 20  # maximum number of nodes of a draft
     # draft heads for windows and for trees of draft heads, None where no method needs them
     heads: DraftHeads | None = None
@@ -55,7 +55,7 @@ class PrefixRow:
     """Prefix of a prompt in one batch row."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
-    is_real: Bools  # bool `[length]`, False on padding
+    is_real_token: Bools  # bool `[length]`, False on padding
     # tokens that the drafter reads in the prefix, int64 `[length]`; None: the layout's `prefix_token` everywhere
     tokens: Ints | None = None
     # position of each column, int64 `[length]`; None: consecutive positions, padding included, up to the first code
@@ -63,15 +63,15 @@ class PrefixRow:
     first_position: int | None = None  # position of the first code; None: the prefix begins at position 0
 
     @property
-    def code_position(self) -> int:
+    def first_code_position(self) -> int:
         """Position of the first code."""
         return len(self.embeds) if self.first_position is None else self.first_position
 
-    def node_positions(self, nodes: int) -> Ints:
-        """Return the positions of a prefill's nodes, int64 `[nodes]`; nodes behind the prefix are not used."""
+    def node_positions(self, num_nodes: int) -> Ints:
+        """Return the positions of a prefill's nodes, int64 `[num_nodes]`; nodes behind the prefix are not used."""
         if self.positions is None:
-            return self.code_position - len(self.embeds) + np.arange(nodes)
-        return np.pad(self.positions, (0, nodes - len(self.positions)), "edge")
+            return self.first_code_position - len(self.embeds) + np.arange(num_nodes)
+        return np.pad(self.positions, (0, num_nodes - len(self.positions)), "edge")
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
         """Return the tokens of the drafter's prefix slots, int64 `[length - 1]`: slot p reads token p + 1."""
@@ -87,7 +87,7 @@ class Prompt:
     cond: PrefixRow
     uncond: PrefixRow
     # preserved codes of the image, -1 in cells to generate, int64 `[cells]`; None: all cells are generated
-    preserved: Ints | None = None
+    preserved_codes: Ints | None = None
 
     def rows(self, count: int) -> list[PrefixRow]:
         """Return the rows to decode: the conditional row and, with guidance, the unconditional row.
@@ -99,27 +99,27 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodeSettings:
     """Settings and layout of the images of one request: everything but prompts and seeds."""
 
     layout: ImageLayout
     sampling: Sampling
     method: MethodConfig
-    nodes: int  # maximum number of nodes of a draft, `drafters.count_nodes`
-    adaptive: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
+    max_nodes: int  # maximum number of nodes of a draft, `drafters.count_draft_nodes`
+    adaptive_window: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
 
     @property
     def num_rows(self) -> int:
         """Number of batch rows of an image, at least at its start."""
-        return 2 if self.sampling.guided else 1
+        return 2 if self.sampling.uses_guidance else 1
 
-    def count_columns(self, prefix: int) -> int:
+    def count_cache_columns(self, prefix_length: int) -> int:
         """Return the number of cache columns for the prefix, the image and one draft.
 
         Args:
-            prefix: number of columns of the prefix.
+            prefix_length: number of columns of the prefix.
         """
-        return prefix + self.layout.num_tokens + self.layout.count_pass_nodes(self.nodes) + 2
+        return prefix_length + self.layout.num_tokens + self.layout.max_pass_nodes(self.max_nodes) + 2
 
 
 @dataclass(eq=False)
@@ -127,17 +127,17 @@ class ImageSequence:
     """Sequence of the tokens of an image being generated."""
 
     index: int  # number of the image, chosen by the caller
-    plan: DecodePlan
+    plan: DecodeSettings
     prompt: Prompt
     seed: int  # 0 .. 2^64 - 1
     rows: Sequence[PrefixRow] = field(init=False)  # prefix rows, the conditional row first
-    preserved: Ints | None = field(init=False)  # see `Prompt`, but in generation order
+    preserved_codes: Ints | None = field(init=False)  # see `Prompt`, but in generation order
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
     guidance: Guidance = field(init=False)
     noise: Noise = field(init=False)
     # codes generated or preserved so far, in generation order
     codes: list[int] = field(init=False, default_factory=list)
-    tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
+    rounding_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
     error: EngineError | None = field(init=False, default=None)  # error in its logits, which ends this sequence alone
 
@@ -152,23 +152,23 @@ class ImageSequence:
         self.rows = self.prompt.rows(plan.num_rows)
         self.noise = plan.layout.noise(self.seed)
         self.guidance = Guidance(plan.sampling, plan.layout)
-        self.max_nodes = plan.nodes
-        adapts = plan.adaptive and self.exact and isinstance(plan.method, Sjd)
-        self._window = AdaptiveWindow(plan.nodes - 1) if adapts else None
-        self.preserved = self.prompt.preserved
-        if self.preserved is not None:
-            self.preserved = plan.layout.to_generation_order(self.preserved)
-            self.statistics.preserved = int((self.preserved >= 0).sum())
+        self.max_nodes = plan.max_nodes
+        adapts = plan.adaptive_window and self.exact and isinstance(plan.method, SpeculativeJacobi)
+        self._window = AdaptiveWindow(plan.max_nodes - 1) if adapts else None
+        self.preserved_codes = self.prompt.preserved_codes
+        if self.preserved_codes is not None:
+            self.preserved_codes = plan.layout.to_generation_order(self.preserved_codes)
+            self.statistics.preserved = int((self.preserved_codes >= 0).sum())
 
     @property
-    def raster(self) -> RasterLayout:
+    def raster_layout(self) -> RasterLayout:
         """Layout of an image whose codes are generated one after another."""
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
 
     def end_guidance(self) -> bool:
         """Remove the unconditional row once all guided codes are known; return whether it was removed."""
-        if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided:
+        if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided_codes:
             return False
         self.rows = self.rows[:1]
         return True
@@ -178,56 +178,56 @@ class ImageSequence:
         """Maximum number of tokens of the next `sjd` draft."""
         return self.max_nodes - 1
 
-    def adapt_window(self, images: int) -> None:
-        """Set the window of the next forward pass over `images` images."""
+    def adapt_window(self, num_images: int) -> None:
+        """Set the window of the next forward pass over `num_images` images."""
         if self._window is not None:
-            self.max_nodes = 1 + self._window.size(images)
+            self.max_nodes = 1 + self._window.choose_size(num_images)
 
-    def record_draft(self, drafted: int, accepted: int) -> None:
+    def record_draft(self, num_drafted: int, num_accepted: int) -> None:
         """Record how many tokens of a forward pass were drafted and accepted."""
-        self.statistics.accepted_per_step.append(accepted)
+        self.statistics.accepted_per_step.append(num_accepted)
         if self._window is not None:
-            self._window.record(drafted, accepted)
+            self._window.record(num_drafted, num_accepted)
 
     @property
-    def remaining(self) -> int:
+    def num_remaining_codes(self) -> int:
         """Number of codes still to generate or to insert as preserved."""
         return self.layout.num_codes - len(self.codes)
 
-    def next_preserved(self, skip: int = 0) -> tuple[Ints, int]:
+    def next_preserved_codes(self, num_skipped: int = 0) -> tuple[Ints, int]:
         """Return the run of preserved codes at the next cell, and the length of the gap after the run.
 
         Args:
-            skip: number of cells to skip before the run.
+            num_skipped: number of cells to skip before the run.
 
         Returns:
             Preserved codes, int64 `[count]`, empty if the cell is to be generated; number of cells to generate
             between the run and the next preserved cell.
         """
-        if self.preserved is None:
-            return _NO_CODES, self.remaining - skip
-        rest = self.preserved[len(self.codes) + skip :]
+        if self.preserved_codes is None:
+            return _NO_CODES, self.num_remaining_codes - num_skipped
+        rest = self.preserved_codes[len(self.codes) + num_skipped :]
         generated = np.flatnonzero(rest < 0)
         count = int(generated[0]) if len(generated) else len(rest)
         preserved = np.flatnonzero(rest[count:] >= 0)
         return rest[:count], int(preserved[0]) if len(preserved) else len(rest) - count
 
-    def count_until_preserved(self, skip: int = 0) -> int:
-        """Return the number of cells to generate before the next preserved cell, after skipping `skip` cells."""
-        if self.preserved is None:
-            return self.remaining - skip
-        preserved, gap = self.next_preserved(skip)
+    def count_codes_until_preserved(self, num_skipped: int = 0) -> int:
+        """Return the number of cells to generate before the next preserved cell, after skipping `num_skipped` cells."""
+        if self.preserved_codes is None:
+            return self.num_remaining_codes - num_skipped
+        preserved, gap = self.next_preserved_codes(num_skipped)
         return 0 if len(preserved) else gap
 
-    def append(self, codes: Ints) -> None:
+    def append_codes(self, codes: Ints) -> None:
         """Append codes; if only preserved codes remain, append these, too."""
         self.codes += codes.tolist()
-        if self.preserved is not None:
-            preserved, _ = self.next_preserved()
-            if len(preserved) == self.remaining:
+        if self.preserved_codes is not None:
+            preserved, _ = self.next_preserved_codes()
+            if len(preserved) == self.num_remaining_codes:
                 self.codes += preserved.tolist()
 
     @property
-    def cache_columns(self) -> int:
+    def num_cache_columns(self) -> int:
         """Number of cache columns for the prefix, the image and one draft."""
-        return self.plan.count_columns(max(len(row.embeds) for row in self.rows))
+        return self.plan.count_cache_columns(max(len(row.embeds) for row in self.rows))

@@ -9,7 +9,7 @@ from typing import Any
 from .engine import Cache, Engine, Ints, PassInput, PassOutput
 
 
-class Clock:
+class EngineTimer:
     """Counter of one engine's forward passes, and of the seconds spent in passes and in appending to its cache."""
 
     def __init__(self) -> None:
@@ -17,36 +17,36 @@ class Clock:
         self.seconds = 0.0
         self.start_time = time.perf_counter()
 
-    def copy(self) -> Clock:
+    def copy(self) -> EngineTimer:
         """Return a copy of the counts that begins now."""
-        clock = Clock()
-        clock.calls = self.calls
-        clock.seconds = self.seconds
-        return clock
+        timer = EngineTimer()
+        timer.calls = self.calls
+        timer.seconds = self.seconds
+        return timer
 
-    def count_since(self, earlier: Clock) -> Clock:
-        """Return the counts since `earlier`, a copy of this clock, was made."""
-        clock = Clock()
-        clock.calls = self.calls - earlier.calls
-        clock.seconds = self.seconds - earlier.seconds
-        clock.start_time = earlier.start_time
-        return clock
+    def elapsed_since(self, start: EngineTimer) -> EngineTimer:
+        """Return the counts since `start`, a copy of this clock, was made."""
+        timer = EngineTimer()
+        timer.calls = self.calls - start.calls
+        timer.seconds = self.seconds - start.seconds
+        timer.start_time = start.start_time
+        return timer
 
-    def run(self, engine: Engine, batch: PassInput, cache: Cache) -> PassOutput:
+    def run_pass(self, engine: Engine, pass_input: PassInput, cache: Cache) -> PassOutput:
         """Run and count one forward pass.
 
         Args:
             engine: engine that runs the pass.
-            batch: input of the pass.
+            pass_input: input of the pass.
             cache: cache of the engine that the pass reads.
         """
         start = time.perf_counter()
-        output = engine.run(batch, cache)
+        output = engine.run(pass_input, cache)
         self.calls += 1
         self.seconds += time.perf_counter() - start
         return output
 
-    def append(self, cache: Cache, new_kv: Any, accepted_indices: list[Ints]) -> None:
+    def append_to_cache(self, cache: Cache, new_kv: Any, accepted_indices: list[Ints]) -> None:
         """Append accepted nodes to a cache and add the time.
 
         Args:
@@ -94,28 +94,32 @@ class Statistics:
 
 
 def summarize_decode(
-    method: str, codes_per_image: int, target: Clock, drafter: Clock, sequences: list[SequenceStatistics]
+    method: str,
+    codes_per_image: int,
+    target_timer: EngineTimer,
+    drafter_timer: EngineTimer,
+    sequence_statistics: list[SequenceStatistics],
 ) -> Statistics:
     """Return the statistics of a decode that began when the target's clock was created and ends now.
 
     Args:
         codes_per_image: number of codes of an image, preserved codes included.
-        sequences: statistics of each image, not empty.
+        sequence_statistics: statistics of each image, not empty.
     """
-    seconds = time.perf_counter() - target.start_time
-    accepted = [count for sequence in sequences for count in sequence.accepted_per_step]
-    tokens = [(codes_per_image - sequence.preserved) / sequence.target_passes for sequence in sequences]
+    seconds = time.perf_counter() - target_timer.start_time
+    accepted = [count for sequence in sequence_statistics for count in sequence.accepted_per_step]
+    tokens = [(codes_per_image - sequence.preserved) / sequence.target_passes for sequence in sequence_statistics]
     return Statistics(
         method=method,
-        images=len(sequences),
-        target_passes=target.calls,
-        drafter_passes=drafter.calls,
+        images=len(sequence_statistics),
+        target_passes=target_timer.calls,
+        drafter_passes=drafter_timer.calls,
         tokens_per_forward_pass=sum(tokens) / len(tokens),
         accepted_lengths=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
         seconds=seconds,
-        target_seconds=target.seconds,
-        drafter_seconds=drafter.seconds,
-        host_seconds=seconds - (target.seconds + drafter.seconds),
-        realised_tvd=sum(sequence.realised_tvd for sequence in sequences) / len(sequences),
-        per_image=sequences,
+        target_seconds=target_timer.seconds,
+        drafter_seconds=drafter_timer.seconds,
+        host_seconds=seconds - (target_timer.seconds + drafter_timer.seconds),
+        realised_tvd=sum(sequence.realised_tvd for sequence in sequence_statistics) / len(sequence_statistics),
+        per_image=sequence_statistics,
     )

@@ -19,7 +19,7 @@ from .sampling import (
     choose_codes,
     choose_codes_with_margins,
     compute_distribution,
-    is_decisive,
+    is_robust_to_rounding,
 )
 from .state import ImageSequence
 from .tree import TreeStructure
@@ -43,11 +43,11 @@ class DraftNodes(Protocol):
     """Nodes of a draft, after which the target samples."""
 
     @property
-    def structure(self) -> TreeStructure:
+    def tree_structure(self) -> TreeStructure:
         """Depths, children and ancestor mask of the nodes."""
 
     @property
-    def next_codes(self) -> Sequence[int]:
+    def next_code_indices(self) -> Sequence[int]:
         """The code that is sampled after each node."""
 
     def preceding_codes(self, node: int) -> Ints:
@@ -64,8 +64,8 @@ class TargetOutput:
         layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.
-        recompute: function from a node to guided logits `[1, vocab_size]` after it, computed again from the whole
-            sequence; called if rounding may change the choice. None: near-ties are not recomputed.
+        recompute_node_logits: function from a node to guided logits `[1, vocab_size]` after it, computed again from the
+            whole sequence; called if rounding may change the choice. None: near-ties are not recomputed.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class TargetOutput:
         layout: PassLayout,
         logits: DeviceArray,
         rows: slice,
-        recompute: Callable[[int], Floats] | None = None,
+        recompute_node_logits: Callable[[int], Floats] | None = None,
     ) -> None:
         self.sequence = sequence
         self.layout = layout
         self.rows = rows
-        self.recompute = recompute
-        self.next_codes = draft.next_codes
-        self.structure = draft.structure
+        self.recompute_node_logits = recompute_node_logits
+        self.next_code_indices = draft.next_code_indices
+        self.tree_structure = draft.tree_structure
         self.sampling = sequence.sampling
         self.guidance = sequence.guidance
         self.noise = sequence.noise
@@ -95,9 +95,9 @@ class TargetOutput:
     def choose_token(self, node: int) -> int:
         """Return the choice after `node`. Every near-tie costs a forward pass."""
         code = self.choose_token_without_recompute(node)
-        if self.recompute is None or self._is_decisive(node, code):
+        if self.recompute_node_logits is None or self._is_robust_to_rounding(node, code):
             return code
-        logits = self.recompute(node)
+        logits = self.recompute_node_logits(node)
         code = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
         self._choices[node] = code
         return code
@@ -105,9 +105,9 @@ class TargetOutput:
     def choose_token_without_recompute(self, node: int) -> int:
         """Return the choice after `node`, or possibly another token at a near-tie: good enough for a draft."""
         if node not in self._choices:
-            block = self._block_at(node)
+            block = self._get_logit_block(node)
             block.noise = self._read_noise(block.first_node, block.logits)
-            if self.recompute is None or self.sampling.filtered:
+            if self.recompute_node_logits is None or self.sampling.filters_tokens:
                 codes = choose_codes(block.logits, block.noise, self.sampling).tolist()
             else:
                 codes, block.margins = choose_codes_with_margins(block.logits, block.noise, self.sampling)
@@ -116,31 +116,31 @@ class TargetOutput:
 
     def guided_logits(self, node: int) -> Floats:
         """Return the guided logits after `node`, float32 `[vocab_size]`."""
-        block = self._block_at(node)
+        block = self._get_logit_block(node)
         logits: Floats = block.logits[node - block.first_node]
         return logits
 
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
-            block = self._block_at(node)
+            block = self._get_logit_block(node)
             self._distributions.update(enumerate(compute_distribution(block.logits, self.sampling), block.first_node))
         return self._distributions[node]
 
-    def decision_stream(self, node: int) -> np.random.Generator:
+    def acceptance_rng(self, node: int) -> np.random.Generator:
         """Return the random stream with which relaxed acceptance decides on the children of `node`."""
-        return self.noise.decision_stream(self.next_codes[node])
+        return self.noise.acceptance_rng(self.next_code_indices[node])
 
-    def sample(self, nodes: Sequence[int]) -> Ints:
+    def choose_tokens(self, nodes: Sequence[int]) -> Ints:
         """Return the choices after ascending nodes that need not form a chain, int64 `[nodes]`."""
         if not all(node in self._choices for node in nodes):
             # a slice of logits is read without a copy, a list of nodes with one
             consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
-            guided = self._read_guided(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
+            guided = self._read_guided_logits(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
             if not self.sequence.greedy:
                 size = guided.shape[1]
-                noise = np.concatenate([self.noise.gumbel(self.next_codes[node], 1, size) for node in nodes])
+                noise = np.concatenate([self.noise.gumbel(self.next_code_indices[node], 1, size) for node in nodes])
             self.store_choices(nodes, choose_codes(guided, noise, self.sampling))
         return np.array([self._choices[node] for node in nodes], np.int64)
 
@@ -155,37 +155,37 @@ class TargetOutput:
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
         self._block = block
 
-    def _is_decisive(self, node: int, code: int) -> bool:
-        block = self._block_at(node)
+    def _is_robust_to_rounding(self, node: int, code: int) -> bool:
+        block = self._get_logit_block(node)
         index = node - block.first_node
         if len(block.margins):
-            return block.margins[index] > self.sequence.tie_margin
+            return block.margins[index] > self.sequence.rounding_margin
         assert block.noise is not None or self.sampling.greedy, "the block of a sampled node has its noise"
         noise = None if block.noise is None else block.noise[index]
-        return is_decisive(block.logits[index], noise, code, self.sampling, self.sequence.tie_margin)
+        return is_robust_to_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
 
-    def _block_at(self, node: int) -> LogitBlock:
+    def _get_logit_block(self, node: int) -> LogitBlock:
         block = self._block
         if block is None or not block.first_node <= node < block.first_node + len(block.logits):
             # Acceptance reads most nodes of a chain, but only one path of a tree.
-            first, nodes = (0, len(self.structure.depths)) if self.structure.is_chain else (node, 1)
-            block = self._block = LogitBlock(first, self._read_guided(slice(first, first + nodes)))
+            first, nodes = (0, len(self.tree_structure.depths)) if self.tree_structure.is_chain else (node, 1)
+            block = self._block = LogitBlock(first, self._read_guided_logits(slice(first, first + nodes)))
         return block
 
-    def _read_noise(self, first: int, logits: Floats) -> Floats | None:
+    def _read_noise(self, first_node: int, logits: Floats) -> Floats | None:
         # Nodes of a block are consecutive codes, whose noise follows that of the first, [nodes, vocab_size].
-        return None if self.sequence.greedy else self.noise.gumbel(self.next_codes[first], *logits.shape)
+        return None if self.sequence.greedy else self.noise.gumbel(self.next_code_indices[first_node], *logits.shape)
 
-    def _read_guided(self, nodes: slice | Sequence[int]) -> Floats:
+    def _read_guided_logits(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)
-        draft_nodes = range(len(self.structure.depths))[nodes] if isinstance(nodes, slice) else nodes
-        if self.sampling.penalised:
+        draft_nodes = range(len(self.tree_structure.depths))[nodes] if isinstance(nodes, slice) else nodes
+        if self.sampling.has_repetition_penalty:
             preceding = [self._draft.preceding_codes(node) for node in draft_nodes]
             logits = apply_repetition_penalty(logits, preceding, self.sampling)
-        return self.guidance.mix(logits, [self.next_codes[node] for node in draft_nodes])
+        return self.guidance.mix_logits(logits, [self.next_code_indices[node] for node in draft_nodes])
 
 
-def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -> None:
+def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetOutput]) -> None:
     """Sample the tokens of several sequences together, which is faster, and store them in the sequences' outputs.
 
     Sequences are sampled together if they are neighbours in the batch, and draft chains of one length with the same
@@ -193,9 +193,9 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
 
     Args:
         logits: logits of a pass, float32 `[rows, nodes, vocab_size]`.
-        targets: outputs of several sequences, in the order of their batch rows.
+        target_outputs: outputs of several sequences, in the order of their batch rows.
     """
-    for (nodes, num_rows, sampling), group in groupby(targets, _group_key):
+    for (nodes, num_rows, sampling), group in groupby(target_outputs, _sampling_group_key):
         # The limit bounds memory; further sequences of the group sample alone.
         outputs = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))
         count = len(outputs)
@@ -209,14 +209,18 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
         if num_rows == 1:
             guided = guided[0]
         else:
-            guided = apply_guidance(guided, np.stack([output.guidance.scales(output.next_codes) for output in outputs]))
+            guided = apply_guidance(
+                guided, np.stack([output.guidance.scales(output.next_code_indices) for output in outputs])
+            )
         guided = guided.reshape(count * nodes, -1)
         noise = None  # [sequences * nodes, vocab_size], like `guided`
         if not sampling.greedy:
             size = guided.shape[1]
-            noise = np.concatenate([output.noise.gumbel(output.next_codes[0], nodes, size) for output in outputs])
+            noise = np.concatenate(
+                [output.noise.gumbel(output.next_code_indices[0], nodes, size) for output in outputs]
+            )
         margins: list[float] = []  # see `LogitBlock.margins`
-        if sampling.filtered:
+        if sampling.filters_tokens:
             codes = choose_codes(guided, noise, sampling)
         else:
             chosen, margins = choose_codes_with_margins(guided, noise, sampling)
@@ -227,14 +231,18 @@ def choose_for_sequences(logits: DeviceArray, targets: Iterable[TargetOutput]) -
             output.store_choices(range(nodes), codes[part], block)
 
 
-def _group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
+def _sampling_group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
     """Return the key by which drafts are grouped to sample together.
 
     Returns:
         Length of the chain (0 for drafts that sample alone); number of batch rows; sampling settings.
     """
     num_rows = output.rows.stop - output.rows.start
-    together = output.structure.is_chain and output.layout.nodes_match_draft and not output.sampling.penalised
+    together = (
+        output.tree_structure.is_chain
+        and output.layout.nodes_match_draft
+        and not output.sampling.has_repetition_penalty
+    )
     # All codes are guided if the last is, as guided codes come first; without rows for guidance none is.
-    together &= num_rows == output.guidance.count_rows(output.next_codes[-1])
-    return len(output.structure.depths) if together else 0, num_rows, output.sampling
+    together &= num_rows == output.guidance.count_batch_rows(output.next_code_indices[-1])
+    return len(output.tree_structure.depths) if together else 0, num_rows, output.sampling

@@ -73,15 +73,15 @@ class StaticTree:
     @cached_property
     def children(self) -> list[Ints]:
         """Children of every node in order of rank, int64 `[children]` each."""
-        return [np.flatnonzero(self.parents == n) for n in range(self.nodes)]
+        return [np.flatnonzero(self.parents == n) for n in range(self.num_nodes)]
 
     @cached_property
     def leaves(self) -> list[int]:
         """Nodes without children, depth first; in this published order greedy decoding breaks ties."""
-        return sorted(set(range(self.nodes)) - set(self.parents.tolist()), key=lambda n: self.paths[n - 1])
+        return sorted(set(range(self.num_nodes)) - set(self.parents.tolist()), key=lambda n: self.paths[n - 1])
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """Number of nodes, the root included."""
         return len(self.paths) + 1
 
@@ -94,23 +94,23 @@ class DynamicTree:
         TreeError: the sizes contradict each other, or the tree is too large.
     """
 
-    nodes: int  # number of nodes after pruning: the root and the nodes with the most probable paths
+    num_nodes: int  # number of nodes after pruning: the root and the nodes with the most probable paths
     depth: int  # number of levels below the root
-    branch: int  # number of nodes of a level that get children, and number of children of each
+    branching_factor: int  # number of nodes of a level that get children, and number of children of each
 
     def __post_init__(self) -> None:
-        num_candidates = self.branch + (self.depth - 1) * self.branch**2
-        if min(self.nodes - 1, self.depth, self.branch) < 1:
+        num_candidates = self.branching_factor + (self.depth - 1) * self.branching_factor**2
+        if min(self.num_nodes - 1, self.depth, self.branching_factor) < 1:
             raise TreeError(field="tree", found=str(self), expected="nodes >= 2, depth >= 1, branch >= 1")
-        _check_size("nodes", self.nodes, MAX_NODES)
+        _check_size("nodes", self.num_nodes, MAX_NODES)
         _check_size("levels", self.depth, MAX_LEVELS)
-        _check_size("children a node", self.branch, MAX_LEVELS)
-        if self.nodes - 1 > num_candidates:
-            expected = f"at most {num_candidates + 1}, which depth {self.depth} and branch {self.branch} make"
-            raise TreeError(field="tree", found=f"{self.nodes} nodes", expected=expected)
+        _check_size("children a node", self.branching_factor, MAX_LEVELS)
+        if self.num_nodes - 1 > num_candidates:
+            expected = f"at most {num_candidates + 1}, which depth {self.depth} and branch {self.branching_factor} make"
+            raise TreeError(field="tree", found=f"{self.num_nodes} nodes", expected=expected)
 
 
-def no_proposal(node: int) -> None:
+def no_proposal_distribution(node: int) -> None:
     """Return None: the children of `node` were not sampled (q = 1)."""
 
 
@@ -122,20 +122,20 @@ class DraftTree:
     parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
     # function from a node to the distribution that its children were sampled from without replacement, in their order;
     # None if they were not sampled (q = 1). Acceptance visits few nodes, so distributions are computed on demand
-    proposal: Proposal = no_proposal
+    proposal: Proposal = no_proposal_distribution
     # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; None: node
     # order
     leaf_order: Sequence[int] | None = None
-    num_preserved: int = 0  # number of preserved tokens, a chain below the root; they are not drafts
+    num_preserved_tokens: int = 0  # number of preserved tokens, a chain below the root; they are not drafts
     _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """Number of nodes, the root included."""
         return len(self.tokens)
 
     @property
-    def structure(self) -> TreeStructure:
+    def tree_structure(self) -> TreeStructure:
         """Depths, children and ancestor mask of the nodes; trees of one shape share the object."""
         if self._structure is None:
             order = None if self.leaf_order is None else tuple(self.leaf_order)
@@ -156,7 +156,7 @@ class TreeStructure:
 
     depths: Ints  # int64 `[nodes]`
     children: tuple[tuple[int, ...], ...]  # children of every node, ordered by `leaf_rank`, by default in node order
-    ancestors: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
+    ancestor_mask: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
     leaf_rank: Ints  # rank of the first leaf below every node, int64 `[nodes]`
     is_chain: bool  # whether every node is the parent of the next
 
@@ -166,12 +166,12 @@ def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
     depths: list[int] = []
     children: list[list[int]] = [[] for _ in parents]
-    ancestors = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):  # a parent comes first, so its row of `ancestors` is complete
+    ancestor_mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):  # a parent comes first, so its row of `ancestor_mask` is complete
         depths.append(0 if parent < 0 else depths[parent] + 1)
         if parent >= 0:
             children[parent].append(node)
-            ancestors[node] |= ancestors[parent]
+            ancestor_mask[node] |= ancestor_mask[parent]
     leaves = leaf_order if leaf_order is not None else [node for node, below in enumerate(children) if not below]
     leaf_rank = [len(parents)] * len(parents)
     for rank, leaf in enumerate(leaves):
@@ -185,7 +185,7 @@ def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -
     return TreeStructure(
         depths=np.array(depths, np.int64),
         children=tuple(map(tuple, children)),  # the garbage collector need not track tuples of integers
-        ancestors=ancestors,
+        ancestor_mask=ancestor_mask,
         leaf_rank=np.array(leaf_rank, np.int64),
         is_chain=depths == list(range(len(depths))),
     )
@@ -196,8 +196,8 @@ class StaticTreeBuilder:
 
     def __init__(self, shape: StaticTree, root: int) -> None:
         self.shape = shape
-        self.tokens = np.zeros(shape.nodes, np.int64)
-        self.has_token = np.zeros(shape.nodes, bool)
+        self.tokens = np.zeros(shape.num_nodes, np.int64)
+        self.has_token = np.zeros(shape.num_nodes, bool)
         self.tokens[0] = root
         self.has_token[0] = True
 
@@ -272,6 +272,6 @@ class DynamicTreeBuilder:
 
 def extract_subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
     """Return the tree of some nodes, which include the parent of every node, in their order."""
-    new_index = np.full(tree.nodes + 1, -1, np.int64)  # the last entry is the root's parent, -1
+    new_index = np.full(tree.num_nodes + 1, -1, np.int64)  # the last entry is the root's parent, -1
     new_index[nodes] = np.arange(len(nodes))
     return DraftTree(tree.tokens[nodes], new_index[tree.parents[nodes]], lambda node: tree.proposal(int(nodes[node])))

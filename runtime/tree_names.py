@@ -9,52 +9,52 @@ from ..inputs import format_value
 from .tree import DynamicTree, StaticTree
 
 
-def _paths_from_counts(counts: str) -> tuple[tuple[int, ...], ...]:
+def _parse_child_counts(child_counts: str) -> tuple[tuple[int, ...], ...]:
     """Return the paths of a tree from child counts.
 
     Args:
-        counts: a group of digits (a = 10 .. z = 35) for each level, separated by `-`; a digit is the number of children
-            of a node of the level above.
+        child_counts: a group of digits (a = 10 .. z = 35) for each level, separated by `-`. A digit is the number of
+            children of a node of the level above.
     """
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
-    for digits in counts.split("-"):
+    for digits in child_counts.split("-"):
         level = [(*path, rank) for path, digit in zip(level, digits, strict=True) for rank in range(int(digit, 36))]
         paths += level
     return tuple(paths)
 
 
 PUBLISHED_TREES = {
-    "naive-57": _paths_from_counts("5-43321-4332210100000-4321210100000000-32002101000000"),
-    "mc-25": _paths_from_counts("4-3221-32210000-30000000-200"),
-    "balanced-25": _paths_from_counts("3-332-32022000-300000000-200"),
-    "reverse-25": _paths_from_counts("3-211-3210-320000-43000"),
-    "medusa-63": _paths_from_counts("a-a522111100-94211100003100010000000-41100000010000000000000"),
+    "naive-57": _parse_child_counts("5-43321-4332210100000-4321210100000000-32002101000000"),
+    "mc-25": _parse_child_counts("4-3221-32210000-30000000-200"),
+    "balanced-25": _parse_child_counts("3-332-32022000-300000000-200"),
+    "reverse-25": _parse_child_counts("3-211-3210-320000-43000"),
+    "medusa-63": _parse_child_counts("a-a522111100-94211100003100010000000-41100000010000000000000"),
 }
 
 
-def parse_tree(spec: str) -> StaticTree | DynamicTree:
+def parse_tree(tree_name: str) -> StaticTree | DynamicTree:
     """Return the tree shape with a name.
 
     Args:
-        spec: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or `tree-LEVELS`. LEVELS has
-            a group of digits (0 .. 9, a .. z) for each level; a digit is the number of children of a node of the level
-            above. `tree-2-10-1` is a root with two children; the first has one child, which has one child.
+        tree_name: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or `tree-LEVELS`. LEVELS
+            has a group of digits (0 .. 9, a .. z) for each level; a digit is the number of children of a node of the
+            level above. `tree-2-10-1` is a root with two children; the first has one child, which has one child.
 
     Raises:
         TreeError: the name is unknown, or the tree is not valid.
     """
-    if spec in PUBLISHED_TREES:
-        return StaticTree(PUBLISHED_TREES[spec])
-    if match := re.fullmatch(r"chain-(\d{1,2})", spec):
+    if tree_name in PUBLISHED_TREES:
+        return StaticTree(PUBLISHED_TREES[tree_name])
+    if match := re.fullmatch(r"chain-(\d{1,2})", tree_name):
         return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)))
-    if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", spec):
+    if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", tree_name):
         return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10))
-    if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", spec):
+    if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", tree_name):
         try:
-            return StaticTree(_paths_from_counts(match[1][1:]))
+            return StaticTree(_parse_child_counts(match[1][1:]))
         except ValueError as error:
             expected = "one digit (0 .. 9, a .. z) a level for each node of the level above"
-            raise TreeError(field="tree", found=format_value(spec), expected=expected) from error
+            raise TreeError(field="tree", found=format_value(tree_name), expected=expected) from error
     names = ", ".join([*sorted(PUBLISHED_TREES), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
-    raise TreeError(field="tree", found=format_value(spec), expected=names)
+    raise TreeError(field="tree", found=format_value(tree_name), expected=names)

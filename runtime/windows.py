@@ -27,7 +27,7 @@ class AdaptiveWindow:
         self._window = max_window
         self._balance = 0.0  # forward passes that drafts saved since the window changed
 
-    def size(self, num_images: int) -> int:
+    def choose_size(self, num_images: int) -> int:
         """Return how many tokens to draft in the next forward pass.
 
         Args:
@@ -36,14 +36,14 @@ class AdaptiveWindow:
         widest = next((window for count, window in MAX_WINDOWS if num_images <= count), MAX_WINDOW_ABOVE)
         return min(self._window, widest)
 
-    def record(self, drafted: int, accepted: int) -> None:
+    def record(self, num_drafted: int, num_accepted: int) -> None:
         """Halve the window once its drafts have cost more time than they saved, double it once they have paid.
 
         Args:
-            drafted: number of tokens drafted in a forward pass.
-            accepted: number of them that were accepted.
+            num_drafted: number of tokens drafted in a forward pass.
+            num_accepted: number of them that were accepted.
         """
-        self._balance += accepted - NODE_COST * drafted
+        self._balance += num_accepted - NODE_COST * num_drafted
         window = self._window
         if self._balance <= -MAX_BALANCE:
             window = max(1, window // 2)

@@ -165,7 +165,7 @@ def _llamagen(
     def export(output: Path) -> Path:
         from family_readers import read_llamagen
 
-        from lantern_rt.export.graph.precision import read_precisions
+        from lantern_rt.export.graph.precision import parse_precisions
         from lantern_rt.export.writer import export_model
 
         model = read_llamagen(
@@ -174,7 +174,7 @@ def _llamagen(
             drafter=DATA / "lantern-drafter-llamagen" if drafter else None,
             config=(DATA / target).with_name("config.json") if (DATA / target).is_file() else None,
         )
-        return export_model(model, output, precisions=read_precisions(precision, compute=compute))
+        return export_model(model, output, precisions=parse_precisions(precision, compute=compute))
 
     def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
@@ -227,10 +227,10 @@ def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def export(output: Path) -> Path:
         from recipes.scenes.bundle import write_scenes_bundle
-        from recipes.scenes.restore import restore_work
+        from recipes.scenes.restore import restore_work_folder
 
         work = output.parent / "work"
-        restore_work("scenes", work)
+        restore_work_folder("scenes", work)
         return write_scenes_bundle(work, output, force=False, progress=lambda *_: None)
 
     return _exported(tmp_path_factory, "float_scenes_bundle/scenes", export)
@@ -252,7 +252,7 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_lumina
         from random_drafter import save_random_drafter
 
-        from lantern_rt.export.families.common_lumina import lumina_image_size
+        from lantern_rt.export.families.common_lumina import make_lumina_image_size
         from lantern_rt.export.writer import export_model
 
         target = DATA / "lumina-mgpt/model"
@@ -260,8 +260,8 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
         names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.fields["sizes"], lumina_image_size(2, 2, names, 2))
-        return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
+        sizes = (*model.manifest_fields["sizes"], make_lumina_image_size(2, 2, names, 2))
+        return export_model(replace(model, manifest_fields={**model.manifest_fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
 
@@ -285,7 +285,9 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from lantern_rt.export.writer import export_model
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3), (4, 3), (3, 2)])
+            patch.setattr(
+                glm_image, "list_image_grids", lambda square: [(2, 2), (3, 5), (5, 2), (2, 3), (4, 3), (3, 2)]
+            )
             return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
@@ -299,17 +301,19 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         from family_readers import read_emu3
         from tokenizers import Tokenizer
 
-        from lantern_rt.export.families.common_emu3 import emu3_image_size
-        from lantern_rt.export.families.emu3 import emu3_prompt_layout
+        from lantern_rt.export.families.common_emu3 import make_emu3_image_size
+        from lantern_rt.export.families.emu3 import make_emu3_prompt_layout
         from lantern_rt.export.writer import export_model
 
         target = DATA / "emu3/model"
         model = read_emu3(target, grid=4)
         library = Tokenizer.from_file(str(target / "tokenizer.json"))
-        sizes = [emu3_image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
-        layout = emu3_prompt_layout(library, "low quality, blurry.")
-        condition = model.fields["condition"].model_copy(update={"layout": layout})
-        return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
+        sizes = [make_emu3_image_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+        layout = make_emu3_prompt_layout(library, "low quality, blurry.")
+        condition = model.manifest_fields["condition"].model_copy(update={"layout": layout})
+        return export_model(
+            replace(model, manifest_fields={**model.manifest_fields, "sizes": sizes, "condition": condition}), output
+        )
 
     return _exported(tmp_path_factory, "emu3_bundle/tiny-emu3", export, ("tokenizers",))
 
@@ -327,7 +331,7 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = read_simplear(DATA / "simplear/model", DATA / "simplear/cosmos", grid=5)
         grids = ((4, 4), (5, 5), (3, 6))
         sizes = [Size(name=f"{16 * columns}x{16 * rows}", rows=rows, columns=columns) for rows, columns in grids]
-        return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
+        return export_model(replace(model, manifest_fields={**model.manifest_fields, "sizes": sizes}), output)
 
     return _exported(tmp_path_factory, "simplear_bundle/tiny-simplear", export, ("tokenizers",))
 
@@ -353,9 +357,9 @@ def _family_bundle(
     tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], needed: tuple[str, ...] = ()
 ) -> Path:
     def export(output: Path) -> Path:
-        from lantern_rt.export.registry import read_family
+        from lantern_rt.export.registry import read_family_checkpoints
         from lantern_rt.export.writer import export_model
 
-        return export_model(read_family(family, options), output)
+        return export_model(read_family_checkpoints(family, options), output)
 
     return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export, needed)

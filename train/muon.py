@@ -1,6 +1,6 @@
 """Muon optimizer: momentum with orthogonalised updates, for matrices and convolution kernels.
 
-ShardSource: Keller Jordan, Muon (2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
+Source: Keller Jordan, Muon (2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ...runtime.device import SampleRequest
+from ...runtime.device import SamplingRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP_SIZE, Noise
 from ..columns import padded_node_count
-from ..contracts import Array, Tensor
+from ..contracts import Array, TensorSpec
 from ..gpu import find_gpu
-from ..graph_writer import GraphWriter, column_shape
+from ..graph_writer import GraphWriter, choose_column_parts
 from ..host import count_usable_cores, import_onnxruntime
 from ..sampling_head import SamplingHead
 from .providers import DEVICE_LOCKS, find_provider
@@ -25,57 +25,59 @@ _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _CUDNN_CAPABILITY = 90  # compute capability, times 10, from which ONNX Runtime prefers cuDNN for attention
 _MIN_GROUPS = 32  # minimum number of groups of positions in a noise table
 _MAX_THREADS = 4  # threads that generate noise
-GraphTensors = tuple[list[Tensor], list[Tensor]]  # inputs and outputs of a graph
+GraphTensors = tuple[list[TensorSpec], list[TensorSpec]]  # inputs and outputs of a graph
 
 
-class Device:
+class OrtDevice:
     """The device of a provider, with memory in ONNX Runtime's values. Threads use it one at a time, holding `lock`."""
 
     def __init__(self, provider: str) -> None:
         chosen = find_provider(provider, import_onnxruntime())
         self.provider = provider
-        self.name = chosen.memory
-        self.basic_ops = chosen.basic_ops
-        self.has_addresses = chosen.has_addresses
+        self.name = chosen.memory_device
+        self.basic_ops_only = chosen.basic_ops_only
+        self.supports_views = chosen.supports_views
         self.lock = DEVICE_LOCKS[provider]
         self._graphs: dict[object, GraphSession] = {}
         self._noise: dict[int, NoiseTable] = {}  # keys are vocabulary sizes
         self._wait_value: Any = None
 
-    def graph(self, key: object, write: Callable[[GraphWriter], GraphTensors], records: bool = False) -> GraphSession:
+    def get_helper_graph(
+        self, key: object, write_graph: Callable[[GraphWriter], GraphTensors], allow_graph_capture: bool = False
+    ) -> GraphSession:
         """Return a helper graph, which is written and loaded at first use.
 
         Args:
-            write: function that writes the graph and returns its inputs and outputs.
-            records: whether runs of the graph may be recorded.
+            write_graph: function that writes the graph and returns its inputs and outputs.
+            allow_graph_capture: whether runs of the graph may be recorded.
         """
         if key not in self._graphs:
             writer = GraphWriter()
             where = Path(f"helper graph {key}")
-            inputs, outputs = write(writer)
+            inputs, outputs = write_graph(writer)
             model = writer.to_bytes(inputs, outputs)
-            self._graphs[key] = GraphSession(where, inputs, outputs, 1, self.provider, model, records)
+            self._graphs[key] = GraphSession(where, inputs, outputs, 1, self.provider, model, allow_graph_capture)
         return self._graphs[key]
 
-    def run(
+    def run_helper_graph(
         self,
         key: object,
-        write: Callable[[GraphWriter], GraphTensors],
+        write_graph: Callable[[GraphWriter], GraphTensors],
         values: Mapping[str, Any],
         wait: bool = True,
-        records: bool = False,
+        allow_graph_capture: bool = False,
     ) -> None:
         """Run a helper graph.
 
         Args:
-            key: key of the graph, as for `graph`.
-            write: function that writes the graph, as for `graph`.
+            key: key of the graph, as for `get_helper_graph`.
+            write_graph: function that writes the graph, as for `get_helper_graph`.
             values: inputs and outputs by name, values on the device; inputs may be arrays.
             wait: whether to wait until the device has run the graph.
-            records: whether runs of the graph may be recorded.
+            allow_graph_capture: whether runs of the graph may be recorded.
         """
         with self.lock:
-            self.graph(key, write, records).bind(values)()
+            self.get_helper_graph(key, write_graph, allow_graph_capture).bind_tensors(values)()
             if wait:
                 self.wait()
 
@@ -98,15 +100,17 @@ class Device:
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         """Return a value of zeros, computed on the device."""
 
-        def write(graph: GraphWriter) -> GraphTensors:
-            graph.op("Expand", graph.constant(np.zeros(1, dtype)), "shape", name="out")
-            return [Tensor("shape", ("int64",), (len(shape),))], [Tensor("out", (dtype,), (None,) * len(shape))]
+        def write_graph(graph: GraphWriter) -> GraphTensors:
+            graph.op("Expand", graph.add_constant(np.zeros(1, dtype)), "shape", name="out")
+            return [TensorSpec("shape", ("int64",), (len(shape),))], [TensorSpec("out", (dtype,), (None,) * len(shape))]
 
         out = self.empty(shape, dtype)
-        self.run(("zeros", len(shape), dtype), write, {"shape": np.array(shape, np.int64), "out": out})
+        self.run_helper_graph(
+            ("zeros", len(shape), dtype), write_graph, {"shape": np.array(shape, np.int64), "out": out}
+        )
         return out
 
-    def read(self, value: Any, indices: Ints) -> Floats:
+    def read_vectors(self, value: Any, indices: Ints) -> Floats:
         """Copy vectors of a value to the host, as float32.
 
         Args:
@@ -116,14 +120,16 @@ class Device:
         dtype = dtype_of(value)
         width = value.shape()[2]
 
-        def write(graph: GraphWriter) -> GraphTensors:
+        def write_graph(graph: GraphWriter) -> GraphTensors:
             graph.op("Gather", graph.reshape("data", -1, width), "indices", name="out")
-            inputs = [Tensor("data", (dtype,), (None, None, width)), Tensor("indices", ("int64",), (None,))]
-            return inputs, [Tensor("out", (dtype,), (None, width))]
+            inputs = [TensorSpec("data", (dtype,), (None, None, width)), TensorSpec("indices", ("int64",), (None,))]
+            return inputs, [TensorSpec("out", (dtype,), (None, width))]
 
         with self.lock:
             out = self.empty((indices.size, width), dtype)
-            self.run(("read", dtype, width), write, {"data": value, "indices": indices.ravel(), "out": out}, wait=False)
+            self.run_helper_graph(
+                ("read", dtype, width), write_graph, {"data": value, "indices": indices.ravel(), "out": out}, wait=False
+            )
             rows: Floats = out.numpy().reshape(*indices.shape, width).astype(np.float32)
         return rows
 
@@ -139,25 +145,25 @@ class Device:
         shape = target.shape()
         free: list[int | None] = [None if i in (axis, axis + 1) else size for i, size in enumerate(shape)]
 
-        def write(graph: GraphWriter) -> GraphTensors:
+        def write_graph(graph: GraphWriter) -> GraphTensors:
             inputs = []
             padded = []
             for i in range(len(sources)):
                 padded.append(graph.op("Pad", graph.op("Gather", f"data_{i}", f"rows_{i}", axis=axis), f"pads_{i}"))
-                inputs.append(Tensor(f"data_{i}", (dtype,), tuple(free)))
-                inputs.append(Tensor(f"rows_{i}", ("int64",), (None,)))
-                inputs.append(Tensor(f"pads_{i}", ("int64",), (2 * len(shape),)))
+                inputs.append(TensorSpec(f"data_{i}", (dtype,), tuple(free)))
+                inputs.append(TensorSpec(f"rows_{i}", ("int64",), (None,)))
+                inputs.append(TensorSpec(f"pads_{i}", ("int64",), (2 * len(shape),)))
             graph.op("Concat", *padded, name="out", axis=axis)
-            return inputs, [Tensor("out", (dtype,), tuple(free))]
+            return inputs, [TensorSpec("out", (dtype,), tuple(free))]
 
         values: dict[str, Any] = {"out": target}
         for i, (value, rows) in enumerate(sources):
             pads = np.zeros((2, len(shape)), np.int64)
             pads[1, axis + 1] = shape[axis + 1] - value.shape()[axis + 1]
             values |= {f"data_{i}": value, f"rows_{i}": rows, f"pads_{i}": pads.ravel()}
-        self.run(("gather", dtype, tuple(free), len(sources)), write, values)
+        self.run_helper_graph(("gather", dtype, tuple(free), len(sources)), write_graph, values)
 
-    def write_noise(self, table: Any, group: int, noise: Floats) -> None:
+    def write_noise(self, table: Any, group_index: int, noise: Floats) -> None:
         """Copy noise to a group of a noise table.
 
         Args:
@@ -166,68 +172,77 @@ class Device:
         """
         parts, part = table.shape()[2:]
 
-        def write(graph: GraphWriter) -> GraphTensors:
-            indices = graph.part_indices("places", parts)
-            graph.scatter_parts("table", indices, "noise", (parts, part), "out")
+        def write_graph(graph: GraphWriter) -> GraphTensors:
+            indices = graph.column_part_indices("places", parts)
+            graph.scatter_column_parts("table", indices, "noise", (parts, part), "out")
             shape = (None, GROUP_SIZE, parts, part)
-            inputs = [Tensor("table", ("float32",), shape), Tensor("places", ("int64",), (1, GROUP_SIZE, 1, 3))]
-            inputs.append(Tensor("noise", ("float32",), (1, GROUP_SIZE, parts * part)))
-            return inputs, [Tensor("out", ("float32",), shape)]
+            inputs = [TensorSpec("table", ("float32",), shape), TensorSpec("places", ("int64",), (1, GROUP_SIZE, 1, 3))]
+            inputs.append(TensorSpec("noise", ("float32",), (1, GROUP_SIZE, parts * part)))
+            return inputs, [TensorSpec("out", ("float32",), shape)]
 
         places = np.zeros((1, GROUP_SIZE, 1, 3), np.int64)
-        places[..., 0] = group
+        places[..., 0] = group_index
         places[0, :, 0, 1] = np.arange(GROUP_SIZE)
         values = {"table": table, "places": places, "noise": noise[None], "out": table}
         # Without recording, WebGPU would not compute int64.
-        self.run(("noise", parts, part), write, values, wait=False, records=True)
+        self.run_helper_graph(("noise", parts, part), write_graph, values, wait=False, allow_graph_capture=True)
 
-    def move(self, value: Any, sources: Ints, targets: Ints, steps: Ints) -> None:
+    def move_vectors(self, value: Any, sources: Ints, targets: Ints, index_offsets: Ints) -> None:
         """Copy vectors within a value; all vectors are read before the first is overwritten.
 
         Args:
             value: value `[tensors, rows, columns, width]`.
             sources: indices of the vectors to copy, `[vectors, 3]`.
             targets: indices of the vectors to overwrite.
-            steps: offsets of indices for which the copy is repeated, `[steps, 3]`.
+            index_offsets: offsets of indices for which the copy is repeated, `[index_offsets, 3]`.
         """
         dtype = dtype_of(value)
         width = value.shape()[3]
 
-        def write(graph: GraphWriter) -> GraphTensors:
-            offsets = graph.constant(steps[:, None])  # [steps, 1, 3]
+        def write_graph(graph: GraphWriter) -> GraphTensors:
+            offsets = graph.add_constant(index_offsets[:, None])  # [steps, 1, 3]
             moved = graph.op("GatherND", "data", graph.op("Add", offsets, "sources"))
             graph.op("ScatterND", "data", graph.op("Add", offsets, "targets"), moved, name="out")
             cache = (None, None, None, width)
             ids = ("int64",)
-            inputs = [Tensor("data", (dtype,), cache), *(Tensor(n, ids, (None, 3)) for n in ("sources", "targets"))]
-            return inputs, [Tensor("out", (dtype,), cache)]
+            inputs = [
+                TensorSpec("data", (dtype,), cache),
+                *(TensorSpec(n, ids, (None, 3)) for n in ("sources", "targets")),
+            ]
+            return inputs, [TensorSpec("out", (dtype,), cache)]
 
         values = {"data": value, "sources": sources, "targets": targets, "out": value}
-        self.run(("move", dtype, width, steps.tobytes()), write, values)
+        self.run_helper_graph(("move", dtype, width, index_offsets.tobytes()), write_graph, values)
 
-    def sampling_inputs(self, head: SamplingHead, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+    def make_sampling_inputs(
+        self, head: SamplingHead, nodes_per_row: int, requests: Sequence[SamplingRequest]
+    ) -> dict[str, Any]:
         """Return the inputs of a sampling graph, except the logits. The caller holds `lock`.
 
         Args:
             head: settings of the graph.
-            width: number of nodes per row of the pass, with padding.
+            nodes_per_row: number of nodes per row of the pass, with padding.
             requests: nodes and settings of each image.
         """
         nodes = padded_node_count(max(len(request.positions) for request in requests))
         logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # conditional and unconditional
-        scales = np.ones((len(requests), nodes, 1), np.float32)
+        guidance_scales = np.ones((len(requests), nodes, 1), np.float32)
         numbers = np.ones((2, len(requests), 1, 1), np.float32)
         for i, request in enumerate(requests):
             count = request.nodes.shape[1]
             last = len(request.nodes) - 1  # 0 without guidance
             for guidance, row in ((0, 0), (1, last)):
                 # index in the pass's logits, flattened to [rows * width, vocab_size]
-                logit_ids[guidance, i, :count] = (request.rows.start + row) * width + request.nodes[row]
+                logit_ids[guidance, i, :count] = (request.rows.start + row) * nodes_per_row + request.nodes[row]
             sampling = request.sampling
-            scales[i, :count, 0] = request.scales
+            guidance_scales[i, :count, 0] = request.guidance_scales
             numbers[:, i, 0, 0] = sampling.temperature or 1.0, sampling.top_p
-        feeds: dict[str, Any] = {"conditional": logit_ids[0], "unconditional": logit_ids[1], "cfg_scale": scales}
-        feeds |= zip(("temperature", "top_p")[: 1 + head.top_p], numbers, strict=False)
+        feeds: dict[str, Any] = {
+            "conditional": logit_ids[0],
+            "unconditional": logit_ids[1],
+            "cfg_scale": guidance_scales,
+        }
+        feeds |= zip(("temperature", "top_p")[: 1 + head.has_top_p], numbers, strict=False)
         if head.add_noise:
             table = self._noise.get(head.vocab_size) or NoiseTable(self, head.vocab_size)
             self._noise[head.vocab_size] = table
@@ -246,19 +261,19 @@ class NoiseTable:
     """Noise on a device, `[groups, GROUP_SIZE, parts, part]`; new groups replace the least recently used.
 
     Args:
-        size: number of tokens, `vocab_size`.
+        vocab_size: number of tokens, `vocab_size`.
     """
 
-    def __init__(self, device: Device, size: int) -> None:
+    def __init__(self, device: OrtDevice, vocab_size: int) -> None:
         self.device = device
-        self.size = size
+        self.vocab_size = vocab_size
         self.value = None
         # Keys are a seed and a group of positions, the least recently used first.
         self._indices: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores()), "noise")
 
-    def find_noise_ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
+    def find_noise_ids(self, requests: Sequence[SamplingRequest], num_nodes: int) -> Array:
         """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary.
 
         Threads meanwhile generate the noise of the positions after an uploaded group.
@@ -269,7 +284,7 @@ class NoiseTable:
             if request.noise is not None:
                 needed |= {(request.noise.seed, group): request.noise for group, _ in request_places}
         if len(needed) > len(self._indices) + len(self._free):
-            self._allocate(max(_MIN_GROUPS, 2 * len(needed)))
+            self._allocate_groups(max(_MIN_GROUPS, 2 * len(needed)))
         # Moves the groups in use to the end: the first key is then the least recently used, which is replaced below.
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
         for key in [key for key in needed if key not in self._indices]:
@@ -277,9 +292,9 @@ class NoiseTable:
             self._indices[key] = index
             _, group = key
             noise = needed[key]
-            self.device.write_noise(self.value, index, noise.gumbel(group * GROUP_SIZE, GROUP_SIZE, self.size))
-            self._threads.submit(noise.prepare_group, group + 1, self.size)
-        ids = np.zeros((len(requests), nodes), np.int32)
+            self.device.write_noise(self.value, index, noise.gumbel(group * GROUP_SIZE, GROUP_SIZE, self.vocab_size))
+            self._threads.submit(noise.prepare_noise_group, group + 1, self.vocab_size)
+        ids = np.zeros((len(requests), num_nodes), np.int32)
         for row, request, request_places in zip(ids, requests, places, strict=True):
             if request.noise is not None:
                 seed = request.noise.seed
@@ -287,10 +302,10 @@ class NoiseTable:
                 row[: len(indices)] = indices
         return ids
 
-    def _allocate(self, groups: int) -> None:
-        self.value = self.device.zeros((groups, GROUP_SIZE, *column_shape(self.size)), "float32")
+    def _allocate_groups(self, num_groups: int) -> None:
+        self.value = self.device.zeros((num_groups, GROUP_SIZE, *choose_column_parts(self.vocab_size)), "float32")
         self._indices = {}
-        self._free = list(range(groups))
+        self._free = list(range(num_groups))
 
 
 def dtype_of(value: Any) -> str:

@@ -13,11 +13,11 @@ from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import padded_node_count
 from ..contracts import Array
-from ..decoder_tensors import build_node_inputs, check_past_length, decoder_tensors, kv_dtype
+from ..decoder_tensors import build_graph_inputs, check_past_length, decoder_tensors, find_kv_dtype
 from ..device_engine import DeviceCache, DeviceEngine
 from ..device_graph import make_device_graph
-from ..kv_cache import CacheRows, KVCache
-from .device import Device
+from ..kv_cache import BaseKVCache, KVCache
+from .device import OrtDevice
 from .providers import DEFAULT_PROVIDER
 from .session import GraphSession
 
@@ -45,7 +45,7 @@ class OrtEngine:
         inputs, outputs = decoder_tensors(spec, is_drafter=code_embeddings is None)
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
-        self._kv_dtype = kv_dtype(path, self._graph.dtypes)
+        self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
         self._embedding_table = code_embeddings
         self._checked_shapes: set[tuple[int, ...]] = set()  # mask shapes of passes whose outputs were checked
 
@@ -54,32 +54,32 @@ class OrtEngine:
         spec = self.spec
         return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
-    def next_past_length(self, cache: Cache, nodes: int) -> int:
+    def padded_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the length of the longest row, rounded up.
 
         Rounding makes a row's sums independent of the other rows of the batch (`COLUMN_STEP`).
         """
-        return CacheRows.require(cache).past_length()
+        return BaseKVCache.require_instance(cache).past_length()
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
-        """Run a pass and increment `cache.passes`."""
-        kv_cache = KVCache.require(cache)
-        feeds = build_node_inputs(batch, self._embedding_table, self._graph.dtypes)
+        """Run a pass and increment `cache.num_passes`."""
+        kv_cache = KVCache.require_instance(cache)
+        feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
         feeds.update(zip(self._past, kv_cache.past_views(check_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
         logits, features, *new_kv = (
-            self._graph.run(feeds) if shape in self._checked_shapes else self._run_checked(feeds, shape)
+            self._graph.run(feeds) if shape in self._checked_shapes else self._run_and_check(feeds, shape)
         )
-        kv_cache.passes += 1
+        kv_cache.num_passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
-    def _run_checked(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
-        outputs = self._graph.run_checked(feeds)
+    def _run_and_check(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
+        outputs = self._graph.run_and_check(feeds)
         rows, nodes, _ = shape
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
             expected = (rows, nodes) if i < 2 else (nodes, rows)
             if array.shape[:2] != expected:
-                raise self._graph.shape_error(name, array.shape, f"{list(expected)} first")
+                raise self._graph.make_shape_error(name, array.shape, f"{list(expected)} first")
         self._checked_shapes.add(shape)
         return outputs
 
@@ -102,22 +102,34 @@ class OrtDeviceEngine(DeviceEngine):
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None,
         threads: int,
-        device: Device,
+        device: OrtDevice,
         dtype: str = "float32",
         max_nodes: int | None = None,
     ) -> None:
         is_drafter = code_embeddings is None
-        multi_head = device.has_cudnn_attention()
+        use_multi_head_op = device.has_cudnn_attention()
         graph = make_device_graph(
-            path, spec, is_drafter, dtype, device.basic_ops, max_nodes=max_nodes, multi_head=multi_head
+            path,
+            spec,
+            is_drafter,
+            dtype,
+            device.basic_ops_only,
+            max_nodes=max_nodes,
+            use_multi_head_op=use_multi_head_op,
         )
         session = GraphSession(
-            path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
+            path,
+            graph.inputs,
+            graph.outputs,
+            threads,
+            device.provider,
+            model_bytes=graph.model_bytes,
+            allow_graph_capture=True,
         )
-        super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, heads=None)
+        super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, num_cache_heads=None)
 
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         return DeviceCache(self._pool, rows, capacity)
 
-    def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
-        return padded_node_count(nodes)
+    def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
+        return padded_node_count(num_nodes)

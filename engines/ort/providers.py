@@ -1,7 +1,7 @@
 """ONNX Runtime's execution providers: their options, and checks that they are installed and run a whole graph.
 
 ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, and for single nodes when the
-provider has no kernel. `check_assignment` raises an error instead.
+provider has no kernel. `check_node_assignment` raises an error instead.
 The drafter and the graphs that run once per image may have another provider than the target.
 """
 
@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...errors import EngineError
-from ...inputs import format_error, format_value, reraise_interruption
+from ...inputs import format_error, format_value, reraise_signal_error
 from ..gpu import find_gpu
 from ..host import installed_distributions
 
@@ -35,34 +35,34 @@ class Provider(NamedTuple):
         execution_provider: name in ONNX Runtime.
         package: package that contains the provider.
         options: options of sessions.
-        memory: ONNX Runtime's name for the memory of values; decoders use the device layout unless it is `cpu`.
-        has_addresses: whether a value may be a view into another value's memory.
-        basic_ops: whether graphs must avoid ops for attention, and float16 on some devices.
-        plugin: whether the library is a module of the package and must be registered with onnxruntime.
-        library: library from further packages that convolutions need.
-        cpu_roles: graphs that run on the CPU, once per image, because the provider lacks some of their ops.
+        memory_device: ONNX Runtime's name for the memory of values; decoders use the device layout unless it is `cpu`.
+        supports_views: whether a value may be a view into another value's memory.
+        basic_ops_only: whether graphs must avoid ops for attention, and float16 on some devices.
+        is_plugin: whether the library is a module of the package and must be registered with onnxruntime.
+        extra_library: library from further packages that convolutions need.
+        cpu_only_graphs: graphs that run on the CPU, once per image, because the provider lacks some of their ops.
         rounds_to_bfloat16: whether matmuls round to bfloat16, which images tolerate and sampled tokens do not.
-        recording: additional options for recording passes as graphs; empty if the provider cannot record.
-        max_recordings: maximum number of recordings per graph.
+        graph_capture_options: additional options for recording passes as graphs; empty if the provider cannot record.
+        max_captured_graphs: maximum number of recordings per graph.
     """
 
     name: str
     execution_provider: str
     package: str
     options: dict[str, str]
-    memory: str = "cpu"
-    has_addresses: bool = True
-    basic_ops: bool = False
-    plugin: bool = False
-    library: str = ""
-    cpu_roles: tuple[str, ...] = ()
+    memory_device: str = "cpu"
+    supports_views: bool = True
+    basic_ops_only: bool = False
+    is_plugin: bool = False
+    extra_library: str = ""
+    cpu_only_graphs: tuple[str, ...] = ()
     rounds_to_bfloat16: bool = False
-    recording: Mapping[str, str] = MappingProxyType({})
-    max_recordings: int = 0
+    graph_capture_options: Mapping[str, str] = MappingProxyType({})
+    max_captured_graphs: int = 0
 
 
 # `cudaStreamPerThread`, a default stream for each thread: work that a thread submits to any session runs in that order,
-# so only reads wait. A thread waits for its work before it releases `device_lock`.
+# so only reads wait. A thread waits for its work before it releases `get_device_lock`.
 CUDA_STREAM = 2
 _ALL = (
     Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),
@@ -76,37 +76,37 @@ _ALL = (
             "cudnn_conv_algo_search": "HEURISTIC",  # the default times every algorithm during the first image
             "user_compute_stream": str(CUDA_STREAM),
         },
-        memory="cuda",
-        library="cuDNN",
-        recording={"enable_cuda_graph": "1"},
-        max_recordings=512,  # ONNX Runtime keeps them until the process ends
+        memory_device="cuda",
+        extra_library="cuDNN",
+        graph_capture_options={"enable_cuda_graph": "1"},
+        max_captured_graphs=512,  # ONNX Runtime keeps them until the process ends
     ),
     Provider(
         "webgpu",
         "WebGpuExecutionProvider",
         "onnxruntime-ep-webgpu",
         {},
-        memory="gpu",
-        has_addresses=False,
-        basic_ops=True,
-        plugin=True,
-        cpu_roles=("condition",),
-        recording={"enableGraphCapture": "1"},
-        max_recordings=1 << 31,
+        memory_device="gpu",
+        supports_views=False,
+        basic_ops_only=True,
+        is_plugin=True,
+        cpu_only_graphs=("condition",),
+        graph_capture_options={"enableGraphCapture": "1"},
+        max_captured_graphs=1 << 31,
     ),
     Provider(
         "openvino",
         "OpenVINOExecutionProvider",
         "onnxruntime-ep-openvino",
         {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'},  # the default is bfloat16 on CPUs that have it
-        plugin=True,
+        is_plugin=True,
     ),
     Provider(
         "openvino-bf16",
         "OpenVINOExecutionProvider",
         "onnxruntime-ep-openvino",
         {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "bf16"}}'},  # CPUs without bfloat16 compute in float32
-        plugin=True,
+        is_plugin=True,
         rounds_to_bfloat16=True,
     ),
 )
@@ -116,22 +116,22 @@ IMAGE_DECODER = "vq_decoder"
 _SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may have another provider
 
 
-class Providers(NamedTuple):
-    """Names of providers: `by_graph` for single graphs, `main` for all others."""
+class ProviderChoice(NamedTuple):
+    """Names of providers: `graph_providers` for single graphs, `main_provider` for all others."""
 
-    main: str = AUTO
-    by_graph: Mapping[str, str] = MappingProxyType({})
+    main_provider: str = AUTO
+    graph_providers: Mapping[str, str] = MappingProxyType({})
 
     def provider_for(self, role: str) -> str:
         """Return the name of the requested provider of a graph."""
-        return self.by_graph.get(role, self.main)
+        return self.graph_providers.get(role, self.main_provider)
 
     def __str__(self) -> str:
         """Return the names in the format that `parse` reads."""
-        return ",".join([self.main, *(f"{role}={name}" for role, name in self.by_graph.items())])
+        return ",".join([self.main_provider, *(f"{role}={name}" for role, name in self.graph_providers.items())])
 
     @classmethod
-    def parse(cls, names: str | Sequence[str]) -> Providers:
+    def parse(cls, names: str | Sequence[str]) -> ProviderChoice:
         """Parse names of providers.
 
         Args:
@@ -140,29 +140,31 @@ class Providers(NamedTuple):
         Raises:
             EngineError: a name is unknown or given twice, or a graph cannot have the provider.
         """
-        by_graph: dict[str, str] = {}
+        graph_providers: dict[str, str] = {}
         for item in names.split(",") if isinstance(names, str) else names:
             role, equals, name = item.strip().rpartition("=")
             if equals and role not in _SEPARATE_ROLES:
                 remedy = "all others run on one provider, NAME"
-                raise _provider_error(
+                raise _make_provider_error(
                     found=f"graph {format_value(role)}", expected=" or ".join(_SEPARATE_ROLES), remedy=remedy
                 )
-            if role in by_graph:
-                raise _provider_error(found=f"{by_graph[role]} and {name} for {role or 'all graphs'}", expected="one")
-            if (equals or name != AUTO) and _known_provider(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
+            if role in graph_providers:
+                raise _make_provider_error(
+                    found=f"{graph_providers[role]} and {name} for {role or 'all graphs'}", expected="one"
+                )
+            if (equals or name != AUTO) and _look_up_provider(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
                 remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"
-                raise _provider_error(
+                raise _make_provider_error(
                     f"{name} rounds to bfloat16", found=f"{name} for {role or 'all graphs'}", remedy=remedy
                 )
-            by_graph[role] = name
-        return cls(by_graph.pop("", AUTO), by_graph)
+            graph_providers[role] = name
+        return cls(graph_providers.pop("", AUTO), graph_providers)
 
 
-ON_CPU = Providers(DEFAULT_PROVIDER)
+ON_CPU = ProviderChoice(DEFAULT_PROVIDER)
 
 
-def _provider_error(problem: str = "", **fields: str) -> EngineError:
+def _make_provider_error(problem: str = "", **fields: str) -> EngineError:
     return EngineError(problem, field="provider", **fields)
 
 
@@ -181,18 +183,18 @@ def find_provider(name: str, runtime: Any) -> Provider:
         EngineError: the name is unknown, or `runtime` does not have the provider or a device for it, or has CUDA as
             well, whose memory ONNX Runtime then takes for that of every other GPU provider.
     """
-    provider = _known_provider(name)
-    if provider.plugin and provider.memory != "cpu" and _has_cuda(runtime):
+    provider = _look_up_provider(name)
+    if provider.is_plugin and provider.memory_device != "cpu" and _has_cuda(runtime):
         raise EngineError(
             field=f"provider {name}",
             found="onnxruntime-gpu",
             expected="onnxruntime",
             remedy="use provider cuda, or install onnxruntime in place of onnxruntime-gpu",
         )
-    if provider.plugin and not plugin_devices(provider, runtime):
+    if provider.is_plugin and not find_plugin_devices(provider, runtime):
         problem = "ONNX Runtime finds no device that it runs on"
         raise EngineError(problem, field=f"provider {name}", remedy="install its driver")
-    if not provider.plugin and provider.execution_provider not in runtime.get_available_providers():
+    if not provider.is_plugin and provider.execution_provider not in runtime.get_available_providers():
         raise EngineError(
             field=f"provider {name}",
             found=f"onnxruntime {runtime.__version__} with {', '.join(runtime.get_available_providers())}",
@@ -208,10 +210,10 @@ def detect_provider(runtime: Any) -> str:
     Raises: EngineError: the library of an installed plugin does not load.
     """
     for provider in _ALL:
-        is_installed = provider.memory != "cpu" and installed_distributions(provider.package.partition("[")[0])
-        if not is_installed or (provider.plugin and _has_cuda(runtime)):
+        is_installed = provider.memory_device != "cpu" and installed_distributions(provider.package.partition("[")[0])
+        if not is_installed or (provider.is_plugin and _has_cuda(runtime)):
             continue
-        if plugin_devices(provider, runtime) if provider.plugin else find_gpu():
+        if find_plugin_devices(provider, runtime) if provider.is_plugin else find_gpu():
             return provider.name
     return DEFAULT_PROVIDER
 
@@ -220,13 +222,13 @@ def _has_cuda(runtime: Any) -> bool:
     return PROVIDERS["cuda"].execution_provider in runtime.get_available_providers()
 
 
-def _known_provider(name: str) -> Provider:
+def _look_up_provider(name: str) -> Provider:
     if (provider := PROVIDERS.get(name)) is None:
-        raise _provider_error(found=format_value(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
+        raise _make_provider_error(found=format_value(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
     return provider
 
 
-def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
+def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     """Return the devices of a plugin after registering it, if necessary.
 
     Raises: EngineError: the plugin is not installed, or its library does not load.
@@ -243,26 +245,26 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
             remedy = f"run `pip install {provider.package}`"
             raise EngineError(f"no module {module}", field=field, remedy=remedy) from error
         except Exception as error:
-            reraise_interruption(error)
+            reraise_signal_error(error)
             problem = f"onnxruntime {runtime.__version__} cannot load its library ({format_error(error, 200)})"
             remedy = f"check the device's driver, or update onnxruntime and {provider.package}"
             raise EngineError(problem, field=field, remedy=remedy) from error
     return [device for device in runtime.get_ep_devices() if device.ep_name == provider.execution_provider]
 
 
-def device_lock(provider: str) -> AbstractContextManager[object]:
+def get_device_lock(provider: str) -> AbstractContextManager[object]:
     """Return the lock that a thread holds while it uses a provider's device; providers in host memory need none.
 
     The lock is necessary because any other allocation fails while CUDA records a pass.
     """
-    return nullcontext() if PROVIDERS[provider].memory == "cpu" else DEVICE_LOCKS[provider]
+    return nullcontext() if PROVIDERS[provider].memory_device == "cpu" else DEVICE_LOCKS[provider]
 
 
-def check_assignment(where: object, provider: Provider, session: Any) -> None:
+def check_node_assignment(graph_label: object, provider: Provider, session: Any) -> None:
     """Check that a provider runs all nodes of a session's graph except shape arithmetic.
 
     Args:
-        where: graph file or description, for the error.
+        graph_label: graph file or description, for the error.
         session: the session, with recorded assignments of nodes.
 
     Raises:
@@ -271,7 +273,7 @@ def check_assignment(where: object, provider: Provider, session: Any) -> None:
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"
-        raise EngineError(problem, field=str(where), found=", ".join(session.get_providers()), remedy=remedy)
+        raise EngineError(problem, field=str(graph_label), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
     unsupported = Counter(
@@ -284,4 +286,4 @@ def check_assignment(where: object, provider: Provider, session: Any) -> None:
     if unsupported:
         ops = ", ".join(f"{count} {op}" for op, count in unsupported.most_common(5))
         problem = f"provider {provider.name} does not support {unsupported.total()} nodes of this graph ({ops})"
-        raise EngineError(problem, field=str(where), remedy=remedy)
+        raise EngineError(problem, field=str(graph_label), remedy=remedy)

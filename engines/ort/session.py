@@ -16,11 +16,18 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, EngineError
-from ...inputs import convert_read_errors, format_error, reraise_interruption
-from ..contracts import STORAGE_DTYPES, Array, Tensor, TensorView, numpy_types
+from ...inputs import convert_read_errors, format_error, reraise_signal_error
+from ..contracts import STORAGE_DTYPES, Array, TensorSpec, TensorView, check_graph_tensors
 from ..graph_writer import TYPES, GraphWriter
 from ..host import choose_thread_count, import_onnxruntime
-from .providers import DEFAULT_PROVIDER, PROVIDERS, check_assignment, device_lock, find_provider, plugin_devices
+from .providers import (
+    DEFAULT_PROVIDER,
+    PROVIDERS,
+    check_node_assignment,
+    find_plugin_devices,
+    find_provider,
+    get_device_lock,
+)
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64", "uint8")} | {
     "tensor(float)": "float32"
@@ -47,8 +54,8 @@ class GraphSession:
         outputs: expected outputs; the graph may have more.
         threads: number of threads; None: one per core.
         provider: name of the execution provider.
-        model: serialized graph to run instead of the file's, with the same weights.
-        records: whether passes may be recorded as graphs, if the provider supports it.
+        model_bytes: serialized graph to run instead of the file's, with the same weights.
+        allow_graph_capture: whether passes may be recorded as graphs, if the provider supports it.
 
     Raises:
         EngineError: the provider cannot run the graph.
@@ -58,19 +65,23 @@ class GraphSession:
     def __init__(
         self,
         path: Path,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
         threads: int | None = None,
         provider: str = DEFAULT_PROVIDER,
-        model: bytes | None = None,
-        records: bool = False,
+        model_bytes: bytes | None = None,
+        allow_graph_capture: bool = False,
     ) -> None:
         self.path = path
         self.provider = provider
-        if model is None:
-            self.session = load_session(path, choose_thread_count(threads), provider, records=records)
+        if model_bytes is None:
+            self.session = load_session(
+                path, choose_thread_count(threads), provider, allow_graph_capture=allow_graph_capture
+            )
         else:
-            self.session = load_session(model, choose_thread_count(threads), provider, path.parent, records)
+            self.session = load_session(
+                model_bytes, choose_thread_count(threads), provider, path.parent, allow_graph_capture
+            )
         with convert_read_errors(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
             for kind, tensors, expected in (
@@ -78,26 +89,26 @@ class GraphSession:
                 ("output", self.session.get_outputs(), outputs),
             ):
                 actual = {tensor.name: (_TYPES.get(tensor.type, tensor.type), tensor.shape) for tensor in tensors}
-                make_error = partial(self._tensor_error, kind, "the graph is not the one bundle.json describes")
-                self.dtypes |= numpy_types(actual, expected, make_error, reject_others=kind == "input")
+                make_error = partial(self._make_tensor_error, kind, "the graph is not the one bundle.json describes")
+                self.dtypes |= check_graph_tensors(actual, expected, make_error, reject_undeclared=kind == "input")
         self.inputs = inputs
         self.outputs = outputs
-        self._graph_ids = iter(range(1, 1 + PROVIDERS[provider].max_recordings))
+        self._graph_ids = iter(range(1, 1 + PROVIDERS[provider].max_captured_graphs))
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Run the graph and return its outputs in the declared order. Contiguous inputs are read in place."""
         return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
-    def run_checked(self, feeds: Mapping[str, Array]) -> list[Array]:
+    def run_and_check(self, feeds: Mapping[str, Array]) -> list[Array]:
         """Run the graph and check the outputs. Raises: BundleError: an output does not have its declared shape."""
         outputs = self.run(feeds)
         for tensor, array in zip(self.outputs, outputs, strict=True):
-            if not tensor.fits(array.shape):
-                raise self.shape_error(tensor.name, array.shape, tensor)
+            if not tensor.matches_shape(array.shape):
+                raise self.make_shape_error(tensor.name, array.shape, tensor)
         return outputs
 
-    def shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
+    def make_shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
         """Return the error for an output of the wrong shape.
 
         Args:
@@ -105,17 +116,19 @@ class GraphSession:
             expected: declaration or description of the expected shape.
         """
         remedy = "the graph is damaged, export the bundle again"
-        return self._tensor_error("output", remedy, name, str(list(actual)), str(expected))
+        return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
-    def _tensor_error(self, kind: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
+    def _make_tensor_error(self, kind: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
         return BundleError(field=f"{self.path}: {kind} `{name}`", found=actual, expected=expected, remedy=remedy)
 
-    def bind(self, values: Mapping[str, Any], record: bool = False, wait: bool = False) -> Callable[[], None]:
-        """Bind inputs and outputs as `Executable.bind` does; inputs may also be arrays.
+    def bind_tensors(
+        self, values: Mapping[str, Any], capture_graph: bool = False, wait: bool = False
+    ) -> Callable[[], None]:
+        """Bind inputs and outputs as `ExecutableGraph.bind_tensors` does; inputs may also be arrays.
 
         Args:
             values: inputs and outputs by name.
-            record: whether to record the pass as a graph, within the provider's `max_recordings`, after
+            capture_graph: whether to record the pass as a graph, within the provider's `max_captured_graphs`, after
                 `RUNS_BEFORE_RECORDING` runs of a thread.
             wait: whether a run waits for the device, while other threads of Python go on.
         """
@@ -124,7 +137,7 @@ class GraphSession:
             for name, value in values.items()
         }
         binding = self.session.io_binding()
-        memory = PROVIDERS[self.provider].memory
+        memory_device = PROVIDERS[self.provider].memory_device
         for tensors, bind_value, bind_address in (
             (self.inputs, binding.bind_ortvalue_input, binding.bind_input),
             (self.outputs, binding.bind_ortvalue_output, binding.bind_output),
@@ -134,10 +147,10 @@ class GraphSession:
                 if isinstance(value, np.ndarray):
                     binding.bind_cpu_input(name, value)
                 elif isinstance(value, TensorView) or dtype in STORAGE_DTYPES:
-                    bind_address(name, memory, 0, TYPES[dtype], value.shape(), value.data_ptr())
+                    bind_address(name, memory_device, 0, TYPES[dtype], value.shape(), value.data_ptr())
                 else:
                     bind_value(name, value)
-        graph_id = next(self._graph_ids, None) if record else None
+        graph_id = next(self._graph_ids, None) if capture_graph else None
         plain = make_run_options(_NO_RECORDING, wait)
         recorded = plain if graph_id is None else make_run_options(graph_id, wait)
         thread = threading.local()  # cuDNN plans attention once for each thread, and not while a pass is recorded
@@ -154,10 +167,10 @@ class GraphSession:
 
     def _call_session(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            with device_lock(self.provider):
+            with get_device_lock(self.provider):
                 return run(*arguments)
         except Exception as error:
-            reraise_interruption(error)
+            reraise_signal_error(error)
             problem = f"ONNX Runtime failed to run the graph: {format_error(error, 200)}"
             remedy = "" if self.provider == DEFAULT_PROVIDER else "use another provider, or export in float32"
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
@@ -172,22 +185,27 @@ def make_run_options(graph_id: int = _NO_RECORDING, wait: bool = False) -> Any:
 
 
 def open_session(
-    source: Path | bytes, threads: int, configure: Callable[[Any], None], providers: Any = None, **arguments: Any
+    source: Path | bytes,
+    threads: int,
+    configure_options: Callable[[Any], None],
+    providers: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Open an ONNX Runtime session that logs nothing. Raises: the exceptions of ONNX Runtime.
 
     Args:
         source: path of the graph, or the serialized graph.
         threads: number of threads within an operator.
-        configure: function that changes the `SessionOptions`.
-        providers: execution providers as for `InferenceSession`; None: the CPU. Empty if `configure` adds providers.
+        configure_options: function that changes the `SessionOptions`.
+        providers: execution providers as for `InferenceSession`; None: the CPU. Empty if `configure_options` adds
+            providers.
         arguments: further arguments of `InferenceSession`.
     """
     runtime = import_onnxruntime()
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
-    configure(options)
+    configure_options(options)
     graph = source if isinstance(source, bytes) else str(source)
     providers = ["CPUExecutionProvider"] if providers is None else providers or None
     session = runtime.InferenceSession(graph, options, providers=providers, **arguments)
@@ -195,22 +213,22 @@ def open_session(
     return session
 
 
-def _keep_inherited_sessions() -> None:
+def _keep_sessions_after_fork() -> None:
     """Keep inherited sessions in a forked process: freeing them would wait for threads that do not exist there."""
     for session in _open_sessions:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # any other reference is dropped at exit
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_inherited_sessions)
+    os.register_at_fork(after_in_child=_keep_sessions_after_fork)
 
 
 def load_session(
     source: Path | bytes,
     threads: int,
     provider: str,
-    folder: Path | None = None,
-    records: bool = False,
+    weights_folder: Path | None = None,
+    allow_graph_capture: bool = False,
 ) -> Any:
     """Load a graph on a provider, checking that the provider runs all of it.
 
@@ -218,8 +236,8 @@ def load_session(
         source: path of the graph, or the serialized graph.
         threads: number of threads within an operator.
         provider: name of the execution provider.
-        folder: folder of the weights of a serialized graph.
-        records: whether passes may be recorded as graphs.
+        weights_folder: folder of the weights of a serialized graph.
+        allow_graph_capture: whether passes may be recorded as graphs.
 
     Raises:
         EngineError: the provider is not installed or cannot run the graph.
@@ -228,34 +246,36 @@ def load_session(
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
     if (
-        chosen.library
-    ):  # The system does not search the packages of CUDA and cuDNN. `check_assignment` reports failures.
+        chosen.extra_library
+    ):  # The system does not search the packages of CUDA and cuDNN. `check_node_assignment` reports failures.
         with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
-    provider_options = {**chosen.options, **(chosen.recording if records else {})}
+    provider_options = {**chosen.options, **(chosen.graph_capture_options if allow_graph_capture else {})}
     where: object = source
     if isinstance(source, bytes):
-        where = folder or "a helper graph"
+        where = weights_folder or "a helper graph"
 
-    def configure(options: Any) -> None:
+    def configure_options(options: Any) -> None:
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
         options.add_session_config_entry("session.force_spinning_stop", "1")  # for old releases without the entry above
         on_device = str(int(provider != DEFAULT_PROVIDER))
         options.add_session_config_entry("session.record_ep_graph_assignment_info", on_device)
-        if folder is not None:
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        if weights_folder is not None:
+            options.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(weights_folder)
+            )
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        if chosen.plugin:
-            first_device = plugin_devices(chosen, runtime)[:1]
+        if chosen.is_plugin:
+            first_device = find_plugin_devices(chosen, runtime)[:1]
             options.add_provider_for_devices(first_device, provider_options)
 
     try:
-        providers = [] if chosen.plugin else [(chosen.execution_provider, provider_options)]
-        with device_lock(provider):
-            session = open_session(source, threads, configure, providers, enable_fallback=False)
+        providers = [] if chosen.is_plugin else [(chosen.execution_provider, provider_options)]
+        with get_device_lock(provider):
+            session = open_session(source, threads, configure_options, providers, enable_fallback=False)
     except Exception as error:
-        reraise_interruption(error)
+        reraise_signal_error(error)
         reason = format_error(error, 200)
         if type(error).__name__ in _DAMAGED_FILE_ERRORS:
             raise BundleError(
@@ -266,7 +286,7 @@ def load_session(
         remedy = next((remedy for word, remedy in _REMEDY_OF_WORD.items() if word in str(error)), default)
         problem = f"ONNX Runtime {runtime.__version__} cannot load this graph: {reason}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
-    check_assignment(where, chosen, session)
+    check_node_assignment(where, chosen, session)
     return session
 
 
@@ -276,18 +296,18 @@ def check_provider(name: str) -> None:
     Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
     """
     provider = find_provider(name, import_onnxruntime())
-    if provider.memory == "cpu":
+    if provider.memory_device == "cpu":
         return
     graph = GraphWriter()
     graph.op("Conv", "image", "kernel", name="result")
-    image, kernel = (Tensor(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
-    session = load_session(graph.to_bytes([image, kernel], [Tensor("result", image.dtypes, image.shape)]), 1, name)
+    image, kernel = (TensorSpec(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
+    session = load_session(graph.to_bytes([image, kernel], [TensorSpec("result", image.dtypes, image.shape)]), 1, name)
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
-        reraise_interruption(error)
+        reraise_signal_error(error)
         raise EngineError(
             f"ONNX Runtime cannot run a convolution ({format_error(error, 200)})",
             field=f"provider {name}",
-            remedy=f"install {provider.library or 'its driver'}: {provider.package}",
+            remedy=f"install {provider.extra_library or 'its driver'}: {provider.package}",
         ) from error

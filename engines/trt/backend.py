@@ -10,11 +10,11 @@ from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...errors import EngineError
 from ...runtime.engine import Engine, Floats
-from ..contracts import Function, Tensor
+from ..contracts import Function, TensorSpec
 from ..engine_folder import EngineFolder
 from ..gpu import find_gpu
-from ..ort.backend import OrtGraphs
-from ..ort.device import Device
+from ..ort.backend import OrtGraphLoader
+from ..ort.device import OrtDevice
 from ..ort.providers import ON_CPU
 from .builder import import_library
 from .engine import TensorRTEngine, TensorRTFunction
@@ -23,7 +23,7 @@ from .executable import KernelCache, TensorRTExecutable
 MEMORY = "cuda"  # ONNX Runtime provider that allocates the memory of TensorRT engines
 
 
-class TensorRTGraphs(OrtGraphs):
+class TensorRTGraphLoader(OrtGraphLoader):
     """Loads TensorRT engines on the first GPU, and graphs without an engine on the CPU.
 
     Args:
@@ -39,29 +39,31 @@ class TensorRTGraphs(OrtGraphs):
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, threads, ON_CPU)
         self._library = library
-        self._gpu = Device(MEMORY)
+        self._gpu = OrtDevice(MEMORY)
         self._folder = folder
         self._gpu.zeros((1,), "float32")  # raises if the provider cannot be loaded
         self._kernels = KernelCache(folder)
         weakref.finalize(self, self._kernels.save)  # TensorRT-RTX compiles kernels while engines run
 
     def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        return TensorRTEngine(self._load(role), spec, code_embeddings, self._gpu)
+        return TensorRTEngine(self._load_executable(role), spec, code_embeddings, self._gpu)
 
-    def load_function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
+    def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
         if role not in self._folder.manifest.graphs:
-            return super().load_function(role, inputs, outputs)
-        return TensorRTFunction(self._load(role), inputs, outputs, self._gpu).run
+            return super().load_graph_function(role, inputs, outputs)
+        return TensorRTFunction(self._load_executable(role), inputs, outputs, self._gpu).run
 
-    def _load(self, role: str) -> TensorRTExecutable:
+    def _load_executable(self, role: str) -> TensorRTExecutable:
         folder = self._folder
         if role not in folder.manifest.graphs:
-            raise folder.mismatch_error(f"no engine for the {role}", "an engine for each decoder")
+            raise folder.make_mismatch_error(f"no engine for the {role}", "an engine for each decoder")
         profiles = folder.manifest.graphs[role].profiles
-        return TensorRTExecutable(self._library, folder.path(role), profiles, folder.rebuild_command, self._kernels)
+        return TensorRTExecutable(
+            self._library, folder.engine_path(role), profiles, folder.rebuild_command, self._kernels
+        )
 
 
-def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
+def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
     """Check an engine folder and prepare the first GPU for its engines.
 
     Args:
@@ -83,8 +85,8 @@ def open_tensorrt(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGrap
             remedy="run without --engines, or on a host with such a GPU",
         )
     if gpu.compute_capability not in built.compute_capabilities:
-        raise folder.mismatch_error(f"engines for {built_for}", f"{gpu.compute_capability}, the GPU of this host")
+        raise folder.make_mismatch_error(f"engines for {built_for}", f"{gpu.compute_capability}, the GPU of this host")
     if built.gpu not in (None, gpu.name):
-        raise folder.mismatch_error(f"engines for {built.gpu}", f"{gpu.name}, the GPU of this host")
-    folder.check(bundle, str(library.__version__))
-    return TensorRTGraphs(library, bundle, folder, threads)
+        raise folder.make_mismatch_error(f"engines for {built.gpu}", f"{gpu.name}, the GPU of this host")
+    folder.check_compatibility(bundle, str(library.__version__))
+    return TensorRTGraphLoader(library, bundle, folder, threads)

@@ -21,11 +21,11 @@ from ...errors import EngineError, OutputError, RequestError
 from ...inputs import format_error, format_value, install_command
 from ...output.files import cache_folder
 from ..columns import MASK_WORD_BITS
-from ..contracts import Progress, Tensor
+from ..contracts import Progress, TensorSpec
 from ..device_graph import make_device_graph
 from ..gpu import find_gpu
-from ..profiles import BACKENDS, RTX, Profile, count_profile_columns
-from .executable import first_error
+from ..profiles import BACKENDS, RTX, ShapeProfile, count_profile_columns
+from .executable import format_first_error
 
 Shape = tuple[int, ...]
 Bounds = tuple[Shape, Shape, Shape]  # smallest, optimal, largest
@@ -33,29 +33,29 @@ Inputs = dict[str, Bounds]  # bounds of a graph's inputs by name, for one profil
 MODULES = {name: name.replace("-", "_") for name in BACKENDS}
 
 
-def import_library(name: str, module: str | None = None) -> Any:
+def import_library(backend: str, module: str | None = None) -> Any:
     """Return the module of a backend, or `module`, which the same extra installs.
 
     Raises: EngineError: it cannot be imported.
     """
-    module = module or MODULES[name]
+    module = module or MODULES[backend]
     try:
         library = importlib.import_module(module)
         _ = library.__version__  # missing if Python imported a mere folder of that name
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         problem = f"{module} cannot be imported ({format_error(error, 200)})"
-        raise EngineError(problem, remedy=f"install it with `{install_command(name)}`") from error
+        raise EngineError(problem, remedy=f"install it with `{install_command(backend)}`") from error
     return library
 
 
-def set_up_polygraphy(name: str) -> Callable[[str], Any]:
+def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
     """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules.
 
     Raises: EngineError: Polygraphy is not installed, or this process already uses it with the other library.
     """
-    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(name == RTX))
-    package = import_library(name, "polygraphy")
-    if (name == RTX) != package.config.USE_TENSORRT_RTX:
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(backend == RTX))
+    package = import_library(backend, "polygraphy")
+    if (backend == RTX) != package.config.USE_TENSORRT_RTX:
         raise EngineError("is in use with another library", field="polygraphy", remedy="start a new process")
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
     logger.use_python_logging_system = True
@@ -65,7 +65,9 @@ def set_up_polygraphy(name: str) -> Callable[[str], Any]:
     return lambda module: importlib.import_module(f"polygraphy.{module}")
 
 
-def write_device_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: Path) -> list[Inputs] | None:
+def write_device_graph(
+    bundle: Bundle, role: str, profiles: Sequence[ShapeProfile], folder: Path
+) -> list[Inputs] | None:
     """Write the graph of a TensorRT engine as `<role>.onnx`, and link its weights.
 
     Args:
@@ -87,32 +89,36 @@ def write_device_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], f
         )
         if role == "target":
             prefixes = entries * max(profile.rows[2] for profile in profiles)
-            entries = max(manifest.num_embedded, prefixes)
+            entries = max(manifest.num_embeddings, prefixes)
     elif manifest.sizes or manifest.vq_precision == "int8":
         return None
     else:
         model = path.read_bytes()
-        inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
+        inputs = [TensorSpec("codes", ("int64",), (None, manifest.codes_per_image))]
     (folder / f"{role}.onnx").write_bytes(model)
     if f"{role}.data" in manifest.files:
         weights = bundle.path(f"{role}.data")
         (folder / weights.name).symlink_to(weights.resolve())
     return [
-        {tensor.name: shape_bounds(tensor.name, tensor.shape, profile, entries) for tensor in inputs}
+        {tensor.name: make_shape_bounds(tensor.name, tensor.shape, profile, entries) for tensor in inputs}
         for profile in profiles
     ]
 
 
-def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile, entries: int) -> Bounds:
+def make_shape_bounds(
+    tensor_name: str, shape: Sequence[int | str | None], profile: ShapeProfile, max_entries: int
+) -> Bounds:
     """Return the smallest, optimal and largest shape of a graph's input for a profile.
 
     Args:
         shape: declared sizes; integers are fixed.
         profile: ranges of rows, nodes and columns.
-        entries: maximum number of rows of `embeddings`, or of slots of `hidden`.
+        max_entries: maximum number of rows of `embeddings`, or of slots of `hidden`.
     """
-    table_sizes: Shape = (1, entries, entries)
-    axes: list[Shape] | None = {"embeddings": [table_sizes], "hidden": [(1, *profile.rows[1:]), table_sizes]}.get(name)
+    table_sizes: Shape = (1, max_entries, max_entries)
+    axes: list[Shape] | None = {"embeddings": [table_sizes], "hidden": [(1, *profile.rows[1:]), table_sizes]}.get(
+        tensor_name
+    )
     if axes is None:
         axes = [profile.rows, profile.nodes, tuple(size // MASK_WORD_BITS for size in profile.columns)]
     low, best, high = (
@@ -122,14 +128,14 @@ def shape_bounds(name: str, shape: Sequence[int | str | None], profile: Profile,
 
 
 def build_engine_file(
-    name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], progress: Progress
+    backend: str, graph: Path, profile_bounds: Sequence[Inputs], compute_capabilities: Sequence[str], progress: Progress
 ) -> Path:
     """Build a TensorRT engine of a graph file and write it to the same folder.
 
     Args:
         graph: ONNX file.
-        shapes: bounds of the inputs for each profile.
-        gpus: compute capabilities to build for; only TensorRT-RTX reads them.
+        profile_bounds: bounds of the inputs for each profile.
+        compute_capabilities: compute capabilities to build for; only TensorRT-RTX reads them.
 
     Returns:
         The file of the engine.
@@ -138,26 +144,26 @@ def build_engine_file(
         EngineError: the library rejects the graph.
         RequestError: the library cannot build for a compute capability.
     """
-    library = import_library(name)
-    polygraphy = set_up_polygraphy(name)
+    library = import_library(backend)
+    polygraphy = set_up_polygraphy(backend)
     trt = polygraphy("backend.trt")
     errors = _ErrorCollector()
     timings = None
-    if name != RTX:  # TensorRT-RTX does not time kernels
+    if backend != RTX:  # TensorRT-RTX does not time kernels
         timings = timing_cache_path(library.__version__)
     monitor = make_progress_monitor(library, f"building {graph.stem}", progress)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
-    for inputs in shapes:
+    for inputs in profile_bounds:
         options["profiles"].append(profile := trt.Profile())
         for tensor, bounds in inputs.items():
             profile.add(tensor, *bounds)
-    if name == RTX:
+    if backend == RTX:
         known = [gpu for gpu in library.ComputeCapability.__members__ if gpu.startswith("SM")]
-        if unknown := [gpu for gpu in gpus if gpu not in known]:
+        if unknown := [gpu for gpu in compute_capabilities if gpu not in known]:
             raise RequestError(
                 field="compute_capability", found=format_value(unknown[0]), expected=f"one of {', '.join(known)}"
             )
-        capabilities = [(int(gpu[2:-1]), int(gpu[-1])) for gpu in gpus]
+        capabilities = [(int(gpu[2:-1]), int(gpu[-1])) for gpu in compute_capabilities]
         config = polygraphy("backend.tensorrt_rtx").CreateConfigRTX(compute_capabilities=capabilities, **options)
     else:
         config = trt.CreateConfig(**options)
@@ -172,9 +178,8 @@ def build_engine_file(
         if monitor.interrupted:
             raise KeyboardInterrupt from error
         parser_errors = [message for message in errors.messages if message.startswith("In node")]
-        problem = (
-            f"{name} {library.__version__} does not build this graph: {first_error(parser_errors or errors.messages)}"
-        )
+        first_error = format_first_error(parser_errors or errors.messages)
+        problem = f"{backend} {library.__version__} does not build this graph: {first_error}"
         remedy = "try smaller --max-rows or --max-nodes, or run the commands that --dry-run prints"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
@@ -184,18 +189,23 @@ def build_engine_file(
     return file
 
 
-def timing_cache_path(version: str) -> str | None:
+def timing_cache_path(library_version: str) -> str | None:
     """Return the file with times of kernels on this GPU, which Polygraphy locks; None: there is no cache folder."""
     gpu = find_gpu()
     with suppress(OutputError, OSError):
         folder = cache_folder() / "timings"
         folder.mkdir(parents=True, exist_ok=True)
-        return str(folder / f"{version}-{gpu.name if gpu else None}.bin".replace("/", "-"))
+        return str(folder / f"{library_version}-{gpu.name if gpu else None}.bin".replace("/", "-"))
     return None
 
 
-def build_commands(
-    name: str, bundle: Bundle, role: str, shapes: Sequence[Inputs], gpus: Sequence[str], folder: Path
+def format_build_commands(
+    backend: str,
+    bundle: Bundle,
+    role: str,
+    profile_bounds: Sequence[Inputs],
+    compute_capabilities: Sequence[str],
+    folder: Path,
 ) -> list[str]:
     """Return two command lines that build the TensorRT engine of a graph.
 
@@ -204,8 +214,8 @@ def build_commands(
 
     Args:
         bundle: bundle with the weights.
-        shapes: bounds of the inputs for each profile.
-        gpus: compute capabilities to build for; only TensorRT-RTX reads them.
+        profile_bounds: bounds of the inputs for each profile.
+        compute_capabilities: compute capabilities to build for; only TensorRT-RTX reads them.
         folder: folder with the graph, `<role>.onnx`.
     """
     graph = folder / f"{role}.onnx"
@@ -213,18 +223,18 @@ def build_commands(
     run = ["polygraphy", "run", f"{graph}", "--external-data-dir", f"{bundle.path(role).parent}", "--trt", "--onnxrt"]
     run += ["--decomposable-attentions", "--save-engine", f"{engine}"]
     build = ["trtexec", f"--onnx={graph}", f"--saveEngine={engine}", "--noTF32"]
-    if name == RTX:
+    if backend == RTX:
         run = ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", *run]
         build[0] = "tensorrt_rtx"
-        build += ["--skipInference", f"--computeCapabilities={','.join(gpu[2:] for gpu in gpus)}"]
-    for number, inputs in enumerate(shapes):
+        build += ["--skipInference", f"--computeCapabilities={','.join(gpu[2:] for gpu in compute_capabilities)}"]
+    for number, inputs in enumerate(profile_bounds):
         build.append(f"--profile={number}")
         for i, word in enumerate(("min", "opt", "max")):
             sizes = {tensor: [*map(str, bounds[i])] for tensor, bounds in inputs.items()}
             listed = [f"{tensor}:[{','.join(size)}]" for tensor, size in sizes.items()]
             run += [f"--trt-{word}-shapes", *listed]
             build.append(f"--{word}Shapes=" + ",".join(f"{tensor}:{'x'.join(size)}" for tensor, size in sizes.items()))
-    for inputs in shapes[-1:]:  # compare at the optimal shapes of the largest profile
+    for inputs in profile_bounds[-1:]:  # compare at the optimal shapes of the largest profile
         run += ["--input-shapes", *(f"{tensor}:[{','.join(map(str, bounds[1]))}]" for tensor, bounds in inputs.items())]
     return [shlex.join(run), shlex.join(build)]
 

@@ -9,10 +9,10 @@ import numpy as np
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Floats
 from ..columns import padded_node_count
-from ..contracts import Array, Tensor
-from ..decoder_tensors import device_tensors
+from ..contracts import Array, TensorSpec
+from ..decoder_tensors import declare_device_tensors
 from ..device_engine import DeviceCache, DeviceEngine
-from ..ort.device import Device
+from ..ort.device import OrtDevice
 from ..profiles import count_profile_columns
 from .executable import TensorRTExecutable
 
@@ -25,30 +25,32 @@ class TensorRTEngine(DeviceEngine):
         executable: TensorRTExecutable,
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None,
-        device: Device,
+        device: OrtDevice,
     ) -> None:
         dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
         self._executable = executable
         self._columns = count_profile_columns(executable.profiles)
-        inputs, outputs = device_tensors(spec, code_embeddings is None, dtypes, self._columns)
+        inputs, outputs = declare_device_tensors(spec, code_embeddings is None, dtypes, self._columns)
         executable.check_tensors(inputs, outputs)
         dtype = np.dtype(executable.dtypes["hidden_states"]).name
-        super().__init__(executable, inputs, spec, code_embeddings, device, dtype, heads=spec.num_kv_heads)
+        super().__init__(executable, inputs, spec, code_embeddings, device, dtype, num_cache_heads=spec.num_kv_heads)
 
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
-        self._executable.check_size("rows", rows)
+        self._executable.check_profile_size("rows", rows)
         # The columns of the largest pass come last, and no later pass reads them.
-        self._executable.check_size("columns", capacity - self._max_nodes() - 2)
+        self._executable.check_profile_size("columns", capacity - self._max_nodes() - 2)
         return DeviceCache(self._pool, rows, capacity, self._columns)
 
-    def padded_node_count(self, cache: DeviceCache, nodes: int) -> int:
+    def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
         for name, size in (
             ("rows", len(cache.lengths)),
-            ("nodes", nodes),
-            ("columns", cache.count_read_columns(nodes)),
+            ("nodes", num_nodes),
+            ("columns", cache.count_attended_columns(num_nodes)),
         ):
-            self._executable.check_size(name, size)
-        return min(padded_node_count(nodes), self._max_nodes(), cache.columns - int(cache.lengths.max(initial=0)))
+            self._executable.check_profile_size(name, size)
+        return min(
+            padded_node_count(num_nodes), self._max_nodes(), cache.num_columns - int(cache.lengths.max(initial=0))
+        )
 
     def _max_nodes(self) -> int:
         return max(profile.nodes[2] for profile in self._executable.profiles)
@@ -61,7 +63,11 @@ class TensorRTFunction:
     """
 
     def __init__(
-        self, executable: TensorRTExecutable, inputs: Sequence[Tensor], outputs: Sequence[Tensor], device: Device
+        self,
+        executable: TensorRTExecutable,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        device: OrtDevice,
     ) -> None:
         executable.check_tensors(inputs, outputs)
         self._executable = executable
@@ -83,6 +89,6 @@ class TensorRTFunction:
                 for tensor in self._outputs:
                     shape = [size if isinstance(size, int) else rows for size in tensor.shape]
                     values[tensor.name] = self._device.empty(shape, np.dtype(self._executable.dtypes[tensor.name]).name)
-                self._executable.bind(values)()
+                self._executable.bind_tensors(values)()
                 results.append([values[tensor.name].numpy() for tensor in self._outputs])
         return [np.concatenate(arrays) for arrays in zip(*results, strict=True)]

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from ...errors import EngineError, OutputError
-from ...inputs import read_plain_file
+from ...inputs import read_regular_file
 from ...output.files import cache_folder, replace_file
-from ..contracts import Tensor, numpy_types
+from ..contracts import TensorSpec, check_graph_tensors
 from ..engine_folder import EngineFolder
 from ..gpu import find_gpu
 from ..ort.providers import CUDA_STREAM
-from ..profiles import Profile
+from ..profiles import ShapeProfile
 
 _MAX_CACHE_BYTES = 1 << 30
 
@@ -43,7 +43,7 @@ def make_logger(library: Any, errors: list[str]) -> Any:
     return Logger()
 
 
-def first_error(errors: Sequence[str]) -> str:
+def format_first_error(errors: Sequence[str]) -> str:
     """Return the first error as one line, because later errors are usually its consequences."""
     return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
@@ -67,7 +67,7 @@ class KernelCache:
             with suppress(OutputError):  # no home folder
                 self._path = cache_folder() / "kernels" / f"{name}.bin"
 
-    def make_context(self, library: Any, engine: Any) -> Any:
+    def make_execution_context(self, library: Any, engine: Any) -> Any:
         """Return an execution context that reads kernels from this cache, and adds the kernels that it compiles.
 
         The context allocates memory for intermediate results when a profile is chosen.
@@ -81,7 +81,7 @@ class KernelCache:
             self._cache = config.create_runtime_cache()
             if self._path is not None:
                 with suppress(OSError, ValueError, RuntimeError):  # stored by another driver, or damaged
-                    self._cache.deserialize(read_plain_file(self._path, _MAX_CACHE_BYTES))
+                    self._cache.deserialize(read_regular_file(self._path, _MAX_CACHE_BYTES))
         config.set_runtime_cache(self._cache)
         config.cuda_graph_strategy = library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return engine.create_execution_context(config)
@@ -95,14 +95,14 @@ class KernelCache:
 
 
 class TensorRTExecutable:
-    """TensorRT engine loaded on the GPU, as an `Executable`. Only one thread may use it at a time.
+    """TensorRT engine loaded on the GPU, as an `ExecutableGraph`. Only one thread may use it at a time.
 
     Args:
         library: module `tensorrt` or `tensorrt_rtx`.
         path: file of the engine.
         profiles: ranges of shapes that it was built for.
         rebuild_command: command that rebuilds it, for error messages.
-        kernels: cache of kernels, shared by the engines of a folder; None: do not store kernels.
+        kernel_cache: cache of kernels, shared by the engines of a folder; None: do not store kernels.
 
     Raises:
         EngineError: the file cannot be read, or the library rejects it.
@@ -112,15 +112,15 @@ class TensorRTExecutable:
         self,
         library: Any,
         path: Path,
-        profiles: Sequence[Profile],
+        profiles: Sequence[ShapeProfile],
         rebuild_command: str,
-        kernels: KernelCache | None = None,
+        kernel_cache: KernelCache | None = None,
     ) -> None:
         self._library = library
         self.path = path
         self.profiles = profiles
         self._rebuild_command = rebuild_command
-        self._kernels = kernels or KernelCache(None)
+        self._kernels = kernel_cache or KernelCache(None)
         self._errors: list[str] = []
         self._logger = make_logger(library, self._errors)  # referenced here, as the library keeps no reference
         self._engine: Any = None
@@ -135,7 +135,7 @@ class TensorRTExecutable:
         self._require_success(self._engine is not None, "load this engine")
         num_profiles = self._engine.num_optimization_profiles
         if num_profiles != len(profiles):
-            raise self.mismatch_error(f"{num_profiles} profiles", f"{len(profiles)}, as in engine.json")
+            raise self.make_mismatch_error(f"{num_profiles} profiles", f"{len(profiles)}, as in engine.json")
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self._inputs = [name for name in names if self._engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
         self._outputs = [name for name in names if name not in self._inputs]
@@ -143,7 +143,7 @@ class TensorRTExecutable:
         self._contexts: dict[int, Any] = {}  # keys are indices of profiles
         self._last_binding: dict[int, object] = {}  # the binding that each profile's context ran last
 
-    def mismatch_error(self, actual: str, expected: str, options: str = "") -> EngineError:
+    def make_mismatch_error(self, actual: str, expected: str, options: str = "") -> EngineError:
         """Return the error for an engine that does not fit.
 
         Args:
@@ -154,16 +154,16 @@ class TensorRTExecutable:
         remedy = f"rebuild with `{self._rebuild_command}{options}`"
         return EngineError(field=str(self.path), found=actual, expected=expected, remedy=remedy)
 
-    def check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def check_tensors(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Compare the engine's tensors with their declarations, and store their types in `dtypes`.
 
         Raises: EngineError: they differ.
         """
         for declared, names in ((inputs, self._inputs), (outputs, self._outputs)):
-            actual = {name: self._tensor_form(name) for name in names}
-            self.dtypes |= numpy_types(actual, declared, self._tensor_error, reject_others=True)
+            actual = {name: self._read_dtype_and_shape(name) for name in names}
+            self.dtypes |= check_graph_tensors(actual, declared, self._make_tensor_error, reject_undeclared=True)
 
-    def _tensor_form(self, name: str) -> tuple[str, list[object]]:
+    def _read_dtype_and_shape(self, name: str) -> tuple[str, list[object]]:
         types = self._library.DataType
         names = {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
         names |= {types.INT32: "int32", types.INT64: "int64"}
@@ -171,21 +171,21 @@ class TensorRTExecutable:
         sizes = ["any" if size == -1 else size for size in self._engine.get_tensor_shape(name)]
         return names.get(dtype, str(dtype)), sizes
 
-    def _tensor_error(self, name: str, actual: str, expected: str) -> EngineError:
-        return self.mismatch_error(f"tensor `{name}`: {actual}", expected)
+    def _make_tensor_error(self, name: str, actual: str, expected: str) -> EngineError:
+        return self.make_mismatch_error(f"tensor `{name}`: {actual}", expected)
 
-    def check_size(self, name: str, size: int) -> None:
-        """Raise if no profile supports `size` `rows`, `nodes` or `columns` (`name`). Raises: EngineError."""
-        max_size = max(getattr(profile, name)[2] for profile in self.profiles)
+    def check_profile_size(self, axis_name: str, size: int) -> None:
+        """Raise if no profile supports `size` `rows`, `nodes` or `columns` (`axis_name`). Raises: EngineError."""
+        max_size = max(getattr(profile, axis_name)[2] for profile in self.profiles)
         if size > max_size:
-            noun = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[name]
-            options = "" if name == "columns" else f" --max-{name} {size}"
-            raise self.mismatch_error(f"{size} {noun}", f"at most {max_size}, which it was built for", options)
+            noun = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[axis_name]
+            options = "" if axis_name == "columns" else f" --max-{axis_name} {size}"
+            raise self.make_mismatch_error(f"{size} {noun}", f"at most {max_size}, which it was built for", options)
 
-    def bind(self, values: Mapping[str, Any], record: bool = False) -> Callable[[], None]:
-        """Return a function that runs the engine, as in `Executable`, in the smallest profile that fits the nodes.
+    def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
+        """Return a function that runs the engine, as in `ExecutableGraph`, in the smallest profile that fits the nodes.
 
-        `record` has no effect: the library decides which passes it records.
+        `capture_graph` has no effect: the library decides which passes it records.
         """
         nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
         _, profile = min((ranges.nodes[2], i) for i, ranges in enumerate(self.profiles) if ranges.nodes[2] >= nodes)
@@ -211,22 +211,22 @@ class TensorRTExecutable:
         for name, shape in shapes.items():
             actual = tuple(context.get_tensor_shape(name))
             if actual != shape:
-                raise self.mismatch_error(f"`{name}` as {list(actual)}", f"{list(shape)}")
+                raise self.make_mismatch_error(f"`{name}` as {list(actual)}", f"{list(shape)}")
             self._require_success(
                 context.set_tensor_address(name, values[name].data_ptr()), f"accept the address of `{name}`"
             )
 
-    def _get_context(self, profile: int) -> Any:
-        if profile not in self._contexts:
-            context = self._kernels.make_context(self._library, self._engine)
+    def _get_context(self, profile_index: int) -> Any:
+        if profile_index not in self._contexts:
+            context = self._kernels.make_execution_context(self._library, self._engine)
             self._require_success(context is not None, "make an execution context (is the device's memory full?)")
-            chosen = context.set_optimization_profile_async(profile, CUDA_STREAM)
-            self._require_success(chosen, f"choose profile `{self.profiles[profile].name}`")
-            self._contexts[profile] = context
-        return self._contexts[profile]
+            chosen = context.set_optimization_profile_async(profile_index, CUDA_STREAM)
+            self._require_success(chosen, f"choose profile `{self.profiles[profile_index].name}`")
+            self._contexts[profile_index] = context
+        return self._contexts[profile_index]
 
     def _require_success(self, success: bool, action: str) -> None:
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
-            problem = f"{library} does not {action}: {first_error(self._errors)}"
+            problem = f"{library} does not {action}: {format_first_error(self._errors)}"
             raise EngineError(problem, field=str(self.path), remedy=f"rebuild with `{self._rebuild_command}`")

@@ -18,36 +18,36 @@ from torch.utils._pytree import tree_map
 class _DeferredTensor(Tensor):
     """Tensor of known shape and dtype; every operation on it computes its values with a function."""
 
-    make: Callable[[], Tensor]
-    parts: Sequence[Tensor] = ()
+    compute_values: Callable[[], Tensor]
+    source_tensors: Sequence[Tensor] = ()
 
     @staticmethod
-    def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> _DeferredTensor:
+    def __new__(cls, compute_values: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> _DeferredTensor:
         tensor = Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype)
-        tensor.make = make
+        tensor.compute_values = compute_values
         return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return _DeferredTensor(args[0].make, args[0].shape, args[0].dtype)
-        return func(*tree_map(_compute_value, args), **tree_map(_compute_value, kwargs or {}))
+            return _DeferredTensor(args[0].compute_values, args[0].shape, args[0].dtype)
+        return func(*tree_map(_resolve_deferred_value, args), **tree_map(_resolve_deferred_value, kwargs or {}))
 
 
-def defer_tensor(make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def defer_tensor(compute_values: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a deferred tensor.
 
     Args:
-        make: function that computes the tensor on each use.
+        compute_values: function that computes the tensor on each use.
         shape: shape of the computed tensor.
         dtype: dtype of the computed tensor.
     """
-    return _DeferredTensor(make, shape, dtype)
+    return _DeferredTensor(compute_values, shape, dtype)
 
 
 def compute_tensor(tensor: Tensor) -> Tensor:
     """Compute a deferred tensor; return any other tensor unchanged."""
-    made: Tensor = _compute_value(tensor).detach()
+    made: Tensor = _resolve_deferred_value(tensor).detach()
     return made
 
 
@@ -63,25 +63,27 @@ def defer_transpose(matrix: Tensor) -> Tensor:
     return defer_permutation(matrix, (1, 0))
 
 
-def defer_concatenation(parts: Sequence[Tensor]) -> Tensor:
+def defer_concatenation(source_tensors: Sequence[Tensor]) -> Tensor:
     """Return a deferred concatenation along axis 0 of tensors of one dtype."""
-    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    tensor = _DeferredTensor(lambda: torch.cat([compute_tensor(part) for part in parts]), shape, parts[0].dtype)
-    tensor.parts = parts
+    shape = (sum(len(part) for part in source_tensors), *source_tensors[0].shape[1:])
+    tensor = _DeferredTensor(
+        lambda: torch.cat([compute_tensor(part) for part in source_tensors]), shape, source_tensors[0].dtype
+    )
+    tensor.source_tensors = source_tensors
     return tensor
 
 
 def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors of which a tensor is the concatenation by `defer_concatenation`; any other tensor alone."""
-    return (tensor.parts if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
+    return (tensor.source_tensors if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 
 
-def without_weights() -> torch.device:
+def skip_weight_allocation() -> torch.device:
     """Return a context in which modules are created without memory for their weights."""
     return torch.device("meta")
 
 
-def _compute_value(value: Any) -> Any:
+def _resolve_deferred_value(value: Any) -> Any:
     while isinstance(value, _DeferredTensor):
-        value = value.make()
+        value = value.compute_values()
     return value

@@ -27,17 +27,17 @@ from ...inputs import (
     convert_read_errors,
     format_error,
     format_value,
-    open_plain_file,
-    read_plain_file,
-    reraise_interruption,
+    open_regular_file,
+    read_regular_file,
+    reraise_signal_error,
 )
 from ...text.tokenizers import parse_tokenizer
-from .pickles import check_pickles
+from .pickles import reject_pickle_bombs
 from .torchscript import read_torchscript
 
 Weights = dict[str, Tensor]
 Reader = TypeVar("Reader", bound=Callable[..., Any])
-Content = TypeVar("Content")
+Item = TypeVar("Item")
 
 _LOG = logging.getLogger(__name__)
 _WRAPPERS = ("model", "module", "state_dict", "ema")  # keys of state dicts by preference; ema: average over training
@@ -55,37 +55,39 @@ _TYPES |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
-def raises_checkpoint_error(read: Reader) -> Reader:
+def convert_to_checkpoint_error(reader: Reader) -> Reader:
     """Return a reader that raises CheckpointError for every failure and suppresses warnings of libraries.
 
     Args:
-        read: the original reader, whose first argument is the path.
+        reader: the original reader, whose first argument is the path.
     """
 
-    @wraps(read)
-    def run_reading(*args: Any, **named: Any) -> Any:
-        path = [*args, *named.values()][0]
+    @wraps(reader)
+    def run_reader(*args: Any, **kwargs: Any) -> Any:
+        path = [*args, *kwargs.values()][0]
         remedy = "download it again, or save it again as plain tensors"
         with (
             convert_read_errors(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
-            _check_contents(path)
-            return read(*args, **named)
+            _reject_pointer_or_web_page(path)
+            return reader(*args, **kwargs)
 
-    return cast(Reader, run_reading)
+    return cast(Reader, run_reader)
 
 
-def _check_contents(path: Path) -> None:
+def _reject_pointer_or_web_page(path: Path) -> None:
     if path.is_file():
-        with open_plain_file(path) as file:
+        with open_regular_file(path) as file:
             start = file.read(64)
         kind = "a Git LFS pointer" if _POINTER.match(start) else "a web page" if _PAGE.match(start) else ""
         if kind:
-            raise file_error(path, found=kind, remedy="fetch the file itself, by `git lfs pull` or its download link")
+            raise make_file_error(
+                path, found=kind, remedy="fetch the file itself, by `git lfs pull` or its download link"
+            )
 
 
-def file_error(path: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+def make_file_error(path: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
     """Return an error about a checkpoint.
 
     Args:
@@ -108,9 +110,9 @@ class Config:
 
     path: Path
     values: Mapping[str, Any]
-    names: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
-    def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+    def make_error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
         """Return an error about a field or the whole file; `found` defaults to the value of the field.
 
         Args:
@@ -120,37 +122,37 @@ class Config:
         """
         if name and not problem:
             parts.setdefault("found", format_value(self.get(name)))
-        return file_error(self.path, self.names.get(name, name), problem, **parts)
+        return make_file_error(self.path, self.aliases.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field without checks."""
-        return self.values.get(self.names.get(name, name), default)
+        return self.values.get(self.aliases.get(name, name), default)
 
-    def integer(self, name: str) -> int | None:
+    def get_integer(self, name: str) -> int | None:
         """Return a positive integer, or None without the field. Raises: CheckpointError."""
         value = self.get(name)
         if value is not None and (type(value) is not int or value < 1):
-            raise self.error(name, expected="a whole number of at least 1")
+            raise self.make_error(name, expected="a whole number of at least 1")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def get_number(self, name: str, default: float) -> float:
         """Return a positive float32 number, or the default without the field. Raises: CheckpointError."""
         value = self.get(name, default)
         largest = torch.finfo(torch.float32).max
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-            raise self.error(name, expected=f"a positive number up to {largest:.1e}")
+            raise self.make_error(name, expected=f"a positive number up to {largest:.1e}")
         return float(value)
 
-    def section(self, *names: str) -> Config:
+    def get_section(self, *names: str) -> Config:
         """Return the fields of a nested object, addressed by a path of names. Raises: CheckpointError."""
         content: Any = self.values
         for name in names:
             content = content.get(name) if isinstance(content, Mapping) else None
         if not isinstance(content, Mapping):
-            raise file_error(self.path, ".".join(names), found="nothing", expected="the model's settings there")
+            raise make_file_error(self.path, ".".join(names), found="nothing", expected="the model's settings there")
         return replace(self, values=content)
 
-    def expect(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
+    def check_value(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
         """Check that a field has an allowed value.
 
         Args:
@@ -162,34 +164,36 @@ class Config:
         """
         if self.get(name) not in allowed:
             choices = " or ".join(format_value(choice) for choice in allowed if choice is not None) or "none"
-            raise self.error(name, expected=choices, remedy=remedy)
+            raise self.make_error(name, expected=choices, remedy=remedy)
 
-    def check_names(self, names: Collection[str]) -> None:
+    def reject_unknown_fields(self, known_names: Collection[str]) -> None:
         """Check that all fields have known names. Raises: CheckpointError."""
-        if unknown := sorted(self.values.keys() - names):
+        if unknown := sorted(self.values.keys() - known_names):
             remedy = "correct its name or leave it out"
-            raise file_error(self.path, unknown[0], "unknown field", expected=", ".join(sorted(names)), remedy=remedy)
+            raise make_file_error(
+                self.path, unknown[0], "unknown field", expected=", ".join(sorted(known_names)), remedy=remedy
+            )
 
     def check_sizes(self, **sizes: int) -> None:
         """Check that fields equal the sizes of the weights, or are missing. Raises: CheckpointError."""
         for name, size in sizes.items():
-            if self.integer(name) not in (None, size):
-                raise self.error(name, expected=f"{size}, as the weights have")
+            if self.get_integer(name) not in (None, size):
+                raise self.make_error(name, expected=f"{size}, as the weights have")
 
 
-@raises_checkpoint_error
+@convert_to_checkpoint_error
 def read_config(path: Path) -> Config:
     """Read a JSON object. Raises: CheckpointError."""
     try:
-        values = json.loads(read_text(path), object_pairs_hook=_check_duplicates)
+        values = json.loads(read_text(path), object_pairs_hook=_reject_duplicate_fields)
     except (ValueError, RecursionError) as error:
-        raise file_error(path, found=format_error(error), expected="JSON") from error
+        raise make_file_error(path, found=format_error(error), expected="JSON") from error
     if not isinstance(values, dict):
-        raise file_error(path, found=f"a {type(values).__name__}", expected="a JSON object")
+        raise make_file_error(path, found=f"a {type(values).__name__}", expected="a JSON object")
     return Config(path, values)
 
 
-def _check_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     duplicate = next((name for name, value in pairs if fields[name] != value), None)
     if duplicate is not None:
@@ -197,50 +201,54 @@ def _check_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-@raises_checkpoint_error
-def read_text(path: Path, limit: int = _TEXT_LIMIT) -> str:
-    """Read a text of at most `limit` bytes from a plain file. Raises: CheckpointError."""
-    return read_plain_file(path, limit).decode("utf-8")
+@convert_to_checkpoint_error
+def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
+    """Read a text of at most `max_bytes` bytes from a plain file. Raises: CheckpointError."""
+    return read_regular_file(path, max_bytes).decode("utf-8")
 
 
-@raises_checkpoint_error
+@convert_to_checkpoint_error
 def read_tokenizer(
-    path: Path, rows: int, named: Mapping[str, int] | None = None, content: bytes | None = None
+    path: Path, vocab_size: int, required_ids: Mapping[str, int] | None = None, tokenizer_json: bytes | None = None
 ) -> Tokenizer:
     """Read the tokenizer of a model.
 
     Args:
         path: path of `tokenizer.json`.
-        rows: number of rows of the model's embedding table.
-        named: required ids by token.
-        content: the tokenizer converted to `tokenizer.json`, if `path` has another format.
+        vocab_size: number of rows of the model's embedding table.
+        required_ids: required ids by token.
+        tokenizer_json: the tokenizer converted to `tokenizer.json`, if `path` has another format.
 
     Raises:
-        CheckpointError: the file cannot be read, has ids outside the embedding table, or other ids than `named`.
+        CheckpointError: the file cannot be read, has ids outside the embedding table, or other ids than `required_ids`.
     """
     try:
-        tokenizer = parse_tokenizer(read_plain_file(path, _TEXT_LIMIT) if content is None else content)
+        tokenizer = parse_tokenizer(read_regular_file(path, _TEXT_LIMIT) if tokenizer_json is None else tokenizer_json)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
-        reraise_interruption(error)
-        raise file_error(path, found=format_error(error), expected="a tokenizer in JSON") from error
+        reraise_signal_error(error)
+        raise make_file_error(path, found=format_error(error), expected="a tokenizer in JSON") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
-    if highest >= rows:
-        expected = f"at most {rows - 1}, as the model embeds {rows} tokens"
-        raise file_error(path, f"token {format_value(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
-    for name, wanted in (named or {}).items():
+    if highest >= vocab_size:
+        expected = f"at most {vocab_size - 1}, as the model embeds {vocab_size} tokens"
+        raise make_file_error(
+            path, f"token {format_value(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY
+        )
+    for name, wanted in (required_ids or {}).items():
         if tokens.get(name) != wanted:
             actual = f"id {tokens[name]}" if name in tokens else "no id"
-            raise file_error(path, f"token {format_value(name)}", found=actual, expected=f"id {wanted}", remedy=_REMEDY)
+            raise make_file_error(
+                path, f"token {format_value(name)}", found=actual, expected=f"id {wanted}", remedy=_REMEDY
+            )
     return tokenizer
 
 
-@raises_checkpoint_error
+@convert_to_checkpoint_error
 def read_weights(
     path: Path,
     progress: Callable[[int], None] = lambda size: None,
-    averaged: bool | None = None,
-    keep: Callable[[str], bool] = lambda name: True,
+    prefer_ema: bool | None = None,
+    name_filter: Callable[[str], bool] = lambda name: True,
 ) -> Weights:
     """Read the state dict of a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, memory-mapped, in stored dtypes.
 
@@ -249,51 +257,51 @@ def read_weights(
     Args:
         path: file to read.
         progress: callback that gets the number of bytes read since the last call.
-        averaged: whether to prefer the state dict `ema` over another in the file; None warns and reads the other.
-        keep: function that tells whether to check and return a weight of this name.
+        prefer_ema: whether to prefer the state dict `ema` over another in the file; None warns and reads the other.
+        name_filter: function that tells whether to check and return a weight of this name.
 
     Raises:
         CheckpointError: the file cannot be read, a weight is not a plain tensor or has NaN or infinite values, or the
             weights are larger than the file.
     """
     if not path.is_file():
-        raise file_error(path, problem="no such file")
-    content = _read(path)
+        raise make_file_error(path, problem="no such file")
+    content = _load_file(path)
     if isinstance(content, Mapping):
         kinds = [wrapper for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping)]
-        kind = "ema" if averaged and "ema" in kinds else next(iter(kinds), None)
-        if averaged and kind != "ema":
+        kind = "ema" if prefer_ema and "ema" in kinds else next(iter(kinds), None)
+        if prefer_ema and kind != "ema":
             _LOG.warning("%s: has no ema; using its only weights", path)
-        elif averaged is None and len(kinds) > 1:
+        elif prefer_ema is None and len(kinds) > 1:
             _LOG.warning("%s: has %s; using %s, --weights ema selects the other", path, " and ".join(kinds), kind)
         content = content if kind is None else content[kind]
     if not isinstance(content, Mapping) or not content:
         contents = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise file_error(path, found=contents, expected="a state dict")
+        raise make_file_error(path, found=contents, expected="a state dict")
     for name in content:
         if not isinstance(name, str) or len(name) > _MAX_NAME or not name.isprintable():
-            raise file_error(path, found=format_value(name), expected="names of weights")
+            raise make_file_error(path, found=format_value(name), expected="names of weights")
     names = {
         plain: name
         for plain, name in strip_wrapper_names(path, {name: name for name in content}).items()
-        if keep(plain)
+        if name_filter(plain)
     }
     weights = {name: content[name] for name in names.values()}
     for name, value in weights.items():
-        if fault := _describe_fault(value):
-            raise file_error(path, name, found=fault, expected="a tensor")
+        if fault := _explain_invalid_tensor(value):
+            raise make_file_error(path, name, found=fault, expected="a tensor")
     size = path.stat().st_size
     claimed = sum(value.numel() * value.element_size() for value in weights.values())
     claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
     if claimed > _MAX_SHARING * size:
         sizes = f"weights of {claimed:,} bytes in a file of {size:,}"
-        raise file_error(path, found=sizes, expected="plain tensors", remedy="save it again")
+        raise make_file_error(path, found=sizes, expected="plain tensors", remedy="save it again")
     remaining = size
     for name, value in weights.items():
         if value.is_floating_point() and value.numel():  # aminmax reads a mapped tensor once, without a copy
             low, high = torch.aminmax(value)  # both are NaN if any value is NaN
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise file_error(path, name, found="NaN or infinite values", expected="finite values")
+                raise make_file_error(path, name, found="NaN or infinite values", expected="finite values")
         read = min(remaining, value.nbytes)  # weights may share storage
         remaining -= read
         progress(read)
@@ -301,23 +309,23 @@ def read_weights(
     return {plain: weights[name].detach() for plain, name in names.items()}
 
 
-def strip_wrapper_names(path: Path, contents: Mapping[str, Content]) -> dict[str, Content]:
+def strip_wrapper_names(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
     """Remove the parts that wrapper modules add to the names of weights.
 
     Raises:
         CheckpointError: two weights then have the same name.
     """
-    unwrapped: dict[str, Content] = {}
-    for name, content in contents.items():
+    unwrapped: dict[str, Item] = {}
+    for name, content in values_by_name.items():
         plain = ".".join(part for part in name.split(".") if part not in _ADDED)
         if plain in unwrapped:
-            raise file_error(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
+            raise make_file_error(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
         if not name.endswith("n_averaged"):  # a buffer of averaged modules
             unwrapped[plain] = content
     return unwrapped
 
 
-def _describe_fault(value: Any) -> str | None:
+def _explain_invalid_tensor(value: Any) -> str | None:
     """Return why a value is not a plain tensor, without reading its data; None for a plain tensor."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
@@ -328,28 +336,28 @@ def _describe_fault(value: Any) -> str | None:
     return None if value.device.type == "cpu" else f"a tensor without values (device {value.device.type})"
 
 
-def list_names(names: Collection[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """List the first `SHOWN` sorted names and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return ", ".join(ordered[:SHOWN]) + more
 
 
-def _read(path: Path) -> Any:
+def _load_file(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        zipped = check_pickles(path)  # files of PyTorch before 1.6 are not archives and cannot be mapped
+        zipped = reject_pickle_bombs(path)  # files of PyTorch before 1.6 are not archives and cannot be mapped
         if path.suffix == ".jit":
             return read_torchscript(path)
         with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments in some files
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:  # the message of PyTorch recommends unsafe loading
         if "GLOBAL" not in str(error):
-            raise file_error(path, problem="is not a PyTorch checkpoint, or is cut short") from error
+            raise make_file_error(path, problem="is not a PyTorch checkpoint, or is cut short") from error
         problem = "holds more than tensors (its pickle calls code) and is not loaded"
-        raise file_error(path, problem=problem, remedy="save its state dict alone") from error
+        raise make_file_error(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # readers raise any exception for damaged files
-        reraise_interruption(error)
+        reraise_signal_error(error)
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
-        raise file_error(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error
+        raise make_file_error(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error

@@ -18,19 +18,19 @@ from ...bundle.hub import PLAIN_NAME
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...inputs import format_value
-from ..progress import count_megabytes, ignore_progress
+from ..progress import ignore_progress, make_megabyte_counter
 from .files import (
     SHOWN,
     TOKENIZER,
     Config,
     Weights,
-    file_error,
-    list_names,
+    format_names,
+    make_file_error,
     read_config,
     read_weights,
     strip_wrapper_names,
 )
-from .lora import Adapter
+from .lora import LoraAdapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -55,9 +55,10 @@ class Checkpoint:
         path: path of the file or folder; `read` reads the weights.
         role: role in the bundle: `target`, `vq`, `drafter` or `text_encoder`.
         progress: progress callback, which gets the megabytes read.
-        averaged: whether to prefer averaged weights; see `read_weights`.
+        prefer_ema: whether to prefer averaged weights; see `read_weights`.
         adapters: adapters to merge into the weights, in this order.
-        tied: names of weights by names of weights that are tied to them. As in PEFT, an adapter changes one of the two.
+        tied_weights: names of weights by names of weights that are tied to them. As in PEFT, an adapter changes one of
+            the two.
         weights: weights by the names that readers use.
         names: names in the files by names that readers use, for messages; `*` stands for the number of a layer.
         prefix: prefix of all names in the files.
@@ -67,19 +68,19 @@ class Checkpoint:
     path: Path
     role: str = "target"
     progress: Progress = ignore_progress
-    averaged: bool | None = None
-    adapters: Sequence[Adapter] = ()
-    tied: Mapping[str, str] = field(default_factory=dict)
+    prefer_ema: bool | None = None
+    adapters: Sequence[LoraAdapter] = ()
+    tied_weights: Mapping[str, str] = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    stored_names: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
     sources: list[tuple[str, Path]] = field(default_factory=list)
 
-    def part(self, name: str) -> Checkpoint:
+    def subfolder(self, name: str) -> Checkpoint:
         """Return the checkpoint in a folder of this folder."""
         return Checkpoint(self.path / name, self.role, self.progress, adapters=self.adapters)
 
-    def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+    def make_error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
         """Return an error about a weight or the whole checkpoint.
 
         Args:
@@ -87,13 +88,13 @@ class Checkpoint:
             problem: description of the fault.
             parts: other fields of `LanternError`.
         """
-        return file_error(self.path, self.name_in_files(name) if name else "", problem, **parts)
+        return make_file_error(self.path, self.name_in_files(name) if name else "", problem, **parts)
 
     def config(self, name: str = "config.json") -> Config:
         """Read a configuration file of the folder. Raises: CheckpointError."""
-        return read_config(self.file(name, name.removesuffix(".json")))
+        return read_config(self.require_file(name, name.removesuffix(".json")))
 
-    def model_config(self, repository: str, *model_types: str) -> Config:
+    def read_model_config(self, repository: str, *model_types: str) -> Config:
         """Read config.json and check that the folder has the layout of a repository.
 
         Args:
@@ -105,32 +106,36 @@ class Checkpoint:
         """
         remedy = f"give the folder of {repository} or one like it"
         if not (self.path / "config.json").is_file() and any(self.path.glob("models/*/consolidated*.pth")):
-            raise self.error(found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy)
+            raise self.make_error(
+                found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy
+            )
         config = self.config()
         if model_types:
-            config.expect("model_type", *model_types, remedy=remedy)
+            config.check_value("model_type", *model_types, remedy=remedy)
         return config
 
-    def tokenizer(self) -> Path:
+    def find_tokenizer_path(self) -> Path:
         """Return the path of `tokenizer.json`. Raises: CheckpointError."""
-        return self.file(TOKENIZER, "tokenizer")
+        return self.require_file(TOKENIZER, "tokenizer")
 
-    def file(self, name: str, kind: str) -> Path:
-        """Return the path of a file and record it as a source with role `<role>_<kind>`. Raises: CheckpointError."""
+    def require_file(self, name: str, role_suffix: str) -> Path:
+        """Return the path of a file, and record the file as source `<role>_<role_suffix>`. Raises: CheckpointError."""
         path = self.path / name
         if not path.is_file():
             if self.path.is_file():
-                raise self.error(found="a file", expected=f"a folder with {name}")
-            raise self.error(problem=f"has no {name}", remedy="download it into this folder")
-        self.sources.append((f"{self.role}_{kind}", path))
+                raise self.make_error(found="a file", expected=f"a folder with {name}")
+            raise self.make_error(problem=f"has no {name}", remedy="download it into this folder")
+        self.sources.append((f"{self.role}_{role_suffix}", path))
         return path
 
-    def read(self, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()) -> None:
+    def read_weights(
+        self, name_filter: Callable[[str], bool] = lambda name: True, optional_names: Collection[str] = ()
+    ) -> None:
         """Read all weights of the file or folder, from safetensors if a folder has two formats.
 
         Args:
-            keep: function that tells whether to read a weight of this name.
-            optional: weights that may be in the index only: tied weights, which conversions drop from the files.
+            name_filter: function that tells whether to read a weight of this name.
+            optional_names: weights that may be in the index only: tied weights, which conversions drop from the files.
 
         Raises:
             CheckpointError: the folder has no weights, or files and index differ.
@@ -140,66 +145,68 @@ class Checkpoint:
         shards: dict[str, list[str]] = {}
         if self.path.is_dir():
             present = {path.name for path in self.path.iterdir() if path.is_file()}
-            names = choose_files(present)
+            names = choose_weight_files(present)
             if not names:
                 loose = [name for name in present if re.search(r"-\d+-of-\d+\.", name)]
-                contents = f"{list_names(loose)} without an index" if loose else "no weights"
+                contents = f"{format_names(loose)} without an index" if loose else "no weights"
                 expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
-                raise self.error(found=contents, expected=expected)
+                raise self.make_error(found=contents, expected=expected)
             if names[0] in INDEX:
                 index = self.path / names[0]
-                shards = read_index(index)
+                shards = read_weight_index(index)
                 self.sources.append((f"{self.role}_index", index))
             paths = [self.path / name for name in sorted(shards) or names]
             if absent := [path.name for path in paths if not path.is_file()]:
-                problem = f"lacks {list_names(absent)} of the {len(paths)} files in {names[0]}"
-                raise self.error(problem=problem, remedy="download them into that folder")
+                problem = f"lacks {format_names(absent)} of the {len(paths)} files in {names[0]}"
+                raise self.make_error(problem=problem, remedy="download them into that folder")
         size = sum(path.stat().st_size for path in paths if path.is_file())
-        progress = count_megabytes(f"reading {self.path.name}", size, self.progress)
+        progress = make_megabyte_counter(f"reading {self.path.name}", size, self.progress)
         for path in paths:
-            part = read_weights(path, progress, self.averaged, keep)
+            part = read_weights(path, progress, self.prefer_ema, name_filter)
             if index:
-                listed = {name for name in shards[path.name] if keep(name)}
-                if problems := _describe_differences(listed - (set(optional) - part.keys()), part.keys()):
+                listed = {name for name in shards[path.name] if name_filter(name)}
+                if problems := _describe_differences(listed - (set(optional_names) - part.keys()), part.keys()):
                     problem = f"does not hold what the index says, {', '.join(problems)}"
-                    raise file_error(path, problem=problem, remedy="download the folder again")
+                    raise make_file_error(path, problem=problem, remedy="download the folder again")
             if duplicates := sorted(part.keys() & self.weights):
                 remedy = "leave the files of one checkpoint in the folder"
-                raise file_error(path, duplicates[0], "is also in an earlier file", remedy=remedy)
+                raise make_file_error(path, duplicates[0], "is also in an earlier file", remedy=remedy)
             self.weights |= part
             self.sources.append((self.role, path))
-        self.weights |= {name: self.weights[source] for name, source in self.tied.items() if source in self.weights}
+        self.weights |= {
+            name: self.weights[source] for name, source in self.tied_weights.items() if source in self.weights
+        }
         for adapter in self.adapters:
-            adapter.merge(self.weights, keep)
+            adapter.merge(self.weights, name_filter)
             self.sources += adapter.sources
 
     def name_in_files(self, name: str) -> str:
         """Return a weight's name in the files."""
-        return self.prefix + _rename_weight(name, self.names)
+        return self.prefix + _map_weight_name(name, self.stored_names)
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Rename weights from the values of `names` (names in the files) to its keys; keep other names."""
-        new_names = {file_name: name for name, file_name in names.items()}
-        self.weights = {_rename_weight(name, new_names): weight for name, weight in self.weights.items()}
-        self.names.update(names)
+    def rename_weights(self, stored_names: Mapping[str, str]) -> None:
+        """Rename weights from the values of `stored_names` (names in the files) to its keys; keep other names."""
+        new_names = {file_name: name for name, file_name in stored_names.items()}
+        self.weights = {_map_weight_name(name, new_names): weight for name, weight in self.weights.items()}
+        self.stored_names.update(stored_names)
 
-    def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+    def shape(self, name: str, num_dimensions: int = 2) -> tuple[int, ...]:
         """Return a weight's shape after checking the number of dimensions. Raises: CheckpointError."""
         if name not in self.weights:
-            raise self.error(name, "missing weight")
+            raise self.make_error(name, "missing weight")
         shape = tuple(self.weights[name].shape)
-        if len(shape) != dimensions or 0 in shape:
-            raise self.error(name, found=f"shape {list(shape)}", expected=f"{dimensions} sizes")
+        if len(shape) != num_dimensions or 0 in shape:
+            raise self.make_error(name, found=f"shape {list(shape)}", expected=f"{num_dimensions} sizes")
         if not self.weights[name].is_floating_point():
-            raise self.error(name, found=_describe_dtype(self.weights[name]), expected=_FLOATS)
+            raise self.make_error(name, found=_describe_dtype(self.weights[name]), expected=_FLOATS)
         return shape
 
-    def count(self, prefix: str) -> int:
+    def count_layers(self, prefix: str) -> int:
         """Count the consecutive numbers 0, 1, ... that follow `prefix` in names."""
         parts = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
         return next(i for i in range(len(parts) + 1) if str(i) not in parts)
 
-    def extract(self, prefix: str) -> Checkpoint:
+    def extract_weights(self, prefix: str) -> Checkpoint:
         """Move the weights with a prefix to a new checkpoint, without the prefix."""
         names = [name for name in self.weights if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
@@ -225,32 +232,32 @@ class Checkpoint:
             if name in weights and weights[name].is_floating_point() != value.is_floating_point()
         ][:SHOWN]
         if problems:
-            raise self.error(problem=f"the weights do not fit the model, {'; '.join(problems)}")
+            raise self.make_error(problem=f"the weights do not fit the model, {'; '.join(problems)}")
         module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
         object.__setattr__(module, "checkpoint", self)  # for errors while its weights are written
 
 
-def choose_files(names: Collection[str]) -> list[str]:
+def choose_weight_files(file_names: Collection[str]) -> list[str]:
     """Choose the files with the weights among a folder's files: a single file, an index, a pair or all `.pt` files."""
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
-        if name in names:
+        if name in file_names:
             return [name]
     for pair in PAIRS:
-        if {*pair} <= {*names}:
+        if {*pair} <= {*file_names}:
             return [*pair]
-    return sorted(name for name in names if name.endswith(_LOOSE) and not name.startswith(_OTHERS))
+    return sorted(name for name in file_names if name.endswith(_LOOSE) and not name.startswith(_OTHERS))
 
 
-def read_index(path: Path) -> dict[str, list[str]]:
+def read_weight_index(path: Path) -> dict[str, list[str]]:
     """Read an index and return the names of weights by file. Raises: CheckpointError."""
     config = read_config(path)
     weight_map = config.get("weight_map")
     shards: dict[str, list[str]] = {}
     if not isinstance(weight_map, dict) or not weight_map:
-        raise config.error("weight_map", expected="the name of a file for every weight")
+        raise config.make_error("weight_map", expected="the name of a file for every weight")
     for weight, name in strip_wrapper_names(path, weight_map).items():
         if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
-            raise file_error(
+            raise make_file_error(
                 path, format_value(weight), found=format_value(name), expected="the name of a file in its folder"
             )
         shards.setdefault(name, []).append(weight)
@@ -261,15 +268,15 @@ def _describe_dtype(weight: Tensor) -> str:
     return _FLOATS if weight.is_floating_point() else f"{str(weight.dtype).removeprefix('torch.')} numbers"
 
 
-def _describe_differences(expected: Set[str], actual: Set[str], shown: Callable[[str], str] = str) -> list[str]:
+def _describe_differences(expected: Set[str], actual: Set[str], format_name: Callable[[str], str] = str) -> list[str]:
     groups = {"missing": expected - actual, "unexpected": actual - expected}
-    return [f"{word}: {list_names([shown(name) for name in names])}" for word, names in groups.items() if names]
+    return [f"{word}: {format_names([format_name(name) for name in names])}" for word, names in groups.items() if names]
 
 
-def _rename_weight(name: str, names: Mapping[str, str]) -> str:
+def _map_weight_name(name: str, name_map: Mapping[str, str]) -> str:
     """Look a name up in a table whose keys may have `*` for the number of a layer; return unknown names unchanged."""
     number = _LAYER.search(name)
-    if name in names or number is None:
-        return names.get(name, name)
+    if name in name_map or number is None:
+        return name_map.get(name, name)
     starred = f"{name[: number.start()]}*{name[number.end() :]}"
-    return names[starred].replace("*", number[0]) if starred in names else name
+    return name_map[starred].replace("*", number[0]) if starred in name_map else name

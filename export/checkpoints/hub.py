@@ -17,12 +17,12 @@ from ...bundle.hub import (
     convert_hub_errors,
     download_files,
     is_hub_rejection,
-    parse_reference,
+    parse_hub_reference,
 )
 from ...errors import CheckpointError, LanternError
-from ...inputs import reraise_interruption
-from .files import list_names
-from .folders import INDEX, PAIRS, SINGLE, choose_files, read_index
+from ...inputs import reraise_signal_error
+from .files import format_names
+from .folders import INDEX, PAIRS, SINGLE, choose_weight_files, read_weight_index
 
 # Files that are fetched with the weights if they exist.
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -30,18 +30,18 @@ _SECONDS = 60  # maximum time in which the hub lists files
 _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
-def find_hub_origin(path: Path) -> str | None:
+def find_hub_reference(path: Path) -> str | None:
     """Return the reference, with its commit, of a file in the hub's cache; None for other files."""
     match = _CACHED.fullmatch(path.as_posix())
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
-def fetch(source: Path | str, names: Collection[str] = (), side_files: Collection[str] = ()) -> Path:
+def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()) -> Path:
     """Return the local path of a file or folder, downloading it if `source` is a reference.
 
     Args:
         source: path, which is returned unchanged, or reference to the hub.
-        names: files of a folder, or patterns, to fetch instead of a model's weights; the first is a file.
+        file_patterns: files of a folder, or patterns, to fetch instead of a model's weights; the first is a file.
         side_files: further files to fetch if they exist, besides a model's configurations and `tokenizer.json`.
 
     Raises:
@@ -50,21 +50,21 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
     text = source.as_posix() if isinstance(source, Path) else source
     if not text.startswith(HUB):
         return Path(source)
-    repository, file, revision = parse_reference(text, CheckpointError)
+    repository, file, revision = parse_hub_reference(text, CheckpointError)
     from huggingface_hub import try_to_load_from_cache
 
     remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
     with convert_hub_errors(text, CheckpointError, remedy):
         try:
             sizes, _ = _list_files(repository, revision)
-            chosen = _choose_files(text, file, sizes, names, side_files)
+            chosen = _select_download_files(text, file, sizes, file_patterns, side_files)
             folder = download_files(repository, chosen, revision)
             if index := next((name for name in chosen if name in INDEX), None):
-                download_files(repository, read_index(folder / index), folder.name)
+                download_files(repository, read_weight_index(folder / index), folder.name)
         except Exception as error:
-            reraise_interruption(error)
+            reraise_signal_error(error)
             # Fall back to the cache; missing files raise an error when they are read.
-            known = file or [*names, *_SIDE_FILES][0]
+            known = file or [*file_patterns, *_SIDE_FILES][0]
             cached = try_to_load_from_cache(repository, known, revision=revision)
             if isinstance(error, LanternError) or is_hub_rejection(error) or not isinstance(cached, str):
                 raise
@@ -72,22 +72,25 @@ def fetch(source: Path | str, names: Collection[str] = (), side_files: Collectio
     return folder / (file or "")
 
 
-def list_file_sizes(source: str, names: Collection[str] = (), side_files: Collection[str] = ()) -> tuple[int, int]:
-    """Return the bytes that `fetch` would give, and how many of them are not in the cache, as the hub lists them.
+def measure_download(
+    source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
+) -> tuple[int, int]:
+    """Return the bytes that `fetch_checkpoint` would give, and how many of them are not in the cache, as the hub lists
+    them.
 
-    Both are 0 if the hub cannot be reached or rejects the reference: `fetch` says so.
+    Both are 0 if the hub cannot be reached or rejects the reference: `fetch_checkpoint` says so.
     """
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        repository, file, revision = parse_reference(source, CheckpointError)
+        repository, file, revision = parse_hub_reference(source, CheckpointError)
         sizes, commit = _list_files(repository, revision)
-        chosen = _choose_files(source, file, sizes, names, side_files)
+        chosen = _select_download_files(source, file, sizes, file_patterns, side_files)
         if index := next((name for name in chosen if name in INDEX), None):
-            chosen += read_index(download_files(repository, [index], commit) / index)
+            chosen += read_weight_index(download_files(repository, [index], commit) / index)
         cached = {name for name in chosen if isinstance(try_to_load_from_cache(repository, name, revision=commit), str)}
     except Exception as error:
-        reraise_interruption(error)
+        reraise_signal_error(error)
         return 0, 0
     counted = {name: sizes.get(name, 0) for name in chosen}
     return sum(counted.values()), sum(size for name, size in counted.items() if name not in cached)
@@ -102,21 +105,31 @@ def _list_files(repository: str, revision: str | None) -> tuple[dict[str, int], 
     return {entry.rfilename: entry.size or 0 for entry in files}, info.sha
 
 
-def _choose_files(
-    source: str, file: str | None, files: Collection[str], names: Collection[str], side_files: Collection[str]
+def _select_download_files(
+    source: str,
+    file: str | None,
+    available_files: Collection[str],
+    file_patterns: Collection[str],
+    side_files: Collection[str],
 ) -> list[str]:
-    patterns = [file] if file else [*(names or _choose_weights(source, files)), *_SIDE_FILES, *side_files]
-    chosen = [name for name in files if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    patterns = (
+        [file]
+        if file
+        else [*(file_patterns or _select_weight_files(source, available_files)), *_SIDE_FILES, *side_files]
+    )
+    chosen = [name for name in available_files if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen:
-        raise CheckpointError("no such file", field=source, found=list_names(files), remedy="give one of these")
+        raise CheckpointError(
+            "no such file", field=source, found=format_names(available_files), remedy="give one of these"
+        )
     return chosen
 
 
-def _choose_weights(source: str, files: Collection[str]) -> list[str]:
-    chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
+def _select_weight_files(source: str, available_files: Collection[str]) -> list[str]:
+    chosen = choose_weight_files({name for name in available_files if name in (*SINGLE, *INDEX, *PAIRS[0], *PAIRS[1])})
     if not chosen:
         expected = f"{SINGLE[0]} or alike"
         raise CheckpointError(
-            field=source, found=list_names(files), expected=expected, remedy=f"name one: {source}/FILE"
+            field=source, found=format_names(available_files), expected=expected, remedy=f"name one: {source}/FILE"
         )
     return chosen

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...inputs import format_value
 from .deferred import compute_tensor, defer_tensor
-from .files import Weights, file_error, list_names, raises_checkpoint_error, read_config, read_weights
+from .files import Weights, convert_to_checkpoint_error, format_names, make_file_error, read_config, read_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -53,63 +53,63 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """Adapter with its scale.
 
     Args:
         path: file of the adapter's weights.
         sources: files with roles; the role of the weights contains the scale: `lora:0.8`.
-        parts: A `[rank, inputs]`, B `[outputs, rank]` and the factor of their product, by names of weights.
+        low_rank_updates: A `[rank, inputs]`, B `[outputs, rank]` and the factor of their product, by names of weights.
     """
 
     path: Path
     sources: Sequence[tuple[str, Path]]
-    parts: Mapping[str, tuple[Tensor, Tensor, float]]
+    low_rank_updates: Mapping[str, tuple[Tensor, Tensor, float]]
 
-    def merge(self, weights: Weights, keep: Callable[[str], bool]) -> None:
+    def merge(self, weights: Weights, name_filter: Callable[[str], bool]) -> None:
         """Replace weights by deferred sums with the adapter, in the dtype of the weights.
 
         Args:
             weights: weights of the checkpoint, which are changed.
-            keep: function that tells whether the reader needs a weight; adapters of other weights are ignored.
+            name_filter: function that tells whether the reader needs a weight; adapters of other weights are ignored.
 
         Raises:
             CheckpointError: a weight does not exist, has another shape or could become infinite, or no weight is
                 adapted.
         """
-        base_names = {_strip_model_name(name): name for name in weights}
+        base_names = {_strip_model_prefix(name): name for name in weights}
         merged = set[str]()
-        for name, (first, second, factor) in self.parts.items():
-            base_name = base_names.get(_strip_model_name(name))
-            if base_name is None and not keep(name):
+        for name, (lora_a, lora_b, factor) in self.low_rank_updates.items():
+            base_name = base_names.get(_strip_model_prefix(name))
+            if base_name is None and not name_filter(name):
                 continue
             if base_name is None:
                 layer = re.search(r"layers\.\d+\.", name)
                 candidates = [key for key in weights if layer is None or layer[0] in key]
-                expected = f"one of {list_names(candidates)}"
-                raise file_error(self.path, name, "the target has no such weight", expected=expected)
+                expected = f"one of {format_names(candidates)}"
+                raise make_file_error(self.path, name, "the target has no such weight", expected=expected)
             weight = weights[base_name]
-            shape = [len(second), first.shape[1]]
+            shape = [len(lora_b), lora_a.shape[1]]
             if list(weight.shape) != shape:
-                raise file_error(
+                raise make_file_error(
                     self.path, name, found=f"shape {shape}", expected=f"{list(weight.shape)}, the target's"
                 )
             if base_name in merged:
-                raise file_error(self.path, name, "is in the file twice, under two names", remedy=_REMEDY)
+                raise make_file_error(self.path, name, "is in the file twice, under two names", remedy=_REMEDY)
             merged.add(base_name)
             # Upper bound of the product's values, in float32 like the sum.
-            bound = float(abs(factor) * first.float().norm(dim=0).max() * second.float().norm(dim=1).max())
+            bound = float(abs(factor) * lora_a.float().norm(dim=0).max() * lora_b.float().norm(dim=1).max())
             if not bound < torch.finfo(weight.dtype).max:
                 problem = f"adds numbers up to {bound:.1e}, which makes infinite weights"
-                raise file_error(self.path, name, problem, remedy="give a smaller scale, or correct lora_alpha")
+                raise make_file_error(self.path, name, problem, remedy="give a smaller scale, or correct lora_alpha")
             weights[base_name] = defer_tensor(
-                partial(_add_low_rank, weight, first, second, factor), shape, weight.dtype
+                partial(_add_low_rank_product, weight, lora_a, lora_b, factor), shape, weight.dtype
             )
         if not merged:
-            raise file_error(self.path, problem="adapts no layer that generates images", remedy="leave it out")
+            raise make_file_error(self.path, problem="adapts no layer that generates images", remedy="leave it out")
 
 
-def split_scale(text: str) -> tuple[str, float]:
+def split_folder_and_scale(text: str) -> tuple[str, float]:
     """Split `FOLDER[:scale]` into folder and scale, 1 by default. Raises: CheckpointError."""
     folder, _, number = text.rpartition(":")
     try:
@@ -123,8 +123,8 @@ def split_scale(text: str) -> tuple[str, float]:
     return folder, scale
 
 
-@raises_checkpoint_error
-def read_adapter(folder: Path, scale: float) -> Adapter:
+@convert_to_checkpoint_error
+def read_adapter(folder: Path, scale: float) -> LoraAdapter:
     """Read the adapter in a folder of PEFT.
 
     Raises:
@@ -133,37 +133,37 @@ def read_adapter(folder: Path, scale: float) -> Adapter:
     config = read_config(folder / CONFIG)
     path = folder / WEIGHTS
     for name, allowed in _PLAIN.items():
-        config.expect(name, *allowed, remedy=_REMEDY)
+        config.check_value(name, *allowed, remedy=_REMEDY)
     for name, value in config.values.items():
         if name not in _FREE and name not in _PLAIN and value not in (None, False, [], {}):
-            raise config.error(name, expected="PEFT's default", remedy=_REMEDY)
+            raise config.make_error(name, expected="PEFT's default", remedy=_REMEDY)
     if not path.is_file():
-        raise file_error(path, problem="no such file", remedy="load the adapter with PEFT and save it again")
-    alpha = config.number("lora_alpha", 8.0)
-    ranks = [config.integer("r") or 8]
+        raise make_file_error(path, problem="no such file", remedy="load the adapter with PEFT and save it again")
+    alpha = config.get_number("lora_alpha", 8.0)
+    ranks = [config.get_integer("r") or 8]
     if config.get("rank_pattern"):
-        ranks += config.section("rank_pattern").values.values()
+        ranks += config.get_section("rank_pattern").values.values()
     matrices: dict[str, dict[str, Tensor]] = {}
     for name, weight in read_weights(path).items():
         match = _NAME.fullmatch(name)
         if match is None or weight.ndim != 2 or not weight.is_floating_point():
-            raise file_error(path, name, expected="lora_A and lora_B of linear layers alone", remedy=_REMEDY)
+            raise make_file_error(path, name, expected="lora_A and lora_B of linear layers alone", remedy=_REMEDY)
         matrices.setdefault(f"{match[1]}.weight", {})[match[2]] = weight
-    parts = {}
+    low_rank_updates = {}
     for name, pair in matrices.items():
         if pair.keys() != {"A", "B"} or pair["B"].shape[1] != len(pair["A"]) or len(pair["A"]) not in ranks:
             shapes = " and ".join(f"lora_{letter} {list(weight.shape)}" for letter, weight in sorted(pair.items()))
             expected = f"lora_A [rank, inputs] and lora_B [outputs, rank], of ranks {format_value(ranks)}"
-            raise file_error(path, name, found=shapes, expected=expected)
+            raise make_file_error(path, name, found=shapes, expected=expected)
         rank = len(pair["A"])
         factor = scale * alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        parts[name] = pair["A"], pair["B"], factor
-    return Adapter(path, [(f"lora:{scale}", path), ("lora_config", config.path)], parts)
+        low_rank_updates[name] = pair["A"], pair["B"], factor
+    return LoraAdapter(path, [(f"lora:{scale}", path), ("lora_config", config.path)], low_rank_updates)
 
 
-def _strip_model_name(name: str) -> str:
+def _strip_model_prefix(name: str) -> str:
     return _OUTER.sub("", name, count=1)
 
 
-def _add_low_rank(weight: Tensor, first: Tensor, second: Tensor, factor: float) -> Tensor:
-    return (compute_tensor(weight).float() + factor * (second.float() @ first.float())).to(weight.dtype)
+def _add_low_rank_product(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
+    return (compute_tensor(weight).float() + factor * (lora_b.float() @ lora_a.float())).to(weight.dtype)

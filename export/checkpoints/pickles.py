@@ -17,7 +17,7 @@ _MAX_GROWTH = 20  # referenced parts that are also allowed per described part; s
 _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # opcodes that change an object
 
 
-def check_pickles(path: Path) -> bool:
+def reject_pickle_bombs(path: Path) -> bool:
     """Check the pickles of a PyTorch checkpoint, and return whether the file is a zip archive.
 
     Raises:
@@ -27,18 +27,18 @@ def check_pickles(path: Path) -> bool:
         if file.read(4) != b"PK\3\4":  # same test as in torch.load
             file.seek(0)
             for _ in range(5):  # files of PyTorch before 1.6 begin with five pickles
-                _check_pickle(file)
+                _reject_pickle_bomb(file)
             return False
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.filename.lower().endswith(".pkl"):
                     if entry.file_size > _MAX_BYTES:
                         raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes")
-                    _check_pickle(archive.read(entry))
+                    _reject_pickle_bomb(archive.read(entry))
     return True
 
 
-def _check_pickle(stream: bytes | BinaryIO) -> None:
+def _reject_pickle_bomb(stream: bytes | BinaryIO) -> None:
     described = referred = 0  # parts and characters
     stack: list[list[int]] = []  # sizes of objects; all references of an object share a list
     marks: list[int] = []

@@ -24,7 +24,7 @@ _ARGUMENTS = {"GLOBAL", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "
 _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": ()}
 
 
-class _Module(list[Any]):
+class _ScriptModule(list[Any]):
     """A module in a TorchScript pickle, as a list with one dict of attributes."""
 
 
@@ -37,18 +37,18 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     contents = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
-        (list_names,) = (name for name in entries if name.endswith("/data.pkl"))
+        (pickle_name,) = (name for name in entries if name.endswith("/data.pkl"))
 
         def read_storage(reference: Any) -> Tensor:
             _, kind, key, _, _ = reference
-            entry = entries[f"{list_names.removesuffix('.pkl')}/{key}"]
+            entry = entries[f"{pickle_name.removesuffix('.pkl')}/{key}"]
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is compressed")
             header = contents[entry.header_offset :][: _LOCAL_HEADER.size].numpy().tobytes()
             start = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
             return contents[start : start + entry.file_size].view(_STORAGES[kind])
 
-        root = _interpret(archive.read(list_names), read_storage)
+        root = _interpret_pickle(archive.read(pickle_name), read_storage)
     return dict(_walk_tensors(root, ""))
 
 
@@ -58,11 +58,11 @@ def _walk_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for name, value in attributes.items():
         if isinstance(value, Tensor):
             yield prefix + name, value
-        elif isinstance(value, _Module):
+        elif isinstance(value, _ScriptModule):
             yield from _walk_tensors(value, f"{prefix}{name}.")
 
 
-def _interpret(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
+def _interpret_pickle(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
     """Return the object that a pickle describes; `read_storage` reads a tensor storage by its reference."""
     stack: list[Any] = []
     marks: list[int] = []
@@ -90,7 +90,7 @@ def _interpret(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
             else:
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
         elif name == "NEWOBJ":
-            stack[-2:] = [_Module()]
+            stack[-2:] = [_ScriptModule()]
         elif name == "BINPERSID":
             stack[-1] = read_storage(stack[-1])
         elif name == "BUILD":

@@ -11,10 +11,10 @@ from ...bundle.conditions import TokenLayout
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..model import Model
+from ..family import ModelFamily
+from ..model import BundleContents
 from ..models.vq_checkpoints import read_vqgan
-from .common_chameleon import CHAMELEON, PROMPT_TOKENS, Chameleon, chameleon_config, read_vocabulary
+from .common_chameleon import CHAMELEON, PROMPT_TOKENS, ChameleonTarget, read_chameleon_config, read_token_ids
 
 # LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
@@ -26,7 +26,7 @@ def read_anole(
     *,
     drafter: Path | None = None,
     grid: int | None = None,
-) -> Model:
+) -> BundleContents:
     """Read Anole with its VQGAN.
 
     Args:
@@ -38,7 +38,7 @@ def read_anole(
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    config = chameleon_config(target, CHAMELEON, "leloy/Anole-7b-v0.1-hf")  # before large files are read
+    config = read_chameleon_config(target, CHAMELEON, "leloy/Anole-7b-v0.1-hf")  # before large files are read
     vqgan = read_vqgan(vq, target.progress)
     rows = grid or vqgan.grid
     if rows is None:
@@ -47,11 +47,11 @@ def read_anole(
         )
     if vqgan.grid not in (None, rows):
         raise CheckpointError(field="grid", found=str(rows), expected=f"{vqgan.grid}, as in the .yaml of vq, or none")
-    codes, names = read_vocabulary(config, PROMPT_TOKENS)
+    codes, names = read_token_ids(config, PROMPT_TOKENS)
     start, end, begin = (names[name] for name in PROMPT_TOKENS)
     layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
-    model = Chameleon(target, config, codes, names, layout, rows)
-    return model.bundle(vqgan, drafter, sampling=_SAMPLING)
+    model = ChameleonTarget(target, config, codes, names, layout, rows)
+    return model.build_model(vqgan, drafter, sampling=_SAMPLING)
 
 
-FAMILY = Family(read_anole, model_types=("chameleon",))
+FAMILY = ModelFamily(read_anole, model_types=("chameleon",))

@@ -10,18 +10,18 @@ import numpy as np
 from torch import Tensor
 
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
-from ...bundle.order import OrderSpec
+from ...bundle.order import GroupOrderSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
-from ...methods import Eagle, Groups, Lantern, LanternPlusPlus, Sampling
+from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.deferred import list_concatenated_parts
 from ..checkpoints.files import TOKENIZER
-from ..graph.conditions import Condition
-from ..graph.graphs import Graph, named_cases, target_graph
-from ..graph.onnx_ops import Value
-from ..model import Model
-from ..models.decoder import Decoder, decoder_fields
-from ..models.eagle import LoadedDrafter, drafter_graph
+from ..graph.conditions import PromptCondition
+from ..graph.graphs import Graph, make_target_graph, name_test_cases
+from ..graph.onnx_ops import TensorSpec
+from ..model import BundleContents
+from ..models.decoder import Decoder, get_decoder_spec_fields
+from ..models.eagle import LoadedDrafter, make_drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
 
@@ -30,11 +30,11 @@ MAX_PAIR_PIXELS = 256  # maximum image height in test cases with two images; lar
 _TEST_PIXELS = 128  # image height in test cases of graphs for any size; 720 pixels would take several gigabytes
 
 
-def image_model(
+def build_image_model(
     *,
     decoder: Decoder,
     code_embeddings: Tensor,
-    condition: Condition,
+    condition: PromptCondition,
     vq: LlamaGenVQ | None,
     sampling: Sampling,
     sources: list[tuple[str, Path]],
@@ -42,10 +42,10 @@ def image_model(
     sizes: Sequence[Size] = (),
     default_grid: tuple[int, int] | None = None,
     row_end: int | None = None,
-    order: OrderSpec | None = None,
+    order: GroupOrderSpec | None = None,
     codebook: Tensor | None = None,
     pixels_per_cell: int = 0,
-) -> Model:
+) -> BundleContents:
     """Return the contents of a bundle.
 
     Args:
@@ -67,98 +67,102 @@ def image_model(
         CheckpointError: the image tokenizer has another number of codes than the target.
     """
     config = decoder.config
-    codes = config.vocab_size
+    num_codes = config.vocab_size
     if vq is not None:
         pixels_per_cell = vq.config.pixels_per_cell
         codebook = vq.codebook
-        if vq.config.codes != codes:
-            expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
-            raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
+        if vq.config.num_codes != num_codes:
+            expected = f"{num_codes}: the VQ tokenizer that belongs to the transformer"
+            raise CheckpointError(field="vq", found=f"{vq.config.num_codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
-    graphs = [target_graph(decoder, list_concatenated_parts(code_embeddings)[0])]
+    graphs = [make_target_graph(decoder, list_concatenated_parts(code_embeddings)[0])]
     drafter_spec = None
     if drafter is not None:
         sources = [*sources, *drafter.sources]
-        graphs.append(drafter_graph(drafter.drafter))
-        drafter_spec = DrafterSpec(**decoder_fields(drafter.drafter.config), **drafter.spec_fields)
-    return Model(
-        graphs=[*graphs, condition.graph, *(vq_graphs(vq, config.grid, any_size=bool(sizes)) if vq else [])],
+        graphs.append(make_drafter_graph(drafter.drafter))
+        drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.drafter.config), **drafter.spec_fields)
+    return BundleContents(
+        graphs=[
+            *graphs,
+            condition.graph,
+            *(make_vq_graphs(vq, config.grid, accepts_any_size=bool(sizes)) if vq else []),
+        ],
         code_embeddings=code_embeddings,
         codebook=codebook.numpy(),
         sources=sources,
-        drafts_for=drafter and drafter.drafts_for,
-        files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
-        fields={
+        target_sha256=drafter and drafter.target_sha256,
+        extra_files={} if condition.tokenizer_json is None else {"tokenizer": (TOKENIZER, condition.tokenizer_json)},
+        manifest_fields={
             "grid_rows": rows,
             "grid_columns": columns,
-            "codebook_size": codes,
+            "codebook_size": num_codes,
             "image_height": rows * pixels_per_cell,
             "image_width": columns * pixels_per_cell,
             "sizes": tuple(sizes),
             "row_end": row_end,
             "order": order,
-            **({} if order is None else {"presets": {"strict": Preset(method=Groups())}}),
-            "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
+            **({} if order is None else {"presets": {"strict": Preset(method=GroupDecoding())}}),
+            "target": DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions),
             "drafter": drafter_spec,
             "condition": condition.spec,
             "sampling": sampling,
-            "decoding": _default_decoding(drafter is not None, min(MAX_NEIGHBORS, codes - 1)),
+            "decoding": _make_default_decoding(drafter is not None, min(MAX_NEIGHBORS, num_codes - 1)),
         },
     )
 
 
-def grid_sizes(area: int, scale: int) -> list[tuple[int, int]]:
-    """Return rows and columns of the grids for images of about `area` pixels, the square first.
+def list_grid_shapes(image_pixels: int, pixels_per_cell: int) -> list[tuple[int, int]]:
+    """Return rows and columns of the grids for images of about `image_pixels` pixels, the square first.
 
     Args:
-        area: pixels of an image.
-        scale: pixels per cell along each side.
+        image_pixels: pixels of an image.
+        pixels_per_cell: pixels per cell along each side.
     """
-    sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
-    pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
+    sides = ((math.sqrt(image_pixels / (wide * high)), wide, high) for wide, high in _RATIOS)
+    pairs = ((round(high * side / pixels_per_cell), round(wide * side / pixels_per_cell)) for side, wide, high in sides)
     return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
 
 
-def check_grid(grid: int | None) -> None:
+def check_grid_rows(grid: int | None) -> None:
     """Check that the number of grid rows is in 1 .. 256, or None. Raises: RequestError."""
     if grid is not None and not 1 <= grid <= 256:
         raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 grid rows")
 
 
-def vq_graphs(vq: LlamaGenVQ, grid: int, any_size: bool = False) -> list[Graph]:
+def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: bool = False) -> list[Graph]:
     """Return the graphs `vq_decoder` and `vq_encoder` of an image tokenizer.
 
     Args:
-        vq: the image tokenizer.
+        image_tokenizer: the image tokenizer.
         grid: number of rows and columns of the grid of codes.
-        any_size: whether the graphs accept grids of any size. Their test cases then have small images, because the
-            graphs do not depend on the size.
+        accepts_any_size: whether the graphs accept grids of any size. Their test cases then have small images, because
+            the graphs do not depend on the size.
     """
-    config = vq.config
-    side = min(grid, max(2, _TEST_PIXELS // config.pixels_per_cell)) if any_size else grid
+    config = image_tokenizer.config
+    side = min(grid, max(2, _TEST_PIXELS // config.pixels_per_cell)) if accepts_any_size else grid
     pixels = side * config.pixels_per_cell
     batches = (2, 1) if pixels <= MAX_PAIR_PIXELS else (1,)
-    grids = ((side, side), (2 * side, max(1, side // 2))) if any_size else ((side * side,), (side * side,))
+    grids = ((side, side), (2 * side, max(1, side // 2))) if accepts_any_size else ((side * side,), (side * side,))
     generator = np.random.default_rng(0)
     shapes = [(images, *axes) for images, axes in zip(batches, grids, strict=False)]
-    decoder_cases = named_cases(*({"codes": generator.integers(config.codes, size=shape)} for shape in shapes))
+    decoder_cases = name_test_cases(*({"codes": generator.integers(config.num_codes, size=shape)} for shape in shapes))
     uniform = (generator.uniform(-1, 1, (images, 3, pixels, pixels)) for images in batches)
-    encoder_cases = named_cases(*({"images": images.astype(np.float32)} for images in uniform))
-    image_axes = ("height", "width") if any_size else (pixels, pixels)
-    grid_axes = ("rows", "columns") if any_size else (grid, grid)
-    image = Value("images", ("images", 3, *image_axes))
-    latents = Value("pre_quant", ("images", config.code_width, *grid_axes))
-    codes = Value("codes", ("images", *grid_axes) if any_size else ("images", grid * grid), "int64")
-    encoded = Value("codes", ("images", "cells" if any_size else grid * grid), "int64")
-    decoder = VQDecoder(vq, None if any_size else grid)
+    encoder_cases = name_test_cases(*({"images": images.astype(np.float32)} for images in uniform))
+    image_axes = ("height", "width") if accepts_any_size else (pixels, pixels)
+    grid_axes = ("rows", "columns") if accepts_any_size else (grid, grid)
+    image = TensorSpec("images", ("images", 3, *image_axes))
+    latents = TensorSpec("pre_quant", ("images", config.code_width, *grid_axes))
+    codes = TensorSpec("codes", ("images", *grid_axes) if accepts_any_size else ("images", grid * grid), "int64")
+    encoded = TensorSpec("codes", ("images", "cells" if accepts_any_size else grid * grid), "int64")
+    decoder = VQDecoder(image_tokenizer, None if accepts_any_size else grid)
     return [
         Graph("vq_decoder", decoder, (codes,), (image,), decoder_cases),
-        Graph("vq_encoder", VQEncoder(vq), (image,), (encoded, latents), encoder_cases),
+        Graph("vq_encoder", VQEncoder(image_tokenizer), (image,), (encoded, latents), encoder_cases),
     ]
 
 
-def _default_decoding(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
+def _make_default_decoding(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
     """Return the settings of the papers, with at most `max_neighbors` neighbours."""
     if not has_drafter:
         return DecodingDefaults()

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ...bundle.conditions import TokenLayout
 from ...inputs import format_value
-from ..checkpoints.files import Config, list_names
+from ..checkpoints.files import Config, format_names
 from ..checkpoints.folders import Checkpoint
-from ..graph.conditions import Condition, token_condition
-from ..model import Model
+from ..graph.conditions import PromptCondition, make_token_condition
+from ..model import BundleContents
 from ..models.decoder import Decoder
 from ..models.eagle import read_drafter
-from ..models.llama import decoder_config, load_decoder, rename_llama
-from ..models.vq_checkpoints import VQGAN
-from .common import image_model
+from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
+from ..models.vq_checkpoints import LoadedVQGAN
+from .common import build_image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
 CHAMELEON = "ChameleonForConditionalGeneration"
@@ -38,78 +38,84 @@ _SHARED = ("model_type", "vocabulary_map", *(f"{name}_token_id" for name in ("bo
 
 
 @dataclass(frozen=True)
-class Chameleon:
+class ChameleonTarget:
     """A target to read.
 
     Args:
         checkpoint: folder with tokenizer.json and weights.
         config: configuration of the folder.
-        codes: token ids of the codes; code c is token `codes[c]`.
-        names: token ids of the other tokens in prompts and images, by name.
-        grid: grid rows of an image.
-        max_image_tokens: number of tokens of the longest image; 0 for `grid * grid`.
-        limits_positions: `limits_positions` of `decoder_config`.
+        code_token_ids: token ids of the codes; code c is token `code_token_ids[c]`.
+        special_token_ids: token ids of the other tokens in prompts and images, by name.
+        grid_rows: grid rows of an image.
+        max_image_tokens: number of tokens of the longest image; 0 for `grid_rows * grid_rows`.
+        has_position_limit: `has_position_limit` of `make_decoder_config`.
     """
 
     checkpoint: Checkpoint
     config: Config
-    codes: range
-    names: Mapping[str, int]
-    layout: TokenLayout
-    grid: int
+    code_token_ids: range
+    special_token_ids: Mapping[str, int]
+    prompt_layout: TokenLayout
+    grid_rows: int
     max_image_tokens: int = 0
-    limits_positions: bool = True
+    has_position_limit: bool = True
 
-    def read(self) -> tuple[Decoder, Tensor, Condition]:
+    def load_components(self) -> tuple[Decoder, Tensor, PromptCondition]:
         """Return the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the condition.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
         checkpoint = self.checkpoint
-        tokenizer = checkpoint.tokenizer()
-        checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
-        rename_llama(checkpoint, "model.", _NAMES)
-        highest = max(self.codes.stop - 1, *self.names.values())
+        tokenizer = checkpoint.find_tokenizer_path()
+        checkpoint.read_weights(name_filter=lambda name: not name.startswith(_VQ_PREFIX))
+        rename_llama_weights(checkpoint, "model.", _NAMES)
+        highest = max(self.code_token_ids.stop - 1, *self.special_token_ids.values())
         for name in _NAMES:
             rows = checkpoint.shape(name)[0]
             if rows <= highest:
                 expected = f"more, as config.json has tokens up to {highest}"
-                raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
-        sizes = decoder_config(
+                raise checkpoint.make_error(name, found=f"{rows} rows", expected=expected)
+        sizes = make_decoder_config(
             checkpoint,
             self.config,
-            len(self.codes),
-            self.grid,
+            len(self.code_token_ids),
+            self.grid_rows,
             max_image_tokens=self.max_image_tokens,
-            limits_positions=self.limits_positions,
+            has_position_limit=self.has_position_limit,
         )
-        decoder, embeddings = load_decoder(checkpoint, sizes, self.codes)
-        return decoder, embeddings, token_condition(embeddings, sizes.prefix, self.layout, tokenizer, self.names)
+        decoder, embeddings = load_llama_decoder(checkpoint, sizes, self.code_token_ids)
+        return (
+            decoder,
+            embeddings,
+            make_token_condition(embeddings, sizes.prefix, self.prompt_layout, tokenizer, self.special_token_ids),
+        )
 
-    def bundle(self, vqgan: VQGAN, drafter: Path | None, extra_tokens: int = 0, **fields: Any) -> Model:
+    def build_model(
+        self, vqgan: LoadedVQGAN, drafter: Path | None, num_extra_tokens: int = 0, **fields: Any
+    ) -> BundleContents:
         """Return the contents of a bundle with a VQGAN.
 
         Args:
             vqgan: the image tokenizer.
             drafter: folder of the drafter, None without a drafter.
-            extra_tokens: number of tokens after the codes, up to the end-of-row token.
-            fields: other arguments of `image_model`.
+            num_extra_tokens: number of tokens after the codes, up to the end-of-row token.
+            fields: other arguments of `build_image_model`.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the drafter is of another target.
         """
-        decoder, embeddings, condition = self.read()
-        offset = self.codes.start
+        decoder, embeddings, condition = self.load_components()
+        offset = self.code_token_ids.start
         loaded_drafter = None
         if drafter is not None:
             shared = {name: (value,) for name in _SHARED if (value := self.config.get(name)) is not None}
             progress = self.checkpoint.progress
             loaded_drafter = read_drafter(drafter, decoder, len(embeddings), shared, progress, code_offset=offset)
-        return image_model(
+        return build_image_model(
             decoder=decoder,
             # A drafter computes token ids as `code_offset` + index in this table, so the table may skip no token.
-            code_embeddings=embeddings[offset : self.codes.stop + extra_tokens],
+            code_embeddings=embeddings[offset : self.code_token_ids.stop + num_extra_tokens],
             condition=condition,
             vq=vqgan.vq,
             sources=[*self.checkpoint.sources, *vqgan.sources],
@@ -118,7 +124,7 @@ class Chameleon:
         )
 
 
-def chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str) -> Config:
+def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str) -> Config:
     """Read config.json and check the model class.
 
     Args:
@@ -128,32 +134,33 @@ def chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str)
     Raises:
         CheckpointError: the folder has another model.
     """
-    config = checkpoint.model_config(repository, "chameleon")
+    config = checkpoint.read_model_config(repository, "chameleon")
     detected = LUMINA if _LUMINA_FIELD in config.values else CHAMELEON
     configured = config.get("architectures", [detected])
     if configured != [architecture] or detected != architecture:
         contents = f"{format_value(configured)} {'with' if detected == LUMINA else 'without'} {_LUMINA_FIELD}"
         remedy = "family anole takes Anole, family lumina Lumina-mGPT"
-        raise config.error("architectures", found=contents, expected=f"a {architecture}", remedy=remedy)
+        raise config.make_error("architectures", found=contents, expected=f"a {architecture}", remedy=remedy)
     return config
 
 
-def read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mapping[str, int]]:
-    """Return the token ids of the codes in `vocabulary_map` of config.json, and token ids by the names in `needed`.
+def read_token_ids(config: Config, required_names: Sequence[str]) -> tuple[range, Mapping[str, int]]:
+    """Return the token ids of the codes in `vocabulary_map` of config.json, and token ids by the names in
+    `required_names`.
 
     Raises:
         CheckpointError: the configuration has no codes with consecutive ids, or lacks a name.
     """
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
-        raise config.error("vocabulary_map", expected="token ids by names, image tokens included")
-    if missing := [name for name in needed if name not in names]:
-        raise config.error("vocabulary_map", f"lacks {list_names(missing)}")
+        raise config.make_error("vocabulary_map", expected="token ids by names, image tokens included")
+    if missing := [name for name in required_names if name not in names]:
+        raise config.make_error("vocabulary_map", f"lacks {format_names(missing)}")
     codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
     first = tokens.get(0, 0)
     count = len(tokens)
     if count < 2 or any(tokens.get(code) != first + code for code in range(count)):
         expected = "image tokens of codes 0, 1, ... with consecutive ids"
-        raise config.error("vocabulary_map", found=f"{count} image tokens (IMGIMG..Z)", expected=expected)
-    return range(first, first + count), {name: names[name] for name in needed}
+        raise config.make_error("vocabulary_map", found=f"{count} image tokens (IMGIMG..Z)", expected=expected)
+    return range(first, first + count), {name: names[name] for name in required_names}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, normalizers
 
 from ...bundle.manifest import Size
 from ...inputs import format_value, require_library, split_lines
-from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text
+from ..checkpoints.files import Config, convert_to_checkpoint_error, make_file_error, read_text
 from ..checkpoints.folders import Checkpoint
 
 START = "<|extra_203|>"
@@ -41,72 +41,72 @@ DEFAULTS = {
 }
 
 
-def has_wide_heads(config: Config) -> bool:
+def is_emu35_config(config: Config) -> bool:
     """Return whether a configuration is Emu3.5's, whose heads together are wider than its hidden states."""
     values = DEFAULTS | dict(config.values)
     return "head_dim" in values and values["head_dim"] * values["num_attention_heads"] != values["hidden_size"]
 
 
-def emu3_image_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
+def make_emu3_image_size(tokenizer: Tokenizer, rows: int, columns: int, pixels_per_cell: int) -> Size:
     """Return an image size with its prompt tokens, which are the end of both prefix rows.
 
     Args:
-        library: tokenizer of the model.
-        scale: pixels per cell along each side.
+        tokenizer: tokenizer of the model.
+        pixels_per_cell: pixels per cell along each side.
     """
-    tokens = encode(library, f"{rows}*{columns}{IMAGE}")
-    return Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns, tokens=tokens)
+    tokens = encode_text(tokenizer, f"{rows}*{columns}{IMAGE}")
+    return Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns, tokens=tokens)
 
 
-def encode(library: Tokenizer, text: str) -> tuple[int, ...]:
+def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """Return the token ids of a text, which may name special tokens."""
-    return tuple(library.encode(text, add_special_tokens=False).ids)
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
     """Return the tokenizer's file, and its content converted to `tokenizer.json` if it has another format."""
     if not (checkpoint.path / RANKS).is_file():
-        return checkpoint.tokenizer(), None
-    path = checkpoint.file(RANKS, "tokenizer")
-    vision = split_lines(read_text(checkpoint.file(VISION, "tokenizer")))
+        return checkpoint.find_tokenizer_path(), None
+    path = checkpoint.require_file(RANKS, "tokenizer")
+    vision = split_lines(read_text(checkpoint.require_file(VISION, "tokenizer")))
     return path, convert_tiktoken(path, _PATTERN, (*_SPECIAL, *vision))
 
 
-def token_ids(config: Config) -> dict[str, int]:
+def read_special_token_ids(config: Config) -> dict[str, int]:
     """Return the token ids in a configuration of either layout, by name."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
-        raise config.error("vocabulary_map", expected="ids by the names of tokens")
+        raise config.make_error("vocabulary_map", expected="ids by the names of tokens")
     ids = {name: names.get(name, config.get(field)) for name, field in FIELDS.items()}
     return {name: token for name, token in ids.items() if token is not None}
 
 
-def visual_tokens(path: Path, library: Tokenizer) -> range:
+def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
     """Return the ids of the tokens of all codes.
 
     Raises:
         CheckpointError: the ids are not consecutive, or a special token is missing.
     """
-    tokens = library.get_vocab(with_added_tokens=True)
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
     first = tokens.get(_VISUAL.format(0))
     count = sum(name.startswith("<|visual token ") for name in tokens)
     if missing := [name for name in FIELDS if name not in tokens]:
-        raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
+        raise make_file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
-        raise file_error(
+        raise make_file_error(
             path, found=f"{count} visual tokens", expected="tokens of codes 0, 1, ... with consecutive ids"
         )
     return range(first, first + count)
 
 
-@raises_checkpoint_error
-def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
+@convert_to_checkpoint_error
+def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[str]) -> bytes:
     """Convert a tiktoken file to the content of a `tokenizer.json`.
 
     Args:
         path: file with a token in base 64 and its rank per line.
-        pattern: regular expression that splits a text, after Unicode normalisation (NFC).
-        special: special tokens, whose ids follow the ranks.
+        split_pattern: regular expression that splits a text, after Unicode normalisation (NFC).
+        special_tokens: special tokens, whose ids follow the ranks.
 
     Raises:
         CheckpointError: the ranks are not 0, 1, ..., or a byte is not a token.
@@ -115,21 +115,21 @@ def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
     require_library("transformers", str(path), "export")
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    converter: Any = TikTokenConverter(path, pattern, extra_special_tokens=special)  # type: ignore[no-untyped-call]
-    converter.load_tiktoken_bpe = _read_ranks  # the default reader needs the package tiktoken
+    converter: Any = TikTokenConverter(path, split_pattern, extra_special_tokens=special_tokens)  # type: ignore[no-untyped-call]
+    converter.load_tiktoken_bpe = _read_token_ranks  # the default reader needs the package tiktoken
     tokenizer = converter.converted()
     tokenizer.normalizer = normalizers.NFC()
     return str(tokenizer.to_str()).encode()
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def _read_token_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     for line in split_lines(read_text(path)):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise file_error(path, found=format_value(line), expected="a token in base 64 and its rank") from error
+            raise make_file_error(path, found=format_value(line), expected="a token in base 64 and its rank") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise file_error(path, problem="expected the ranks 0, 1, ..., each once, and a token for every byte")
+        raise make_file_error(path, problem="expected the ranks 0, 1, ..., each once, and a token for every byte")
     return ranks

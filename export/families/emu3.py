@@ -19,13 +19,13 @@ from ...methods import Sampling
 from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..graph.conditions import token_condition
-from ..model import Model
-from ..models.llama import decoder_config, load_decoder, rename_llama
+from ..family import ModelFamily
+from ..graph.conditions import make_token_condition
+from ..model import BundleContents
+from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
 from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
-from .common import grid_sizes, image_model
+from .common import build_image_model, list_grid_shapes
 from .common_emu3 import (
     BEGIN,
     DEFAULTS,
@@ -33,12 +33,12 @@ from .common_emu3 import (
     ROW_END,
     START,
     VISION,
-    emu3_image_size,
-    encode,
+    encode_text,
     find_tokenizer,
-    has_wide_heads,
-    token_ids,
-    visual_tokens,
+    find_visual_token_ids,
+    is_emu35_config,
+    make_emu3_image_size,
+    read_special_token_ids,
 )
 
 # Suffix of every caption, text of the unconditional row, and settings of Emu3's published program.
@@ -64,7 +64,7 @@ def read_emu3(
     vq: Path | None = None,
     *,
     grid: int | None = None,
-) -> Model:
+) -> BundleContents:
     """Read Emu3-Gen in the layout of transformers or in the published layout.
 
     Args:
@@ -75,63 +75,67 @@ def read_emu3(
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    config = target.model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
+    config = target.read_model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
     includes_vq = config.get("model_type") == _TRANSFORMERS
     if includes_vq and vq is not None:
         raise CheckpointError(field="vq", found=str(vq), expected="none: the target includes an image tokenizer")
     if not includes_vq and vq is None:
         raise CheckpointError(field="vq", found="nothing", expected="the folder of Emu3-VisionTokenizer")
-    text = config.section("text_config") if "text_config" in config.values else config
+    text = config.get_section("text_config") if "text_config" in config.values else config
     text = replace(text, values=DEFAULTS | dict(text.values))
-    tokenizer, content = find_tokenizer(target)
-    target.read()
+    tokenizer, tokenizer_json = find_tokenizer(target)
+    target.read_weights()
     if vq is None:
-        vq_checkpoint = target.extract(_find_prefix(target, _VQ_PREFIXES, CODEBOOK))
+        vq_checkpoint = target.extract_weights(_find_weight_prefix(target, _VQ_PREFIXES, CODEBOOK))
     else:
         vq_checkpoint = Checkpoint(vq, "vq", target.progress)
-        vq_checkpoint.read()
+        vq_checkpoint.read_weights()
     image_tokenizer = load_emu3_vq(vq_checkpoint)
     scale = image_tokenizer.config.pixels_per_cell
-    sizes = grid_sizes(_AREA if grid is None else (grid * scale) ** 2, scale)
-    prefix = _find_prefix(target, _PREFIXES, _EMBED)
-    head_name = _find_prefix(target, _HEAD_PREFIXES, _HEAD) + _HEAD
+    sizes = list_grid_shapes(_AREA if grid is None else (grid * scale) ** 2, scale)
+    prefix = _find_weight_prefix(target, _PREFIXES, _EMBED)
+    head_name = _find_weight_prefix(target, _HEAD_PREFIXES, _HEAD) + _HEAD
     names = {"embed.weight": prefix + _EMBED, "head.weight": head_name}
-    rename_llama(target, prefix, names)
-    library = read_tokenizer(tokenizer, min(target.shape(name)[0] for name in names), token_ids(config), content)
-    codes = visual_tokens(tokenizer, library)
-    longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
-    (row_end,) = encode(library, ROW_END)
-    decoder, embeddings = load_decoder(
-        target, decoder_config(target, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
+    rename_llama_weights(target, prefix, names)
+    library = read_tokenizer(
+        tokenizer, min(target.shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
     )
-    layout = emu3_prompt_layout(library)
-    return image_model(
+    codes = find_visual_token_ids(tokenizer, library)
+    longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
+    (row_end,) = encode_text(library, ROW_END)
+    decoder, embeddings = load_llama_decoder(
+        target, make_decoder_config(target, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
+    )
+    layout = make_emu3_prompt_layout(library)
+    return build_image_model(
         decoder=decoder,
         code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
-        condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
+        condition=make_token_condition(
+            embeddings, decoder.config.prefix, layout, tokenizer, tokenizer_json=tokenizer_json
+        ),
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[emu3_image_size(library, rows, columns, scale) for rows, columns in sizes],
+        sizes=[make_emu3_image_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
 
 
-FAMILY = Family(
+FAMILY = ModelFamily(
     read_emu3,
-    side_files=(RANKS, VISION),
+    optional_files=(RANKS, VISION),
     model_types=(_TRANSFORMERS, _PUBLISHED),
-    fits=lambda config: not has_wide_heads(config),
+    accepts_config=lambda config: not is_emu35_config(config),
 )
 
 
-def emu3_prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
+def make_emu3_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
     """Return the tokens of both prefix rows up to begin of image, which the tokens of an image size follow."""
-    start, end, uncond = (encode(library, text) for text in (START, BEGIN, START + negative + BEGIN))
+    start, end, uncond = (encode_text(tokenizer, text) for text in (START, BEGIN, START + negative_text + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
-def _find_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
+def _find_weight_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
     """Return the first prefix with which the checkpoint has the weight `name`, by default the last prefix."""
     # A later check reports the missing weight with that prefix.
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])

@@ -15,12 +15,12 @@ from ...methods import Sampling
 from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..graph.conditions import token_condition
-from ..model import Model
-from ..models.llama import decoder_config, load_decoder, rename_llama
+from ..family import ModelFamily
+from ..graph.conditions import make_token_condition
+from ..model import BundleContents
+from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
 from ..models.vq_checkpoints import load_vqgan
-from .common import image_model
+from .common import build_image_model
 from .common_emu3 import (
     BEGIN,
     DEFAULTS,
@@ -28,12 +28,12 @@ from .common_emu3 import (
     ROW_END,
     START,
     VISION,
-    emu3_image_size,
-    encode,
+    encode_text,
     find_tokenizer,
-    has_wide_heads,
-    token_ids,
-    visual_tokens,
+    find_visual_token_ids,
+    is_emu35_config,
+    make_emu3_image_size,
+    read_special_token_ids,
 )
 
 # Template, text of the unconditional row, settings, and rows and columns of the published program, the default first.
@@ -48,7 +48,7 @@ _HALF_LEVEL = 1 / 255
 _CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 
 
-def read_emu35(target: Checkpoint, vq: Path) -> Model:
+def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     """Read Emu3.5-Image.
 
     Args:
@@ -58,45 +58,49 @@ def read_emu35(target: Checkpoint, vq: Path) -> Model:
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    config = target.model_config("BAAI/Emu3.5-Image", "Emu3")
+    config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3")
     config = replace(config, values=DEFAULTS | dict(config.values))
-    tokenizer, content = find_tokenizer(target)
+    tokenizer, tokenizer_json = find_tokenizer(target)
     file = vq / _CHECKPOINT
     has_safetensors = (vq / "model.safetensors").is_file() or not file.is_file()
     vq_checkpoint = Checkpoint(vq if has_safetensors else file, "vq", target.progress)
-    image_tokenizer = load_vqgan(vq_checkpoint, largest_product=True)
+    image_tokenizer = load_vqgan(vq_checkpoint, match_by_product=True)
     bias = image_tokenizer.decoder.conv_out.bias
     assert bias is not None
     bias.data = bias.data - _HALF_LEVEL
-    target.read()
+    target.read_weights()
     names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
-    rename_llama(target, "model.", names)
-    library = read_tokenizer(tokenizer, min(target.shape(name)[0] for name in names), token_ids(config), content)
-    codes = visual_tokens(tokenizer, library)
+    rename_llama_weights(target, "model.", names)
+    library = read_tokenizer(
+        tokenizer, min(target.shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
+    )
+    codes = find_visual_token_ids(tokenizer, library)
     longest = max(rows * (columns + 1) - 1 for rows, columns in SIZES)
-    sizes = decoder_config(target, config, len(codes), SIZES[0][0], max_image_tokens=longest)
-    decoder, embeddings = load_decoder(target, sizes, codes)
-    (row_end,) = encode(library, ROW_END)
+    sizes = make_decoder_config(target, config, len(codes), SIZES[0][0], max_image_tokens=longest)
+    decoder, embeddings = load_llama_decoder(target, sizes, codes)
+    (row_end,) = encode_text(library, ROW_END)
     end = _ANSWER + BEGIN
     layout = TokenLayout(
         template=_TEMPLATE,
-        before=encode(library, START),
-        after=encode(library, end),
-        uncond=encode(library, START + _NEGATIVE.replace("{prompt}", "") + end),
+        before=encode_text(library, START),
+        after=encode_text(library, end),
+        uncond=encode_text(library, START + _NEGATIVE.replace("{prompt}", "") + end),
         negative=_NEGATIVE,
     )
     scale = image_tokenizer.config.pixels_per_cell
-    return image_model(
+    return build_image_model(
         decoder=decoder,
         code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
-        condition=token_condition(embeddings, decoder.config.prefix, layout, tokenizer, content=content),
+        condition=make_token_condition(
+            embeddings, decoder.config.prefix, layout, tokenizer, tokenizer_json=tokenizer_json
+        ),
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[emu3_image_size(library, rows, columns, scale) for rows, columns in SIZES],
+        sizes=[make_emu3_image_size(library, rows, columns, scale) for rows, columns in SIZES],
         default_grid=SIZES[0],
         row_end=len(codes),
     )
 
 
-FAMILY = Family(read_emu35, side_files=(RANKS, VISION), model_types=("Emu3",), fits=has_wide_heads)
+FAMILY = ModelFamily(read_emu35, optional_files=(RANKS, VISION), model_types=("Emu3",), accepts_config=is_emu35_config)

@@ -19,15 +19,15 @@ from ...bundle.conditions import TokenLayout
 from ...errors import CheckpointError
 from ...inputs import format_value
 from ...methods import Sampling
-from ..checkpoints.files import Config, file_error, read_tokenizer
+from ..checkpoints.files import Config, make_file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..graph.conditions import token_condition
-from ..model import Model
+from ..family import ModelFamily
+from ..graph.conditions import make_token_condition
+from ..model import BundleContents
 from ..models import exact
-from ..models.llama import decoder_config, load_decoder, rename_llama
-from ..models.vq_checkpoints import load_vq, rename_vqgan
-from .common import check_grid, image_model
+from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
+from ..models.vq_checkpoints import load_vq_tokenizer, rename_vqgan_weights
+from .common import build_image_model, check_grid_rows
 
 _CFG_SCALE = 5.0
 _ROLES = "<|User|>,<|Assistant|>"
@@ -45,108 +45,115 @@ _DEFAULTS = {
 }
 
 
-class _Layout(Protocol):
+class _CheckpointLayout(Protocol):
     """A layout of the folder: the names of its weights, and the contents of its other files.
 
     Args:
-        language: prefix of the decoder.
-        codes: name of the embeddings of codes.
+        language_prefix: prefix of the decoder.
+        code_embeddings_name: name of the embeddings of codes.
         aligner: prefix of the network behind them.
-        head: names of the two layers of the head.
+        head_layers: names of the two layers of the head.
         vq: prefix of the image tokenizer.
-        unused: prefixes of weights for image and text understanding, and for training.
-        text: settings of the decoder, by transformers' names.
-        vision: settings with `image_size`, pixels.
+        unused_prefixes: prefixes of weights for image and text understanding, and for training.
+        text_config: settings of the decoder, by transformers' names.
+        vision_config: settings with `image_size`, pixels.
         cfg_scale: default guidance scale.
     """
 
-    language: str
-    codes: str
+    language_prefix: str
+    code_embeddings_name: str
     aligner: str
-    head: tuple[str, str]
+    head_layers: tuple[str, str]
     vq: str
-    unused: tuple[str, ...]
-    text: Config
-    vision: Config
+    unused_prefixes: tuple[str, ...]
+    text_config: Config
+    vision_config: Config
     cfg_scale: float
 
-    def aligner_layers(self, layers: int) -> list[str]:
+    def list_aligner_layers(self, num_layers: int) -> list[str]:
         """Return the names of the layers of the aligner."""
 
-    def special_ids(self, target: Checkpoint, tokens: int) -> tuple[int, int, int]:
-        """Return the ids of start of sequence, padding and begin of image; `tokens` have embeddings."""
+    def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
+        """Return the ids of start of sequence, padding and begin of image; `num_embeddings` have embeddings."""
 
 
-class _ConvertedLayout:
+class _TransformersLayout:
     """The layout of transformers."""
 
-    language = "model.language_model."
-    codes = "model.generation_embeddings.weight"
+    language_prefix = "model.language_model."
+    code_embeddings_name = "model.generation_embeddings.weight"
     aligner = "model.generation_aligner."
-    head = ("model.generation_head.proj_out", "model.generation_head.vision_head")
+    head_layers = ("model.generation_head.proj_out", "model.generation_head.vision_head")
     vq = "model.vqmodel."
-    unused: tuple[str, ...] = ("model.vision_model.", "model.aligner.", "lm_head.")
+    unused_prefixes: tuple[str, ...] = ("model.vision_model.", "model.aligner.", "lm_head.")
 
     def __init__(self, target: Checkpoint, config: Config) -> None:
-        config.section("vq_config").expect("hidden_act", "gelu", None)
-        self.text = config.section("text_config")
-        self.vision = config.section("vision_config")
+        config.get_section("vq_config").check_value("hidden_act", "gelu", None)
+        self.text_config = config.get_section("text_config")
+        self.vision_config = config.get_section("vision_config")
         self.generation = target.config("generation_config.json")
-        self.cfg_scale = self.generation.number("guidance_scale", _CFG_SCALE)
+        self.cfg_scale = self.generation.get_number("guidance_scale", _CFG_SCALE)
 
-    def aligner_layers(self, layers: int) -> list[str]:
-        return ["fc1", *(f"hidden_layers.{i}" for i in range(layers - 1))]
+    def list_aligner_layers(self, num_layers: int) -> list[str]:
+        return ["fc1", *(f"hidden_layers.{i}" for i in range(num_layers - 1))]
 
-    def special_ids(self, target: Checkpoint, tokens: int) -> tuple[int, int, int]:
+    def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
         extra = self.generation.get("generation_kwargs")
         ids = dict(self.generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
         names = ("bos_token_id", "pad_token_id", "boi_token_id")
         if missing := [name for name in names if type(ids.get(name)) is not int]:
             remedy = "give the model's own file"
-            raise self.generation.error(", ".join(missing), "is not a token id", remedy=remedy)
+            raise self.generation.make_error(", ".join(missing), "is not a token id", remedy=remedy)
         start, padding, begin = (ids[name] for name in names)
         return start, padding, begin
 
 
-class _PublishedLayout:
+class _DeepSeekLayout:
     """The layout of DeepSeek, whose program finds special tokens by name."""
 
-    language = "language_model.model."
-    codes = "gen_embed.weight"
+    language_prefix = "language_model.model."
+    code_embeddings_name = "gen_embed.weight"
     aligner = "gen_aligner.layers."
-    head = ("gen_head.output_mlp_projector", "gen_head.vision_head")
+    head_layers = ("gen_head.output_mlp_projector", "gen_head.vision_head")
     vq = "gen_vision_model."
-    unused: tuple[str, ...] = ("vision_model.", "aligner.", "language_model.lm_head.", f"{vq}quantize.codebook_used")
+    unused_prefixes: tuple[str, ...] = (
+        "vision_model.",
+        "aligner.",
+        "language_model.lm_head.",
+        f"{vq}quantize.codebook_used",
+    )
     cfg_scale = _CFG_SCALE
 
     def __init__(self, target: Checkpoint, config: Config) -> None:
-        config.section("gen_vision_config").expect("cls", "VQ-16")
-        text = config.section("language_config")
-        self.text = replace(text, values=_DEFAULTS | dict(text.values))
-        self.vision = config.section("vision_config", "params")
+        config.get_section("gen_vision_config").check_value("cls", "VQ-16")
+        text_config = config.get_section("language_config")
+        self.text_config = replace(text_config, values=_DEFAULTS | dict(text_config.values))
+        self.vision_config = config.get_section("vision_config", "params")
         has_processor = (target.path / _PROCESSOR).is_file()  # programs that train often leave it out
         self.processor = target.config(_PROCESSOR) if has_processor else replace(config, values={})
-        self.processor.expect("sft_format", "deepseek", None)
+        self.processor.check_value("sft_format", "deepseek", None)
 
-    def aligner_layers(self, layers: int) -> list[str]:
-        return [str(2 * i) for i in range(layers)]  # an activation function is between two layers
+    def list_aligner_layers(self, num_layers: int) -> list[str]:
+        return [str(2 * i) for i in range(num_layers)]  # an activation function is between two layers
 
-    def special_ids(self, target: Checkpoint, tokens: int) -> tuple[int, int, int]:
+    def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
         names = [
             _START,
             self.processor.get("pad_tag", _PADDING),
             self.processor.get("image_start_tag", "<begin_of_image>"),
         ]
         path = target.path / "tokenizer.json"
-        library = read_tokenizer(path, tokens)
+        library = read_tokenizer(path, num_embeddings)
         start, padding, begin = (library.token_to_id(str(name)) for name in names)
         if start is None or padding is None or begin is None:
             expected = " and ".join(map(format_value, names))
-            raise file_error(path, found="other tokens", expected=expected, remedy="give the base model's tokenizer")
+            raise make_file_error(
+                path, found="other tokens", expected=expected, remedy="give the base model's tokenizer"
+            )
         return start, padding, begin
 
 
-def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> Model:
+def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
     """Read Janus or Janus-Pro.
 
     Args:
@@ -156,59 +163,61 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> Model:
     Raises:
         CheckpointError: a file is missing or damaged, belongs to another model, or there are not two roles.
     """
-    config = target.model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
-    layout: _Layout = (_ConvertedLayout if config.get("model_type") == "janus" else _PublishedLayout)(target, config)
+    config = target.read_model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
+    layout: _CheckpointLayout = (_TransformersLayout if config.get("model_type") == "janus" else _DeepSeekLayout)(
+        target, config
+    )
     user, *others = roles.split(",")
     if len(others) != 1:
         raise CheckpointError(field="roles", found=format_value(roles), expected="two, such as User,Assistant")
-    tokenizer = target.tokenizer()
-    pixels = layout.vision.integer("image_size")
+    tokenizer = target.find_tokenizer_path()
+    pixels = layout.vision_config.get_integer("image_size")
     if pixels is None:
-        raise config.error("vision_config", "lacks image_size, which determines the grid rows")
-    target.read(keep=lambda name: not name.startswith(layout.unused))
-    vq_checkpoint = target.extract(layout.vq)
-    rename_vqgan(vq_checkpoint, coarsest_first=True)
-    image_tokenizer = load_vq(vq_checkpoint)
+        raise config.make_error("vision_config", "lacks image_size, which determines the grid rows")
+    target.read_weights(name_filter=lambda name: not name.startswith(layout.unused_prefixes))
+    vq_checkpoint = target.extract_weights(layout.vq)
+    rename_vqgan_weights(vq_checkpoint, coarsest_first=True)
+    image_tokenizer = load_vq_tokenizer(vq_checkpoint)
     grid = pixels // image_tokenizer.config.pixels_per_cell
-    check_grid(grid)
-    aligner = target.extract(layout.aligner)
-    parts = {"embed.weight": f"{layout.language}embed_tokens.weight", "codes": layout.codes}
-    for ours, theirs in zip(("head.first", "head.second"), layout.head, strict=True):
+    check_grid_rows(grid)
+    aligner = target.extract_weights(layout.aligner)
+    parts = {"embed.weight": f"{layout.language_prefix}embed_tokens.weight", "codes": layout.code_embeddings_name}
+    for ours, theirs in zip(("head.first", "head.second"), layout.head_layers, strict=True):
         parts |= {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
-    rename_llama(target, layout.language, parts)
+    rename_llama_weights(target, layout.language_prefix, parts)
     codes = target.shape("codes")[0]
     hidden = target.shape("head.first.weight")[0]
-    sizes = decoder_config(target, layout.text, codes, grid, head_hidden=hidden)
-    code_embeddings = _fold_codes(target.weights.pop("codes"), aligner, layout)
-    decoder, text_embeddings = load_decoder(target, sizes)
-    start, padding, begin = layout.special_ids(target, len(text_embeddings))
+    sizes = make_decoder_config(target, layout.text_config, codes, grid, head_hidden=hidden)
+    code_embeddings = _compute_code_embeddings(target.weights.pop("codes"), aligner, layout)
+    decoder, text_embeddings = load_llama_decoder(target, sizes)
+    start, padding, begin = layout.find_special_token_ids(target, len(text_embeddings))
     template = f"{user}: {{prompt}}\n\n{others[0]}:"
     prompt = TokenLayout(template=template, strip=True, before=(start,), after=(begin,), uncond_fill=padding)
-    return image_model(
+    return build_image_model(
         decoder=decoder,
         code_embeddings=code_embeddings,
-        condition=token_condition(text_embeddings, decoder.config.prefix, prompt, tokenizer),
+        condition=make_token_condition(text_embeddings, decoder.config.prefix, prompt, tokenizer),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=layout.cfg_scale),
         sources=target.sources,
     )
 
 
-FAMILY = Family(read_janus, side_files=(_PROCESSOR,), model_types=("janus", "multi_modality"))
+FAMILY = ModelFamily(read_janus, optional_files=(_PROCESSOR,), model_types=("janus", "multi_modality"))
 
 
-def _fold_codes(codes: Tensor, aligner: Checkpoint, layout: _Layout) -> Tensor:
-    """Compute the decoder's input for each code, `[codes, hidden_size]`, with the aligner network."""
-    layers = layout.aligner_layers(len(aligner.weights) // 2)
+def _compute_code_embeddings(raw_embeddings: Tensor, aligner: Checkpoint, layout: _CheckpointLayout) -> Tensor:
+    """Compute the decoder's input for each code, `[raw_embeddings, hidden_size]`, with the aligner network."""
+    layers = layout.list_aligner_layers(len(aligner.weights) // 2)
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if not layers or aligner.weights.keys() != wanted:
-        raise aligner.error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))
-    weights = [exact.split(aligner.weights[f"{layer}.weight"].float().numpy()) for layer in layers]
+        raise aligner.make_error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))
+    weights = [exact.split_matrix(aligner.weights[f"{layer}.weight"].float().numpy()) for layer in layers]
     biases = [aligner.weights[f"{layer}.bias"].float().numpy() for layer in layers]
     table = []
-    for start in range(0, len(codes), _CODES):
-        rows = exact.linear(codes[start : start + _CODES].float().numpy(), weights[0], biases[0])
+    for start in range(0, len(raw_embeddings), _CODES):
+        rows = exact.apply_exact_linear(raw_embeddings[start : start + _CODES].float().numpy(), weights[0], biases[0])
         for weight, bias in zip(weights[1:], biases[1:], strict=True):
-            rows = exact.linear(exact.gelu(rows), weight, bias)
+            rows = exact.apply_exact_linear(exact.gelu(rows), weight, bias)
         table.append(torch.from_numpy(rows).float())
     return torch.cat(table)

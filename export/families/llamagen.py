@@ -7,11 +7,11 @@ from typing import Any
 
 from ...methods import Sampling
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
+from ..family import ModelFamily
 from ..graph.conditions import ClassCondition
-from ..model import Model
+from ..model import BundleContents
 from ..models.eagle import read_drafter
-from .common_llamagen import LlamaGen, llamagen_model, read_transformer
+from .common_llamagen import LlamaGenTransformer, build_llamagen_model, read_llamagen_transformer
 
 
 def read_llamagen(
@@ -23,7 +23,7 @@ def read_llamagen(
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-) -> Model:
+) -> BundleContents:
     """Read LlamaGen with its VQ tokenizer.
 
     Args:
@@ -41,15 +41,15 @@ def read_llamagen(
         CheckpointError: a file is missing or damaged, or the files are not of one model.
         RequestError: `weights` is unknown.
     """
-    transformer = read_transformer(target, config=config, grid=grid, weights=weights)
+    transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights)
     loaded_drafter = None
     if drafter is not None:
-        fields = _drafter_fields(transformer)
+        fields = _list_allowed_drafter_values(transformer)
         loaded_drafter = read_drafter(
-            drafter, transformer.decoder, allowed_values=fields, progress=target.progress, masks_prefix=False
+            drafter, transformer.decoder, allowed_config_values=fields, progress=target.progress, masks_prefix=False
         )
     is_class_conditional = isinstance(transformer.condition, ClassCondition)
-    return llamagen_model(
+    return build_llamagen_model(
         transformer,
         vq,
         weights=weights,
@@ -58,16 +58,16 @@ def read_llamagen(
             cfg_scale=4.0 if is_class_conditional else 7.5,
             top_k=0 if is_class_conditional else 1000,
             # LANTERN's program and the official program differ
-            filter_order="top-p, top-k" if transformer.lantern else "top-k, top-p",
+            filter_order="top-p, top-k" if transformer.is_lantern_layout else "top-k, top-p",
         ),
         drafter=loaded_drafter,
     )
 
 
-FAMILY = Family(read_llamagen)
+FAMILY = ModelFamily(read_llamagen)
 
 
-def _drafter_fields(target: LlamaGen) -> dict[str, tuple[Any, ...]]:
+def _list_allowed_drafter_values(target: LlamaGenTransformer) -> dict[str, tuple[Any, ...]]:
     """Return the allowed values of fields in the configuration of the target's drafter."""
     sizes = target.decoder.config
     condition = target.condition

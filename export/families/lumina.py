@@ -13,17 +13,17 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..model import Model
+from ..family import ModelFamily
+from ..model import BundleContents
 from ..models.vq_checkpoints import read_vqgan
-from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config, read_vocabulary
+from .common_chameleon import LUMINA, PROMPT_TOKENS, ChameleonTarget, read_chameleon_config, read_token_ids
 from .common_lumina import (
     ROW_END,
-    count_longest_image,
-    list_side_tokens,
-    lumina_image_size,
-    lumina_prompt_layout,
-    patch_sizes,
+    count_max_image_tokens,
+    list_patch_grids,
+    list_size_token_names,
+    make_lumina_image_size,
+    make_lumina_prompt_layout,
 )
 
 _PATCH = 2  # codes along each side of a patch
@@ -36,7 +36,7 @@ def read_lumina(
     *,
     drafter: Path | None = None,
     grid: int | None = None,
-) -> Model:
+) -> BundleContents:
     """Read Lumina-mGPT with Chameleon's VQGAN.
 
     Args:
@@ -52,31 +52,31 @@ def read_lumina(
     if grid is None or grid % _PATCH:
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
-    config = chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-7B-768")
-    patches = patch_sizes(grid // _PATCH)
-    codes, names = read_vocabulary(config, (*PROMPT_TOKENS, ROW_END, *list_side_tokens(patches)))
-    extra_tokens = names[ROW_END] + 1 - codes.stop
-    if extra_tokens < 1:
-        raise target.error(ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
+    config = read_chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-7B-768")
+    patches = list_patch_grids(grid // _PATCH)
+    codes, names = read_token_ids(config, (*PROMPT_TOKENS, ROW_END, *list_size_token_names(patches)))
+    num_extra_tokens = names[ROW_END] + 1 - codes.stop
+    if num_extra_tokens < 1:
+        raise target.make_error(ROW_END, found=f"token {names[ROW_END]}", expected="a token after the image tokens")
     start, end, _ = (names[name] for name in PROMPT_TOKENS)
-    model = Chameleon(
+    model = ChameleonTarget(
         target,
         config,
         codes,
         names,
-        lumina_prompt_layout(start, end),
+        make_lumina_prompt_layout(start, end),
         grid,
-        count_longest_image(patches, _PATCH),
-        limits_positions=False,  # the published program computes rotations for all positions
+        count_max_image_tokens(patches, _PATCH),
+        has_position_limit=False,  # the published program computes rotations for all positions
     )
-    return model.bundle(
+    return model.build_model(
         read_vqgan(vq, target.progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
         drafter,
-        extra_tokens,
+        num_extra_tokens,
         sampling=_SAMPLING,
-        sizes=[lumina_image_size(rows, columns, names, _PATCH) for rows, columns in patches],
+        sizes=[make_lumina_image_size(rows, columns, names, _PATCH) for rows, columns in patches],
         row_end=names[ROW_END] - codes.start,
     )
 
 
-FAMILY = Family(read_lumina, model_types=("chameleon",))
+FAMILY = ModelFamily(read_lumina, model_types=("chameleon",))

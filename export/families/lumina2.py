@@ -13,20 +13,20 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import defer_concatenation
-from ..checkpoints.files import file_error, list_names, read_tokenizer
+from ..checkpoints.files import format_names, make_file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..model import Model
+from ..family import ModelFamily
+from ..model import BundleContents
 from ..models.movqgan import read_movqgan
-from .common import image_model
-from .common_chameleon import LUMINA, PROMPT_TOKENS, Chameleon, chameleon_config
+from .common import build_image_model
+from .common_chameleon import LUMINA, PROMPT_TOKENS, ChameleonTarget, read_chameleon_config
 from .common_lumina import (
     ROW_END,
-    count_longest_image,
-    list_side_tokens,
-    lumina_image_size,
-    lumina_prompt_layout,
-    patch_sizes,
+    count_max_image_tokens,
+    list_patch_grids,
+    list_size_token_names,
+    make_lumina_image_size,
+    make_lumina_prompt_layout,
 )
 
 _FIRST_CODE = 155000
@@ -35,7 +35,7 @@ _PATCH = 4  # codes along each side of a patch
 _SAMPLING = Sampling(cfg_scale=4.0, cfg_final=4.0, top_k=4096)  # settings of the published generate.py
 
 
-def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
+def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
     """Read Lumina-mGPT 2.0 with MoVQGAN.
 
     Args:
@@ -50,65 +50,67 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Mo
     rows = grid or _GRID
     if rows % _PATCH:
         raise CheckpointError(field="grid", found=str(rows), expected="a multiple of 4; 96 rows are 768 pixels")
-    config = chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
+    config = read_chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
     image_tokenizer, vq_sources = read_movqgan(vq, target.progress)
-    count = image_tokenizer.config.codes
-    size = config.integer("vocab_size")
+    count = image_tokenizer.config.num_codes
+    size = config.get_integer("vocab_size")
     if size is None or size <= count:
-        raise config.error(
+        raise config.make_error(
             "vocab_size", expected=f"text tokens, and {count} tokens for the codes of the image tokenizer"
         )
     first = min(_FIRST_CODE, size - count)
-    patches = patch_sizes(rows // _PATCH)
-    names, start = _read_tokens(target, size, list_side_tokens(patches))
-    model = Chameleon(
+    patches = list_patch_grids(rows // _PATCH)
+    names, start = _read_token_ids(target, size, list_size_token_names(patches))
+    model = ChameleonTarget(
         target,
         config,
         range(first, first + count),
         names,
-        lumina_prompt_layout(start, names[PROMPT_TOKENS[1]]),
+        make_lumina_prompt_layout(start, names[PROMPT_TOKENS[1]]),
         rows,
-        count_longest_image(patches, _PATCH),
-        limits_positions=False,  # the published program computes rotations for all positions
+        count_max_image_tokens(patches, _PATCH),
+        has_position_limit=False,  # the published program computes rotations for all positions
     )
-    decoder, embeddings, condition = model.read()
+    decoder, embeddings, condition = model.load_components()
     row_end = names[ROW_END]
-    return image_model(
+    return build_image_model(
         decoder=decoder,
         code_embeddings=defer_concatenation([embeddings[first : first + count], embeddings[row_end : row_end + 1]]),
         condition=condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
         sources=[*dict.fromkeys([*target.sources, *vq_sources])],
-        sizes=[lumina_image_size(*pair, names, _PATCH) for pair in patches],
+        sizes=[make_lumina_image_size(*pair, names, _PATCH) for pair in patches],
         row_end=count,
     )
 
 
-FAMILY = Family(read_lumina2, model_types=("chameleon",))
+FAMILY = ModelFamily(read_lumina2, model_types=("chameleon",))
 
 
-def _read_tokens(checkpoint: Checkpoint, rows: int, size_tokens: Sequence[str]) -> tuple[Mapping[str, int], int]:
+def _read_token_ids(
+    checkpoint: Checkpoint, vocab_size: int, size_token_names: Sequence[str]
+) -> tuple[Mapping[str, int], int]:
     """Return the ids of the tokens in prompts and images besides the codes, by name, and of the first of a prompt.
 
     Args:
         checkpoint: folder of the target.
-        rows: number of rows of the embedding table.
-        size_tokens: names of the tokens for image sizes.
+        vocab_size: number of rows of the embedding table.
+        size_token_names: names of the tokens for image sizes.
     """
-    path = checkpoint.tokenizer()
-    names = read_tokenizer(path, rows).get_vocab(with_added_tokens=True)
+    path = checkpoint.find_tokenizer_path()
+    names = read_tokenizer(path, vocab_size).get_vocab(with_added_tokens=True)
     first, end, begin = PROMPT_TOKENS
     if first in names:
-        raise file_error(
+        raise make_file_error(
             path, found=first, expected="Qwen's tokens", remedy="family lumina takes the first Lumina-mGPT"
         )
     settings = checkpoint.config("tokenizer_config.json")
     start = settings.get("bos_token") or settings.get("eos_token")
     start = start.get("content") if isinstance(start, Mapping) else start
     if not isinstance(start, str):
-        raise settings.error("eos_token", expected="the name of a token")
-    tokens = (start, end, begin, ROW_END, *size_tokens)
+        raise settings.make_error("eos_token", expected="the name of a token")
+    tokens = (start, end, begin, ROW_END, *size_token_names)
     if missing := [name for name in tokens if name not in names]:
-        raise file_error(path, problem=f"lacks {list_names(missing)}", remedy="give the model's own tokenizer")
+        raise make_file_error(path, problem=f"lacks {format_names(missing)}", remedy="give the model's own tokenizer")
     return {name: names[name] for name in tokens}, names[start]

@@ -9,29 +9,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...bundle.order import MAX_GROUP, OrderSpec
+from ...bundle.order import MAX_GROUP, GroupOrderSpec
 from ...methods import Sampling
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
+from ..family import ModelFamily
 from ..graph.conditions import ClassCondition
-from ..model import Model
-from .common_llamagen import KnownSize, LlamaGenVariant, llamagen_model, read_transformer
+from ..model import BundleContents
+from .common_llamagen import LlamaGenVariant, PublishedSize, build_llamagen_model, read_llamagen_transformer
 
 MODELS = (
-    KnownSize(12, 768, 12, (16,)),  # GPT-B
-    KnownSize(18, 1024, 16, (16,)),  # GPT-M
-    KnownSize(24, 1024, 16, (16,)),  # GPT-L
-    KnownSize(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
-    KnownSize(48, 1536, 24, (16,)),  # GPT-XXL
+    PublishedSize(12, 768, 12, (16,)),  # GPT-B
+    PublishedSize(18, 1024, 16, (16,)),  # GPT-M
+    PublishedSize(24, 1024, 16, (16,)),  # GPT-L
+    PublishedSize(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
+    PublishedSize(48, 1536, 24, (16,)),  # GPT-XXL
 )
 _VARIANT = LlamaGenVariant(
-    arguments=("medusa_attention_num",),
-    names={
+    config_fields=("medusa_attention_num",),
+    weight_names={
         "head.right.weight": "output.weight",
         "head.below.weight": "medusa_output.weight",
         "below_norm.weight": "medusa_norm.weight",
     },
-    models=MODELS,
+    published_sizes=MODELS,
     two_heads=True,
 )
 
@@ -44,7 +44,7 @@ def read_nar(
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-) -> Model:
+) -> BundleContents:
     """Read NAR with LlamaGen's VQ tokenizer.
 
     Args:
@@ -59,33 +59,36 @@ def read_nar(
         CheckpointError: a file is missing or damaged, or is not of NAR.
         RequestError: `weights` is unknown.
     """
-    transformer = read_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
-    transformer.config.expect("medusa_attention_num", 1, None)
+    transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
+    transformer.config.check_value("medusa_attention_num", 1, None)
     rows = transformer.decoder.config.grid
     if rows > MAX_GROUP:
         expected = f"at most {MAX_GROUP} rows, for passes of as many codes"
-        raise target.error("grid", found=f"{rows} x {rows} codes", expected=expected)
+        raise target.make_error("grid", found=f"{rows} x {rows} codes", expected=expected)
     is_class_conditional = isinstance(transformer.condition, ClassCondition)
-    return llamagen_model(
+    return build_llamagen_model(
         transformer,
         vq,
         weights=weights,
         text_encoder=text_encoder,
         # the published programs for one image
         sampling=Sampling(cfg_scale=4.0, top_k=2000) if is_class_conditional else Sampling(cfg_scale=7.5),
-        order=diagonal_order(rows),
+        order=make_diagonal_order(rows),
     )
 
 
-FAMILY = Family(read_nar)
+FAMILY = ModelFamily(read_nar)
 
 
-def diagonal_order(grid: int) -> OrderSpec:
+def make_diagonal_order(grid_side: int) -> GroupOrderSpec:
     """Return NAR's order: the diagonals of a square grid from its first cell, each from the top row down.
 
     Args:
-        grid: rows and columns of the grid.
+        grid_side: rows and columns of the grid.
     """
-    diagonals = range(2 * grid - 1)
-    groups = [[row * grid + d - row for row in range(max(0, d - grid + 1), min(d, grid - 1) + 1)] for d in diagonals]
-    return OrderSpec(groups=tuple(map(tuple, groups)), two_heads=True)
+    diagonals = range(2 * grid_side - 1)
+    groups = [
+        [row * grid_side + d - row for row in range(max(0, d - grid_side + 1), min(d, grid_side - 1) + 1)]
+        for d in diagonals
+    ]
+    return GroupOrderSpec(groups=tuple(map(tuple, groups)), two_heads=True)

@@ -11,17 +11,17 @@ from __future__ import annotations
 from math import isqrt
 from pathlib import Path
 
-from ...bundle.order import MAX_GROUP, OrderSpec
+from ...bundle.order import MAX_GROUP, GroupOrderSpec
 from ...methods import Sampling
 from ..checkpoints.deferred import defer_concatenation
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
+from ..family import ModelFamily
 from ..graph.conditions import ClassCondition
-from ..model import Model
-from .common_llamagen import LlamaGenVariant, llamagen_model, read_transformer
+from ..model import BundleContents
+from .common_llamagen import LlamaGenVariant, build_llamagen_model, read_llamagen_transformer
 
 _VECTORS = "spe_tok_embeddings.special_embeddings.weight"
-_VARIANT = LlamaGenVariant(arguments=("spe_token_num", "ar_token_num"), extra=(_VECTORS,))
+_VARIANT = LlamaGenVariant(config_fields=("spe_token_num", "ar_token_num"), extra_weights=(_VECTORS,))
 
 
 def read_par(
@@ -31,7 +31,7 @@ def read_par(
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
-) -> Model:
+) -> BundleContents:
     """Read PAR with LlamaGen's VQ tokenizer.
 
     Args:
@@ -45,38 +45,38 @@ def read_par(
         CheckpointError: a file is missing or damaged, is not of PAR, or the grid cannot be cut into its regions.
         RequestError: `weights` is unknown.
     """
-    transformer = read_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
+    transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
     if not isinstance(transformer.condition, ClassCondition):
-        raise target.error(found="a text-conditional model", expected="a class-conditional one")
-    vectors = transformer.extra[_VECTORS]
+        raise target.make_error(found="a text-conditional model", expected="a class-conditional one")
+    vectors = transformer.extra_weights[_VECTORS]
     transformer.config.check_sizes(spe_token_num=len(vectors), ar_token_num=len(vectors) + 1)
     rows = transformer.decoder.config.grid
-    order = parallel_order(rows, len(vectors) + 1)
+    order = make_parallel_order(rows, len(vectors) + 1)
     if order is None:
         regions = f"{len(vectors) + 1} regions, as it has {len(vectors)} learned vectors"
         expected = f"a larger grid that divides into {regions}"
-        raise target.error("grid", found=f"{rows} x {rows} codes", expected=expected)
+        raise target.make_error("grid", found=f"{rows} x {rows} codes", expected=expected)
     transformer = transformer._replace(code_embeddings=defer_concatenation([transformer.code_embeddings, vectors]))
     sampling = Sampling(cfg_scale=1.5)  # the published evaluation
-    return llamagen_model(transformer, vq, weights=weights, sampling=sampling, order=order)
+    return build_llamagen_model(transformer, vq, weights=weights, sampling=sampling, order=order)
 
 
-FAMILY = Family(read_par)
+FAMILY = ModelFamily(read_par)
 
 
-def parallel_order(grid: int, regions: int) -> OrderSpec | None:
+def make_parallel_order(grid_side: int, num_regions: int) -> GroupOrderSpec | None:
     """Return PAR's order; None if a grid cannot be cut into so many regions of at least two cells.
 
     Args:
-        grid: rows and columns of the grid.
-        regions: number of regions, a square number; the number of cells of a pass.
+        grid_side: rows and columns of the grid.
+        num_regions: number of regions, a square number; the number of cells of a pass.
     """
-    side = isqrt(regions)
-    if side**2 != regions or regions > MAX_GROUP or grid % side or grid == side:
+    side = isqrt(num_regions)
+    if side**2 != num_regions or num_regions > MAX_GROUP or grid_side % side or grid_side == side:
         return None
-    size = grid // side  # rows and columns of a region
-    corners = [row * grid + column for row in range(0, grid, size) for column in range(0, grid, size)]
-    offsets = [row * grid + column for row in range(size) for column in range(size)]
+    size = grid_side // side  # rows and columns of a region
+    corners = [row * grid_side + column for row in range(0, grid_side, size) for column in range(0, grid_side, size)]
+    offsets = [row * grid_side + column for row in range(size) for column in range(size)]
     places = [tuple(corner + offset for corner in corners) for offset in offsets]
     first, *others = places
-    return OrderSpec(groups=(*((cell,) for cell in first), *others), vectors=regions - 1)
+    return GroupOrderSpec(groups=(*((cell,) for cell in first), *others), vectors=num_regions - 1)

@@ -15,14 +15,14 @@ from tokenizers import Tokenizer
 from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
 from ...methods import Sampling
-from ..checkpoints.files import file_error, read_tokenizer
+from ..checkpoints.files import make_file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
-from ..family import Family
-from ..graph.conditions import token_condition
-from ..model import Model
+from ..family import ModelFamily
+from ..graph.conditions import make_token_condition
+from ..model import BundleContents
 from ..models.cosmos_vq import load_cosmos_vq
-from ..models.llama import decoder_config, load_decoder, rename_llama
-from .common import grid_sizes, image_model
+from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
+from .common import build_image_model, list_grid_shapes
 
 # Tokens, texts and guidance of the published generate.py. Its top-k equals the number of codes and is left out here.
 START = "<|t2i|>"
@@ -38,7 +38,7 @@ _EMBED = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
+def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
     """Read SimpleAR with the Cosmos tokenizer.
 
     Args:
@@ -50,56 +50,63 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> M
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    config = target.model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
-    path = target.tokenizer()
+    config = target.read_model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
+    path = target.find_tokenizer_path()
     generation = target.config("generation_config.json")
-    config.expect("use_sliding_window", False, None, remedy="other decoders are not supported")
-    target.tied = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
-    target.read()
+    config.check_value("use_sliding_window", False, None, remedy="other decoders are not supported")
+    target.tied_weights = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
+    target.read_weights()
     rows = min(target.shape(name)[0] for name in (_EMBED, _HEAD))
-    rename_llama(target, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
+    rename_llama_weights(target, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
     tokenizer = read_tokenizer(path, rows)
     text_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     if missing := [name for name in (START, BEGIN) if tokenizer.token_to_id(name) is None]:
-        raise file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
+        raise make_file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     vq_checkpoint = Checkpoint(vq, "vq", target.progress)
     image_tokenizer = load_cosmos_vq(vq_checkpoint)
-    sizes = image_sizes(grid or _SQUARES[0], image_tokenizer.config.pixels_per_cell)
+    sizes = list_image_sizes(grid or _SQUARES[0], image_tokenizer.config.pixels_per_cell)
     longest = max(size.codes for size in sizes)
-    decoder, embeddings = load_decoder(
+    decoder, embeddings = load_llama_decoder(
         target,
-        decoder_config(target, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest),
+        make_decoder_config(target, config, rows - text_tokens, sizes[0].rows, max_image_tokens=longest),
         range(text_tokens, len(target.weights["head.weight"])),
     )
-    model = image_model(
+    model = build_image_model(
         decoder=decoder,
         code_embeddings=embeddings[text_tokens:],
-        condition=token_condition(
-            embeddings[:text_tokens], decoder.config.prefix, simplear_prompt_layout(tokenizer), path
+        condition=make_token_condition(
+            embeddings[:text_tokens], decoder.config.prefix, make_simplear_prompt_layout(tokenizer), path
         ),
         vq=image_tokenizer,
-        sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.number("repetition_penalty", 1.0)),
+        sampling=Sampling(cfg_scale=6.0, repetition_penalty=generation.get_number("repetition_penalty", 1.0)),
         sources=[*target.sources, *vq_checkpoint.sources],
         sizes=sizes,
     )
-    return replace(model, neighbors=_NEIGHBORS)
+    return replace(model, num_neighbors=_NEIGHBORS)
 
 
-FAMILY = Family(read_simplear, model_types=("qwen2",))
+FAMILY = ModelFamily(read_simplear, model_types=("qwen2",))
 
 
-def simplear_prompt_layout(tokenizer: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
+def make_simplear_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
     """Return the tokens of both prefix rows."""
     start, end, uncond = (
-        tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (START, BEGIN, START + negative + BEGIN)
+        tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+        for text in (START, BEGIN, START + negative_text + BEGIN)
     )
     return TokenLayout(template=TEMPLATE, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
-def image_sizes(grid: int, scale: int) -> list[Size]:
-    """Return the square of `grid` rows, other shapes of about this area, and smaller squares.
+def list_image_sizes(grid_side: int, pixels_per_cell: int) -> list[Size]:
+    """Return the square of `grid_side` rows, other shapes of about this area, and smaller squares.
 
-    The parameter `scale` is the number of pixels per cell along each side.
+    The parameter `pixels_per_cell` is the number of pixels per cell along each side.
     """
-    pairs = [*grid_sizes((grid * scale) ** 2, scale), *((side, side) for side in _SQUARES if side < grid)]
-    return [Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns) for rows, columns in pairs]
+    pairs = [
+        *list_grid_shapes((grid_side * pixels_per_cell) ** 2, pixels_per_cell),
+        *((side, side) for side in _SQUARES if side < grid_side),
+    ]
+    return [
+        Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns)
+        for rows, columns in pairs
+    ]

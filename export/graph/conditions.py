@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from ...bundle.conditions import ConditionSpec, TokenLayout
 from ..checkpoints.files import read_tokenizer
-from ..models.t5 import write_encoder
-from .graphs import Arrays, Graph, named_cases
-from .onnx_ops import Ops, Value
+from ..models.t5 import write_t5_encoder
+from .graphs import Arrays, Graph, name_test_cases
+from .onnx_ops import ExportGraphWriter, TensorSpec
 
 
-class Condition(NamedTuple):
+class PromptCondition(NamedTuple):
     """The condition of a bundle: its manifest entry, its graph, and `tokenizer.json` for text."""
 
     spec: ConditionSpec
     graph: Graph
-    tokenizer: bytes | None = None
+    tokenizer_json: bytes | None = None
 
 
 class ClassCondition(nn.Module):
@@ -42,14 +42,14 @@ class ClassCondition(nn.Module):
         prefix = self.table[class_ids][:, None]  # [rows, 1, hidden_size]
         return prefix, self.table[-1].expand_as(prefix)
 
-    def make_condition(self) -> Condition:
+    def make_condition(self) -> PromptCondition:
         """Return the condition graph and its manifest fields, for a bundle whose prompts are class ids."""
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
-        cases = named_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
-        ids = Value("class_ids", ("rows",), "int64")
-        graph = Graph("condition", self, (ids,), _declare_prefix_rows(1, width), cases)
-        return Condition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
+        cases = name_test_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
+        ids = TensorSpec("class_ids", ("rows",), "int64")
+        graph = Graph("condition", self, (ids,), _declare_prefix_outputs(1, width), cases)
+        return PromptCondition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
 
 
 class CaptionCondition(nn.Module):
@@ -67,12 +67,12 @@ class CaptionCondition(nn.Module):
         prefix = self.project(caption_embeds * caption_mask[..., None])  # [rows, prefix, hidden_size]
         return prefix, self.project(self.uncond).expand_as(prefix)
 
-    def make_condition(self) -> Condition:
+    def make_condition(self) -> PromptCondition:
         """Return the condition graph and its manifest fields, for a bundle whose prompts are text embeddings."""
         prefix, caption_dim = self.uncond.shape
         generator = np.random.default_rng(0)
-        embeds = Value("caption_embeds", ("rows", prefix, caption_dim))
-        mask = Value("caption_mask", ("rows", prefix), "int64")
+        embeds = TensorSpec("caption_embeds", ("rows", prefix, caption_dim))
+        mask = TensorSpec("caption_mask", ("rows", prefix), "int64")
         cases: list[Arrays] = [
             {
                 embeds.name: generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
@@ -81,9 +81,13 @@ class CaptionCondition(nn.Module):
             for rows in (3, 1)
         ]
         graph = Graph(
-            "condition", self, (embeds, mask), _declare_prefix_rows(prefix, len(self.second)), named_cases(*cases)
+            "condition",
+            self,
+            (embeds, mask),
+            _declare_prefix_outputs(prefix, len(self.second)),
+            name_test_cases(*cases),
         )
-        return Condition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
+        return PromptCondition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
 
 
 class TextCondition(nn.Module):
@@ -115,65 +119,65 @@ class TokenCondition(nn.Module):
         return self.table(token_ids), self.table(uncond_ids)
 
 
-def token_condition(
+def make_token_condition(
     embeddings: Tensor,
     prefix: int,
     layout: TokenLayout,
-    tokenizer: Path,
-    named: Mapping[str, int] | None = None,
-    content: bytes | None = None,
-) -> Condition:
+    tokenizer_path: Path,
+    required_ids: Mapping[str, int] | None = None,
+    tokenizer_json: bytes | None = None,
+) -> PromptCondition:
     """Return the condition graph and its manifest fields, for prompts whose token ids the decoder embeds.
 
     Args:
         embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
         prefix: maximum number of tokens of a prompt.
         layout: layout of a prompt's tokens.
-        named: token ids by name that the tokenizer must have.
-        content: `tokenizer.json`, where the tokenizer's file has another format.
+        required_ids: token ids by name that the tokenizer must have.
+        tokenizer_json: `tokenizer_path.json`, where the tokenizer's file has another format.
 
     Raises:
         CheckpointError: the tokenizer does not fit.
     """
-    read_tokenizer(tokenizer, len(embeddings), named, content)
+    read_tokenizer(tokenizer_path, len(embeddings), required_ids, tokenizer_json)
     generator = np.random.default_rng(0)
     tokens, width = embeddings.shape
     inputs = (
-        Value("token_ids", ("rows", "tokens"), "int64"),
-        Value("uncond_ids", ("rows", "uncond_tokens"), "int64"),
+        TensorSpec("token_ids", ("rows", "tokens"), "int64"),
+        TensorSpec("uncond_ids", ("rows", "uncond_tokens"), "int64"),
     )
     outputs = (
-        Value("prefix_embeds", ("rows", "tokens", width)),
-        Value("uncond_embeds", ("rows", "uncond_tokens", width)),
+        TensorSpec("prefix_embeds", ("rows", "tokens", width)),
+        TensorSpec("uncond_embeds", ("rows", "uncond_tokens", width)),
     )
     cases: list[Arrays] = [
         {value.name: generator.integers(tokens, size=(rows, n)) for value, n in zip(inputs, lengths, strict=True)}
         for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
     ]
 
-    def write(ops: Ops) -> None:
+    def write_lookup(ops: ExportGraphWriter) -> None:
         for source, result in zip(inputs, outputs, strict=True):
-            ops.op("Gather", ops.weight("table.weight", embeddings), source.name, name=result.name)
+            ops.op("Gather", ops.add_weight("table.weight", embeddings), source.name, name=result.name)
 
-    graph = Graph("condition", TokenCondition(embeddings), inputs, outputs, named_cases(*cases), write)
-    return Condition(
-        ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, content or tokenizer.read_bytes()
+    graph = Graph("condition", TokenCondition(embeddings), inputs, outputs, name_test_cases(*cases), write_lookup)
+    return PromptCondition(
+        ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, tokenizer_json or tokenizer_path.read_bytes()
     )
 
 
-def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) -> Condition:
+def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection: CaptionCondition) -> PromptCondition:
     """Return the condition of text prompts that T5 encodes.
 
     Args:
         encoder: the `T5Stack`.
-        tokenizer: content of `tokenizer.json`.
-        caption: projection of the encoder's states.
+        tokenizer_json: content of `tokenizer_json.json`.
+        caption_projection: projection of the encoder's states.
     """
-    prefix = len(caption.uncond)
-    width = len(caption.second)
+    prefix = len(caption_projection.uncond)
+    width = len(caption_projection.second)
     generator = np.random.default_rng(0)
 
-    def prompts(lengths: list[int]) -> Arrays:
+    def make_prompts(lengths: list[int]) -> Arrays:
         tokens = max(lengths)
         mask = (np.arange(tokens) >= tokens - np.array(lengths)[:, None]).astype(np.int64)
         ids = generator.integers(1, encoder.config.vocab_size, size=mask.shape) * mask
@@ -181,35 +185,37 @@ def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) ->
 
     graph = Graph(
         "condition",
-        TextCondition(encoder, caption),
-        tuple(Value(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
-        _declare_prefix_rows(prefix, width),
-        named_cases(prompts([prefix, max(prefix // 2, 1), 1]), prompts([max(prefix // 3, 1)])),
-        lambda ops: _write_text(ops, encoder, caption),
+        TextCondition(encoder, caption_projection),
+        tuple(TensorSpec(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
+        _declare_prefix_outputs(prefix, width),
+        name_test_cases(make_prompts([prefix, max(prefix // 2, 1), 1]), make_prompts([max(prefix // 3, 1)])),
+        lambda ops: _write_text_condition(ops, encoder, caption_projection),
         tolerance=None,  # some layers amplify the rounding errors of float32
     )
-    return Condition(ConditionSpec(kind="text", prefix=prefix, cleaning="llamagen"), graph, tokenizer)
+    return PromptCondition(ConditionSpec(kind="text", prefix=prefix, cleaning="llamagen"), graph, tokenizer_json)
 
 
-def _write_text(ops: Ops, encoder: Any, caption: CaptionCondition) -> None:
-    prefix = len(caption.uncond)
-    states, mask = write_encoder(ops, encoder, prefix)
-    real = ops.op("Mul", states, ops.op("Unsqueeze", mask, ops.ints(2)))
-    first = ops.weight("caption.first", caption.first.t())
-    second = ops.weight("caption.second", caption.second.t())
+def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projection: CaptionCondition) -> None:
+    prefix = len(caption_projection.uncond)
+    states, mask = write_t5_encoder(ops, encoder, prefix)
+    real = ops.op("Mul", states, ops.op("Unsqueeze", mask, ops.int_vector(2)))
+    first = ops.add_weight("caption.first", caption_projection.first.t())
+    second = ops.add_weight("caption.second", caption_projection.second.t())
 
     def project(x: str) -> str:
         active = ops.op("Gelu", ops.op("MatMul", x, first), approximate="tanh")
         return ops.op("MatMul", active, second)  # [..., hidden_size]
 
     text = project(real)  # [rows, tokens, hidden_size]
-    padding = ops.op("Sub", ops.ints(prefix), ops.op("Shape", "token_ids", start=1, end=2))
-    pads = ops.op("Concat", ops.ints(0), padding, ops.ints(0, 0, 0, 0), axis=0)  # before each axis, then behind
+    padding = ops.op("Sub", ops.int_vector(prefix), ops.op("Shape", "token_ids", start=1, end=2))
+    pads = ops.op(
+        "Concat", ops.int_vector(0), padding, ops.int_vector(0, 0, 0, 0), axis=0
+    )  # before each axis, then behind
     ops.op("Pad", text, pads, name="prefix_embeds")
     rows = ops.op("Shape", "token_ids", start=0, end=1)
-    shape = ops.op("Concat", rows, ops.ints(prefix, len(caption.second)), axis=0)
-    ops.op("Expand", project(ops.weight("caption.uncond", caption.uncond)), shape, name="uncond_embeds")
+    shape = ops.op("Concat", rows, ops.int_vector(prefix, len(caption_projection.second)), axis=0)
+    ops.op("Expand", project(ops.add_weight("caption.uncond", caption_projection.uncond)), shape, name="uncond_embeds")
 
 
-def _declare_prefix_rows(prefix: int, width: int) -> tuple[Value, Value]:
-    return Value("prefix_embeds", ("rows", prefix, width)), Value("uncond_embeds", ("rows", prefix, width))
+def _declare_prefix_outputs(prefix: int, width: int) -> tuple[TensorSpec, TensorSpec]:
+    return TensorSpec("prefix_embeds", ("rows", prefix, width)), TensorSpec("uncond_embeds", ("rows", prefix, width))

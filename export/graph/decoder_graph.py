@@ -4,10 +4,10 @@ These graphs run hundreds of times per image, so they are written by hand rather
 arithmetic, and query weights include the attention scale where it is a power of two. Transposes come in the order that
 ONNX Runtime folds into its matrix products, so that the past is read in place.
 
-With int8 matmul (`Ops.int8_matmul`), activations are rounded to 8 bits, and a difference in the last bit before that
-becomes a difference in the first three digits. So no result may depend on how nodes share forward passes. Attention
-weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order. Products
-of queries and keys are not, and are added in the same order always (`_write_query_parts`).
+With int8 matmul (`ExportGraphWriter.int8_matmul`), activations are rounded to 8 bits, and a difference in the last bit
+before that becomes a difference in the first three digits. So no result may depend on how nodes share forward passes.
+Attention weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order.
+Products of queries and keys are not, and are added in the same order always (`_write_query_slices`).
 
 ONNX allows an empty past, but ONNX Runtime 1.31 divides by zero in the fused product over an empty past. So engines
 feed at least one past column, which the mask hides.
@@ -21,10 +21,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...engines.graph_writer import DecoderWriter
+from ...engines.graph_writer import DecoderGraphWriter
 from ..checkpoints.deferred import compute_tensor, defer_tensor
 from ..models.decoder import HEAD_EPSILON, LayerStack
-from .onnx_ops import MAX_INT8_ACTIVATION, Ops
+from .onnx_ops import MAX_INT8_ACTIVATION, ExportGraphWriter
 
 _ORDERED_SUM = 128  # products that ONNX Runtime's MatMul adds in the same order for any number of columns
 _EXACT_BITS = 24  # float32 holds integers of as many bits, which sums must not exceed
@@ -34,7 +34,7 @@ _MAX_NODES = 128  # nodes of a pass, in addition to the positions of an image
 _MAX_LOG_GAP = 70.0  # nats by which an attention weight may lie below the largest
 
 
-class PastFirstWriter(DecoderWriter):
+class CPUDecoderWriter(DecoderGraphWriter):
     """Writes the layout for CPUs: inputs are embeddings, mask and past, outputs include new keys and values.
 
     Args:
@@ -42,22 +42,22 @@ class PastFirstWriter(DecoderWriter):
         stack: target or drafter to write.
     """
 
-    graph: Ops
+    graph: ExportGraphWriter
     weights: Mapping[str, Tensor]
 
-    def __init__(self, ops: Ops, stack: LayerStack) -> None:
+    def __init__(self, ops: ExportGraphWriter, stack: LayerStack) -> None:
         config = stack.config
         super().__init__(
             ops,
             config.architecture,
             stack.state_dict(),
-            "float16" if ops.half else "float32",
+            "float16" if ops.is_float16 else "float32",
             config.num_heads,
             config.num_heads // config.num_kv_heads,
         )
         self.config = config
         self.rope = stack.rope
-        self.columns = config.length + _MAX_NODES  # maximum number of past columns and nodes
+        self.columns = config.max_sequence_length + _MAX_NODES  # maximum number of past columns and nodes
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
         self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
 
@@ -65,11 +65,11 @@ class PastFirstWriter(DecoderWriter):
         """Write all layers and outputs; `embeddings` is the input of the first layer, `[rows, nodes, hidden_size]`."""
         ops = self.graph
         x = ops.transpose(embeddings, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
-        self.cos, self.sin, swap = self._write_rotation()
+        self.cos, self.sin, swap = self._write_rotary_lookup()
         past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
         self.mask = self.write_tiled_mask("attention_mask")  # [rows, 1, group * nodes, past + nodes]
-        self.swap = ops.weight("rotary.swap", swap)
+        self.swap = ops.add_weight("rotary.swap", swap)
         self.past_and_new = ops.op("Concat", past, nodes, axis=0)
         self.write_decoder(x, self.config.num_layers)
 
@@ -83,10 +83,10 @@ class PastFirstWriter(DecoderWriter):
         return super().write_sum_and_norm(x, addend, weight, name)
 
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
-        return self.graph.linear(x, weight, self._scale_weight(weight), output)
+        return self.graph.write_linear(x, weight, self._scale_weight(weight), output)
 
     def write_weight(self, name: str) -> str:
-        return self.graph.weight(name, self._scale_weight(name))
+        return self.graph.add_weight(name, self._scale_weight(name))
 
     def _scale_weight(self, name: str) -> Tensor:
         """Return a weight or bias; the rows of queries are multiplied by `scale` if it is folded into them."""
@@ -104,13 +104,13 @@ class PastFirstWriter(DecoderWriter):
 
     def write_gelu(self, x: str) -> str:
         ops = self.graph
-        root = ops.number("root_half", 0.5**0.5)
-        unit = ops.number("one", 1.0)
-        half = ops.number("half", 0.5)
+        root = ops.add_number("root_half", 0.5**0.5)
+        unit = ops.add_number("one", 1.0)
+        half = ops.add_number("half", 0.5)
         erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), unit)
         return ops.op("Mul", ops.op("Mul", x, erf), half)  # x / 2 * (1 + erf(x / sqrt(2)))
 
-    def _write_rotation(self) -> tuple[str, str, Tensor]:
+    def _write_rotary_lookup(self) -> tuple[str, str, Tensor]:
         """Write the look-up of rotary tables by position.
 
         Returns:
@@ -128,23 +128,25 @@ class PastFirstWriter(DecoderWriter):
         positions = ops.transpose("position_ids", 1, 0)
         tables = {"cos": rope[:, index // 2, 0], "sin": rope[:, index // 2, 1] * sign}
 
-        def look_up(rows: str) -> list[str]:
-            gathered = (ops.op("Gather", ops.weight(f"rotary.{part}", table), rows) for part, table in tables.items())
-            return [ops.op("Unsqueeze", numbers, ops.ints(2)) for numbers in gathered]
+        def look_up_rotary_tables(rows: str) -> list[str]:
+            gathered = (
+                ops.op("Gather", ops.add_weight(f"rotary.{part}", table), rows) for part, table in tables.items()
+            )
+            return [ops.op("Unsqueeze", numbers, ops.int_vector(2)) for numbers in gathered]
 
         swap = torch.eye(width)[partner]
         if self.config.rotary != "grids":
-            cos, sin = look_up(positions)
+            cos, sin = look_up_rotary_tables(positions)
             return cos, sin, swap
-        shift = ops.op("Div", positions, ops.ints(len(rope)))  # see `LayerStack.look_up_rotation`
-        cos, sin = look_up(ops.op("Sub", positions, ops.op("Mul", shift, ops.ints(len(rope)))))
-        back_cos, back_sin = look_up(shift)
+        shift = ops.op("Div", positions, ops.int_vector(len(rope)))  # see `LayerStack.look_up_rotation`
+        cos, sin = look_up_rotary_tables(ops.op("Sub", positions, ops.op("Mul", shift, ops.int_vector(len(rope)))))
+        back_cos, back_sin = look_up_rotary_tables(shift)
         moved_cos = ops.op("Add", ops.op("Mul", cos, back_cos), ops.op("Mul", sin, back_sin))
         moved_sin = ops.op("Sub", ops.op("Mul", sin, back_cos), ops.op("Mul", cos, back_sin))
         return moved_cos, moved_sin, swap
 
-    def split_and_rotate(self, joint: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and rotate; see `DecoderWriter.split_and_rotate`.
+    def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
+        """Split and rotate; see `DecoderGraphWriter.split_and_rotate_qkv`.
 
         Returns:
             Names of queries, keys and values, `[nodes, rows, heads or num_kv_heads, head_dim]`.
@@ -153,74 +155,74 @@ class PastFirstWriter(DecoderWriter):
         config = self.config
         heads = config.num_heads
         num_kv_heads = config.num_kv_heads
-        joint = ops.reshape(joint, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
-        sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
+        qkv = ops.reshape(qkv, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
+        sizes = ops.int_vector(heads + num_kv_heads, num_kv_heads)
         new_key, new_value = (f"new_{layer_name.replace('layers', 'key_values')}.{part}" for part in ("key", "value"))
-        exact = self._has_exact_attention(layer_name)
+        exact = self._needs_exact_sums(layer_name)
         outputs = [f"{layer_name}.query_key", f"{layer_name}.value" if exact else new_value]
-        both, value = ops.add_node("Split", [joint, sizes], outputs, axis=2)
+        both, value = ops.add_node("Split", [qkv, sizes], outputs, axis=2)
         if exact:
-            value = self._round_values(value, layer_name, new_value)
+            value = self._write_rounded_values(value, layer_name, new_value)
         if config.query_key_norm:
-            both = self._write_head_norms(both, f"{layer_name}.attention")
+            both = self._write_query_key_norms(both, f"{layer_name}.attention")
         swapped = ops.op("MatMul", both, self.swap)
         both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
         query, key = ops.add_node(
-            "Split", [both, ops.ints(heads, num_kv_heads)], [f"{layer_name}.query", new_key], axis=2
+            "Split", [both, ops.int_vector(heads, num_kv_heads)], [f"{layer_name}.query", new_key], axis=2
         )
         return query, key, value
 
-    def _has_exact_attention(self, layer_name: str) -> bool:
+    def _needs_exact_sums(self, layer_name: str) -> bool:
         """Return whether a layer's sums over columns must be exact. A drafter's need not: it only proposes tokens."""
         return self.graph.int8_matmul and f"{layer_name}.attention_norm.weight" in self.weights
 
-    def _write_head_norms(self, x: str, layer_name: str) -> str:
+    def _write_query_key_norms(self, x: str, layer_name: str) -> str:
         """Write the norms of queries, which include `scale`, and keys, `[nodes, rows, heads + num_kv_heads, width]`."""
         ops = self.graph
         rms = self.config.rms_head_norm
         x = ops.cast_for_norm(x)
-        x = x if rms else ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
+        x = x if rms else ops.op("Sub", x, ops.op("ReduceMean", x, ops.int_vector(-1), keepdims=1))
         y = ops.op("Div", x, _write_rms(ops, x, self.config.norm_eps if rms else HEAD_EPSILON))
         y = ops.cast(y, "float32") if ops.int8_matmul else y
         for op, part in (("Mul", "weight"), ("Add", "bias"))[: 1 if rms else 2]:
             query, key = (self.weights[f"{layer_name}.{kind}_norm.{part}"].float() for kind in ("query", "key"))
             numbers = torch.cat([query * self.scale, key])
-            y = ops.op(op, y, ops.weight(f"{layer_name}.head_norm.{part}", numbers, wide=True))
+            y = ops.op(op, y, ops.add_weight(f"{layer_name}.head_norm.{part}", numbers, keep_float32=True))
         return self.to_dtype(y)
 
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
         ops = self.graph
         width = self.config.head_dim
         num_kv_heads = self.config.num_kv_heads
-        exact = self._has_exact_attention(layer_name)
+        exact = self._needs_exact_sums(layer_name)
         cache = layer_name.replace("layers", "key_values")
         past_key = f"past_{cache}.key"
         past_value = f"past_{cache}.value"
 
         if self.config.attention_scale != 1:
-            query = ops.op("Mul", query, ops.number("attention_scale", self.config.attention_scale))
+            query = ops.op("Mul", query, ops.add_number("attention_scale", self.config.attention_scale))
         query = ops.transpose(query, 1, 2, 0, 3)  # [rows, heads, nodes, width]
-        if self.group > 1:  # queries of one group share a key head: stack them along the nodes
+        if self.kv_group_size > 1:  # queries of one group share a key head: stack them along the nodes
             query = ops.reshape(query, 0, num_kv_heads, -1, width)
         scores = self.mask
-        for part in self._write_query_parts(query) if exact else [query]:
+        for part in self._write_query_slices(query) if exact else [query]:
             products = [ops.op("MatMul", part, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, key)]
             scores = ops.op("Add", ops.op("Concat", *products, axis=-1), scores)
-        weights = _write_exact_softmax(ops, scores, self.columns) if exact else _write_softmax(ops, scores)
+        weights = _write_fixed_point_softmax(ops, scores, self.columns) if exact else _write_softmax(ops, scores)
         parts = ops.add_node(
             "Split", [weights, self.past_and_new], [f"{layer_name}.on_past", f"{layer_name}.on_new"], axis=-1
         )
         values = zip(parts, (past_value, value), strict=True)
         mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
         if exact:  # [rows, num_kv_heads, group * nodes, width]
-            mixed = ops.op("Mul", mixed, ops.number("share", 1 / _WEIGHT_STEPS))
-        if self.group > 1:
+            mixed = ops.op("Mul", mixed, ops.add_number("share", 1 / _WEIGHT_STEPS))
+        if self.kv_group_size > 1:
             nodes = ops.op("Shape", "position_ids", start=1, end=2)
-            shape = ops.op("Concat", ops.ints(0, self.heads), nodes, ops.ints(width), axis=0)
+            shape = ops.op("Concat", ops.int_vector(0, self.num_heads), nodes, ops.int_vector(width), axis=0)
             mixed = ops.op("Reshape", mixed, shape)
-        return ops.reshape(ops.transpose(mixed, 2, 0, 1, 3), 0, 0, self.heads * width)
+        return ops.reshape(ops.transpose(mixed, 2, 0, 1, 3), 0, 0, self.num_heads * width)
 
-    def _write_query_parts(self, query: str) -> list[str]:
+    def _write_query_slices(self, query: str) -> list[str]:
         """Write copies of queries that are zero except for `_ORDERED_SUM` numbers, and whose sum is the query.
 
         Longer sums are cut at multiples of `_ORDERED_SUM`, which depend on the number of columns and threads, and the
@@ -232,9 +234,9 @@ class PastFirstWriter(DecoderWriter):
         if len(parts) == 1:
             return [query]
         ops = self.graph
-        return [ops.op("Mul", query, ops.weight(f"query_part_{i}", (part_of == i).float())) for i in parts]
+        return [ops.op("Mul", query, ops.add_weight(f"query_part_{i}", (part_of == i).float())) for i in parts]
 
-    def _round_values(self, value: str, layer_name: str, name: str) -> str:
+    def _write_rounded_values(self, value: str, layer_name: str, name: str) -> str:
         """Round values `[nodes, rows, num_kv_heads, width]` to multiples of a power of two for each channel.
 
         The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
@@ -255,12 +257,14 @@ class PastFirstWriter(DecoderWriter):
             largest += compute_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
-        step = ops.weight(f"{layer_name}.value_units", defer_tensor(compute_steps, shape, torch.float32))
-        limits = (ops.number("least_value", -float(max_steps)), ops.number("most_value", float(max_steps)))
+        step = ops.add_weight(f"{layer_name}.value_units", defer_tensor(compute_steps, shape, torch.float32))
+        limits = (ops.add_number("least_value", -float(max_steps)), ops.add_number("most_value", float(max_steps)))
         return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step, name=name)
 
 
-def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, output: str | None = None) -> str:
+def write_rms_norm(
+    ops: ExportGraphWriter, x: str, name: str, weight: Tensor, eps: float, output_name: str | None = None
+) -> str:
     """Write `x / rms(x) * weight`.
 
     Args:
@@ -269,59 +273,59 @@ def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, outp
         name: name of the weight in the graph.
         weight: the weight, `[width]`.
         eps: number added to the mean square.
-        output: name of the result, None for any.
+        output_name: name of the result, None for any.
 
     Returns:
         Name of the result.
     """
-    cast = ops.half or ops.int8_matmul
+    cast = ops.is_float16 or ops.int8_matmul
     x = ops.cast_for_norm(x)
     normed = ops.op("Div", x, _write_rms(ops, x, eps))
-    scale = ops.norm_weight(name, weight)
-    scaled = ops.op("Mul", normed, scale, name=None if cast else output)
-    scaled = ops.cast(scaled, "float16" if ops.half else "float32", output) if cast else scaled
+    scale = ops.add_norm_weight(name, weight)
+    scaled = ops.op("Mul", normed, scale, name=None if cast else output_name)
+    scaled = ops.cast(scaled, "float16" if ops.is_float16 else "float32", output_name) if cast else scaled
     if ops.int8_matmul:  # no normed number exceeds the root of the width, before its weight
         ops.steps[scaled] = compute_tensor(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
     return scaled
 
 
-def _write_rms(ops: Ops, x: str, eps: float) -> str:
-    square = ops.op("Pow", x, ops.norm_weight("two", torch.tensor(2.0)))
-    mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    return ops.op("Sqrt", ops.op("Add", mean, ops.norm_weight(f"eps_{eps}", torch.tensor(eps))))
+def _write_rms(ops: ExportGraphWriter, x: str, eps: float) -> str:
+    square = ops.op("Pow", x, ops.add_norm_weight("two", torch.tensor(2.0)))
+    mean = ops.op("ReduceMean", square, ops.int_vector(-1), keepdims=1)
+    return ops.op("Sqrt", ops.op("Add", mean, ops.add_norm_weight(f"eps_{eps}", torch.tensor(eps))))
 
 
-def _write_softmax(ops: Ops, scores: str) -> str:
+def _write_softmax(ops: ExportGraphWriter, scores: str) -> str:
     """Write a softmax over the last axis with no weight, hidden columns included, below e^-70 of the largest.
 
     Smaller weights would not change a sum in float32, but processors take a hundred times as long for numbers below
     1e-38: forward passes of `scenes` with 8 nodes took 30 % longer.
     """
-    largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
-    lowest = ops.op("Sub", largest, ops.number("least_weight", _MAX_LOG_GAP))
+    largest = ops.op("ReduceMax", scores, ops.int_vector(-1), keepdims=1)
+    lowest = ops.op("Sub", largest, ops.add_number("least_weight", _MAX_LOG_GAP))
     return ops.op("Softmax", ops.op("Max", scores, lowest), axis=-1)
 
 
-def _write_exact_softmax(ops: Ops, scores: str, columns: int) -> str:
+def _write_fixed_point_softmax(ops: ExportGraphWriter, scores: str, max_columns: int) -> str:
     """Write a softmax over the last axis whose weights are integers, in units of 1 / `_WEIGHT_STEPS`.
 
     Numerators are integers, too, as large as an exact sum over all columns allows, so that the denominator is exact.
     """
-    finest = float(2 ** (_EXACT_BITS - math.ceil(math.log2(columns))))
-    largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
-    shifted = ops.op("Sub", scores, ops.op("Sub", largest, ops.number("log_finest", math.log(finest))))
-    numerators = _write_round(ops, ops.op("Exp", ops.op("Max", shifted, ops.number("no_share", -1.0))))
-    total = ops.op("ReduceSum", numerators, ops.ints(-1), keepdims=1)
+    finest = float(2 ** (_EXACT_BITS - math.ceil(math.log2(max_columns))))
+    largest = ops.op("ReduceMax", scores, ops.int_vector(-1), keepdims=1)
+    shifted = ops.op("Sub", scores, ops.op("Sub", largest, ops.add_number("log_finest", math.log(finest))))
+    numerators = _write_round(ops, ops.op("Exp", ops.op("Max", shifted, ops.add_number("no_share", -1.0))))
+    total = ops.op("ReduceSum", numerators, ops.int_vector(-1), keepdims=1)
     return _write_round(
-        ops, ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_WEIGHT_STEPS)), total))
+        ops, ops.op("Mul", numerators, ops.op("Div", ops.add_number("shares", float(_WEIGHT_STEPS)), total))
     )
 
 
-def _write_round(ops: Ops, x: str) -> str:
+def _write_round(ops: ExportGraphWriter, x: str) -> str:
     """Round numbers in 0 .. 2^22 to integers, as `Round` does, by adding and subtracting a number without fractions.
 
     ONNX Runtime's `Round` runs in one thread: a pass of SimpleAR-0.5B with 8 nodes on 2,048 tokens took 5 % longer with
     it, on 4,096 tokens 32 %.
     """
-    whole = ops.number("whole", 1.5 * 2**23)
+    whole = ops.add_number("whole", 1.5 * 2**23)
     return ops.op("Sub", ops.op("Add", x, whole), whole)

@@ -24,7 +24,16 @@ from torch import Tensor
 from ...engines.graph_writer import TYPES
 from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import BLOCK_OPSET
-from .precision import MAX_INTEGER, Compute, Rule, Storage, block_size, iter_chunks, quantize, resolve_storage
+from .precision import (
+    MAX_INTEGER,
+    ComputeType,
+    StorageRule,
+    StorageType,
+    find_block_size,
+    iter_float32_chunks,
+    quantize,
+    resolve_storage_type,
+)
 
 _MIN_EXTERNAL = 1 << 20  # bytes of all weights above which they are written to a separate file
 _MAX_INLINE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
@@ -35,14 +44,14 @@ class Initializer(NamedTuple):
     """An initializer of the graph: a weight, or the integers or scales of a weight."""
 
     name: str
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Size in the file, in bytes."""
         numbers = int(np.prod(self.shape, dtype=np.int64))
-        return (numbers + 1) // 2 if self.kind == "int4" else numbers * int(getattr(torch, self.kind).itemsize)
+        return (numbers + 1) // 2 if self.dtype == "int4" else numbers * int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass
@@ -52,38 +61,39 @@ class GraphFile:
     Args:
         model: the graph without its weights.
         weights: weights by name, perhaps deferred.
-        storages: storage by name of the floating-point weights, which may change to float32 while they are written.
-        matrices: names of the weights of linear layers, `[in, out]`.
-        compute: type that the graph computes in, and of the scales of blocks.
+        storage_types: storage by name of the floating-point weights, which may change to float32 while they are
+            written.
+        matrix_names: names of the weights of linear layers, `[in, out]`.
+        compute_type: type that the graph computes in, and of the scales of blocks.
     """
 
     model: onnx.ModelProto
     weights: dict[str, Tensor]
-    storages: dict[str, Storage]
-    matrices: set[str]
-    rule: Rule
-    compute: Compute = "float32"
+    storage_types: dict[str, StorageType]
+    matrix_names: set[str]
+    storage_rule: StorageRule
+    compute_type: ComputeType = "float32"
 
     @property
-    def size(self) -> int:
+    def weight_bytes(self) -> int:
         """Size of all weights in bytes, computed from their shapes alone."""
-        return sum(part.bytes for name in self.weights for part in self.initializers(name))
+        return sum(part.num_bytes for name in self.weights for part in self.list_initializers(name))
 
-    def initializers(self, name: str) -> list[Initializer]:
+    def list_initializers(self, name: str) -> list[Initializer]:
         """Return the initializers that a weight is stored as."""
         weight = self.weights[name]
-        kind = self.storages.get(name)
+        kind = self.storage_types.get(name)
         shape = tuple(weight.shape)
         if kind is None or kind == "float32":
             return [Initializer(name, str(weight.dtype).removeprefix("torch.") if kind is None else kind, shape)]
         if kind == "float16":
-            return [Initializer(name if self.compute == kind else f"{name}.half", kind, shape)]
+            return [Initializer(name if self.compute_type == kind else f"{name}.half", kind, shape)]
         if kind == "bfloat16":
             return [Initializer(f"{name}.bfloat16", kind, shape)]
         if kind == "columns":
             return [Initializer(f"{name}.int8", "int8", shape), Initializer(f"{name}.scales", "float32", shape[1:])]
-        size = block_size(kind, shape[0]) or 1
-        scales = Initializer(f"{name}.scales", self.compute, (shape[0] // size, shape[1]))
+        size = find_block_size(kind, shape[0]) or 1
+        scales = Initializer(f"{name}.scales", self.compute_type, (shape[0] // size, shape[1]))
         return [Initializer(f"{name}.{kind}", kind, shape), scales]
 
     def write(self, path: Path, progress: Callable[[int], None] = lambda count: None) -> list[Path]:
@@ -95,33 +105,35 @@ class GraphFile:
         Returns:
             Paths of the files.
         """
-        external = path.with_name(path.name + ".data") if self.size > _MIN_EXTERNAL else None
+        external = path.with_name(path.name + ".data") if self.weight_bytes > _MIN_EXTERNAL else None
         with external.open("wb") if external else nullcontext() as file:
             for name in self.weights:
-                if name in self.storages:
+                if name in self.storage_types:
                     weight = self.weights[name]
-                    kind = self.storages[name]
-                    self.storages[name] = resolve_storage(name, weight, kind, self.rule)
-                    if self.compute == "float16" and kind in MAX_INTEGER:  # dequantized weights must fit float16, too
-                        resolve_storage(name, weight, "float16", "fp16")
+                    kind = self.storage_types[name]
+                    self.storage_types[name] = resolve_storage_type(name, weight, kind, self.storage_rule)
+                    if (
+                        self.compute_type == "float16" and kind in MAX_INTEGER
+                    ):  # dequantized weights must fit float16, too
+                        resolve_storage_type(name, weight, "float16", "fp16")
                 self._write_weight(name, file, progress)
-        self._insert_decoders()
+        self._insert_decode_nodes()
         path.write_bytes(self.model.SerializeToString())
         return [path, external] if external else [path]
 
     def _write_weight(self, name: str, file: BinaryIO | None, progress: Callable[[int], None]) -> None:
         scales: list[bytes] = []  # filled in while the integers are written
         for part, chunks in zip(
-            self.initializers(name), (self._iter_weight_chunks(name, scales), scales), strict=False
+            self.list_initializers(name), (self._iter_weight_chunks(name, scales), scales), strict=False
         ):
-            proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=TYPES[part.kind])
-            if file is None or part.bytes <= _MAX_INLINE:
+            proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=TYPES[part.dtype])
+            if file is None or part.num_bytes <= _MAX_INLINE:
                 proto.raw_data = b"".join(chunks)
-                progress(part.bytes)
+                progress(part.num_bytes)
                 continue
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             proto.data_location = TensorProto.EXTERNAL
-            location = {"location": Path(file.name).name, "offset": file.tell(), "length": part.bytes}
+            location = {"location": Path(file.name).name, "offset": file.tell(), "length": part.num_bytes}
             for key, value in location.items():
                 proto.external_data.add(key=key, value=str(value))
             for data in chunks:
@@ -131,31 +143,31 @@ class GraphFile:
     def _iter_weight_chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
         """Yield the bytes of a weight's first initializer, and add the scales of integers to `scales`."""
         weight = self.weights[name]
-        kind = self.storages.get(name)
+        kind = self.storage_types.get(name)
         if kind is None:
             yield np.ascontiguousarray(compute_tensor(weight).numpy()).tobytes()
         elif kind in ("float32", "float16", "bfloat16"):
-            for chunk in iter_chunks(weight):
+            for chunk in iter_float32_chunks(weight):
                 yield _to_bytes(chunk, kind)
         elif kind == "columns":
-            largest = torch.stack([chunk.abs().amax(0) for chunk in iter_chunks(weight)]).amax(0, keepdim=True)
+            largest = torch.stack([chunk.abs().amax(0) for chunk in iter_float32_chunks(weight)]).amax(0, keepdim=True)
             scales.append((largest[0] / MAX_INTEGER[kind]).numpy().tobytes())
-            for chunk in iter_chunks(weight):
+            for chunk in iter_float32_chunks(weight):
                 yield quantize(chunk, kind, largest / MAX_INTEGER[kind])[0].numpy().tobytes()
         else:
-            for chunk in iter_chunks(weight, block_size(kind, weight.shape[0]) or 1):
-                integers, chunk_scales = quantize(chunk, kind, compute=self.compute)
-                scales.append(_to_bytes(chunk_scales, self.compute))
+            for chunk in iter_float32_chunks(weight, find_block_size(kind, weight.shape[0]) or 1):
+                integers, chunk_scales = quantize(chunk, kind, compute_type=self.compute_type)
+                scales.append(_to_bytes(chunk_scales, self.compute_type))
                 yield integers.numpy().tobytes() if kind == "int8" else _pack_int4(integers.numpy())
 
-    def _insert_decoders(self) -> None:
+    def _insert_decode_nodes(self) -> None:
         """Insert the node that decodes a weight right before its first use.
 
         Runtimes that fold nothing then hold one decoded weight at a time.
         """
         nodes = list(self.model.graph.node)
-        undecoded = {"float32", "columns"} | ({"float16"} if self.compute == "float16" else set())
-        decoded = {name: kind for name, kind in self.storages.items() if kind not in undecoded}
+        undecoded = {"float32", "columns"} | ({"float16"} if self.compute_type == "float16" else set())
+        decoded = {name: kind for name, kind in self.storage_types.items() if kind not in undecoded}
         tables = {name for name, kind in decoded.items() if kind in ("float16", "bfloat16")} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _is_embedding_lookup(node))
         }
@@ -164,35 +176,35 @@ class GraphFile:
         for node in nodes:
             read.update(node.input)
             if node.input and node.input[0] in tables:
-                self.model.graph.node.extend(self._decode_rows(node))
+                self.model.graph.node.extend(self._make_lookup_decode_nodes(node))
                 continue
             for name in node.input:
                 if kind := decoded.pop(name, None):
-                    self.model.graph.node.extend(self._decode_weight(name, kind))
+                    self.model.graph.node.extend(self._make_weight_decode_nodes(name, kind))
             self.model.graph.node.append(node)
-        weights = {f"{name}.int8" if kind == "columns" else name for name, kind in self.storages.items()}
+        weights = {f"{name}.int8" if kind == "columns" else name for name, kind in self.storage_types.items()}
         assert weights <= read, "weights that no node reads"
-        if any(kind in ("int8", "int4") for kind in self.storages.values()):
+        if any(kind in ("int8", "int4") for kind in self.storage_types.values()):
             self.model.opset_import[0].version = BLOCK_OPSET
 
-    def _decode_rows(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    def _make_lookup_decode_nodes(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """Return a look-up in a float16 table, and the node that decodes the rows."""
-        (table,) = self.initializers(node.input[0])
+        (table,) = self.list_initializers(node.input[0])
         (output,) = node.output
         node.input[0] = table.name
         node.output[0] = f"{output}.half"
         return [node, helper.make_node("Cast", [f"{output}.half"], [output], f"{output}.cast", to=TensorProto.FLOAT)]
 
-    def _decode_weight(self, name: str, kind: Storage) -> list[onnx.NodeProto]:
-        inputs = [part.name for part in self.initializers(name)]
+    def _make_weight_decode_nodes(self, name: str, storage_type: StorageType) -> list[onnx.NodeProto]:
+        inputs = [part.name for part in self.list_initializers(name)]
         nodes: list[onnx.NodeProto] = []
-        if kind in ("float16", "bfloat16"):
+        if storage_type in ("float16", "bfloat16"):
             return [helper.make_node("Cast", inputs, [name], name=f"{name}.cast", to=TensorProto.FLOAT)]
-        if self.compute == "bfloat16":  # graphs for CPUs compute in float32
+        if self.compute_type == "bfloat16":  # graphs for CPUs compute in float32
             wide = f"{name}.wide_scales"
             nodes.append(helper.make_node("Cast", inputs[1:], [wide], name=wide, to=TensorProto.FLOAT))
             inputs[1] = wide
-        size = block_size(kind, self.weights[name].shape[0])
+        size = find_block_size(storage_type, self.weights[name].shape[0])
         node = helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}.decode", axis=0, block_size=size)
         return [*nodes, node]
 
@@ -201,8 +213,8 @@ def _is_embedding_lookup(node: onnx.NodeProto) -> bool:
     return node.op_type == "Gather" and all(helper.get_attribute_value(each) == 0 for each in node.attribute)
 
 
-def _to_bytes(numbers: Tensor, kind: str) -> bytes:
-    return numbers.to(getattr(torch, kind)).reshape(-1).view(torch.uint8).numpy().tobytes()
+def _to_bytes(numbers: Tensor, dtype: str) -> bytes:
+    return numbers.to(getattr(torch, dtype)).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _pack_int4(integers: NDArray[np.int8]) -> bytes:

@@ -1,6 +1,6 @@
 """Graphs before they are written: a torch module, its inputs and outputs by name, and test cases.
 
-Decoders and large conditions have a function that writes their graph; any other module is traced. `check_parity`
+Decoders and large conditions have a function that writes their graph; any other module is traced. `check_graph_parity`
 compares the graph file with the module. Attention masks are added to scores: `HIDDEN` hides a column. It is finite, so
 that a node that attends to no column gets finite numbers instead of NaN.
 """
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from ...runtime.tree import DraftTree
 from ..checkpoints.deferred import defer_permutation
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
-from .decoder_graph import PastFirstWriter
+from .decoder_graph import CPUDecoderWriter
 from .graph_file import GraphFile
-from .onnx_ops import IR_VERSION, OPSET, Ops, Value
-from .precision import Compute, Rule, choose_storages
+from .onnx_ops import IR_VERSION, OPSET, ExportGraphWriter, TensorSpec
+from .precision import ComputeType, StorageRule, choose_storage_types
 
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # tolerance of graphs that compute in float16; see docs/exporting.md
@@ -47,169 +47,178 @@ class Graph:
     Args:
         role: role of the graph in the bundle.
         module: module that takes the inputs in order and returns the outputs in order, one tensor or a tuple.
-        cases: inputs to compare file and module on, by name of the case. A module without `write` is traced with the
-            first case: its named axes need sizes other than 0 and 1. Large graphs run the first and the last case only.
-        write: function that writes the graph, None to trace the module.
+        test_cases: inputs to compare file and module on, by name of the case. A module without `write` is traced with
+            the first case: its named axes need sizes other than 0 and 1. Large graphs run the first and the last case
+            only.
+        write_nodes: function that writes the graph, None to trace the module.
         tolerance: maximum difference of outputs from the module's, None for a multiple of float32's rounding errors.
-        compute: type that the graph computes in; cases and module stay float32.
+        compute_type: type that the graph computes in; cases and module stay float32.
     """
 
     role: str
     module: nn.Module
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    cases: Mapping[str, Arrays]
-    write: Callable[[Ops], None] | None = None
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    test_cases: Mapping[str, Arrays]
+    write_nodes: Callable[[ExportGraphWriter], None] | None = None
     tolerance: float | None = 1e-4
-    compute: Compute = "float32"
+    compute_type: ComputeType = "float32"
 
 
 def convert_to_float16(graph: Graph) -> Graph:
     """Return a decoder's graph with inputs, weights and outputs in float16, apart from norms and logits."""
 
-    def convert_values(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    def convert_values(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
 
     inputs = convert_values(graph.inputs)
     outputs = convert_values(graph.outputs)
-    return replace(graph, inputs=inputs, outputs=outputs, compute="float16", tolerance=HALF_TOLERANCE)
+    return replace(graph, inputs=inputs, outputs=outputs, compute_type="float16", tolerance=HALF_TOLERANCE)
 
 
-def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
+def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
     """Describe a graph's file without writing it or reading weights."""
-    if graph.write is None:
+    if graph.write_nodes is None:
         model, weights = _trace_module(graph)
-        storages = choose_storages(weights, set(weights), set(), rule)
-        if graph.compute == "float16":
-            _convert_to_half(model)
-            storages = dict.fromkeys(storages, "float16")
-            rule = "fp16"
-        return GraphFile(model, weights, storages, set(), rule, graph.compute)
-    ops = Ops(half=graph.compute == "float16", int8_matmul=rule == "int8")
-    graph.write(ops)
+        storage_types = choose_storage_types(weights, set(weights), set(), storage_rule)
+        if graph.compute_type == "float16":
+            _convert_model_to_float16(model)
+            storage_types = dict.fromkeys(storage_types, "float16")
+            storage_rule = "fp16"
+        return GraphFile(model, weights, storage_types, set(), storage_rule, graph.compute_type)
+    ops = ExportGraphWriter(is_float16=graph.compute_type == "float16", int8_matmul=storage_rule == "int8")
+    graph.write_nodes(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
     # Without the first part of names, too: another module may contain the module that is written.
     stored = names | {name.partition(".")[2] for name in names}
-    matrices = {name for name in ops.matrices if ops.int8_matmul or not name.startswith("head.")}
-    storages = choose_storages(ops.weights, stored, matrices, rule, graph.compute)
-    if ops.half:
-        narrow = {name for name, kind in storages.items() if kind == "float32"} - ops.wide
-        storages |= dict.fromkeys(narrow, "float16")
-        rule = "fp16"
-    return GraphFile(model, ops.weights, storages, matrices, rule, graph.compute)
+    matrix_names = {name for name in ops.matrix_names if ops.int8_matmul or not name.startswith("head.")}
+    storage_types = choose_storage_types(ops.weights, stored, matrix_names, storage_rule, graph.compute_type)
+    if ops.is_float16:
+        narrow = {name for name, kind in storage_types.items() if kind == "float32"} - ops.float32_names
+        storage_types |= dict.fromkeys(narrow, "float16")
+        storage_rule = "fp16"
+    return GraphFile(model, ops.weights, storage_types, matrix_names, storage_rule, graph.compute_type)
 
 
-def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
+def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> list[Path]:
     """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights.
 
     Args:
-        rule: storage rule of the weights.
+        storage_rule: storage rule of the weights.
 
     Returns:
         Paths of the files.
     """
-    return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
+    return plan_graph(graph, storage_rule).write(folder / f"{graph.role}.onnx")
 
 
-def named_cases(*inputs: Arrays) -> dict[str, Arrays]:
+def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
     """Return test cases by name; names tell the number of batch rows, the first axis of the first input."""
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
-def target_graph(decoder: Decoder, code_embeddings: Tensor, prefix: Tensor | None = None) -> Graph:
+def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddings: Tensor | None = None) -> Graph:
     """Return the graph of a target.
 
     Args:
         code_embeddings: embeddings from which inputs of test cases are chosen, `[codes, hidden_size]`.
-        prefix: embeddings of a prompt, `[nodes, hidden_size]`, the input of test cases of as many nodes: a trained
-            model may be far more sensitive to rounding on inputs that no prompt leads to.
+        prompt_embeddings: embeddings of a prompt, `[nodes, hidden_size]`, the input of test cases of as many nodes: a
+            trained model may be far more sensitive to rounding on inputs that no prompt leads to.
     """
 
-    def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
-        if prefix is not None and nodes == len(prefix):
-            return {"input_embeds": np.tile(prefix.numpy(), (rows, 1, 1))}
+    def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
+        if prompt_embeddings is not None and nodes == len(prompt_embeddings):
+            return {"input_embeds": np.tile(prompt_embeddings.numpy(), (rows, 1, 1))}
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
         return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
-    embeds = Value("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
-    return decoder_graph(
-        "target", decoder, (embeds,), inputs, lambda ops: PastFirstWriter(ops, decoder).write_graph("input_embeds")
+    embeds = TensorSpec("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
+    return make_decoder_graph(
+        "target",
+        decoder,
+        (embeds,),
+        make_inputs,
+        lambda ops: CPUDecoderWriter(ops, decoder).write_graph("input_embeds"),
     )
 
 
-def decoder_graph(
+def make_decoder_graph(
     role: str,
     module: LayerStack,
-    leading: tuple[Value, ...],
-    inputs: Callable[[np.random.Generator, int, int], Arrays],
-    write: Callable[[Ops], None],
+    leading_inputs: tuple[TensorSpec, ...],
+    make_inputs: Callable[[np.random.Generator, int, int], Arrays],
+    write_nodes: Callable[[ExportGraphWriter], None],
 ) -> Graph:
     """Return the graph of a target or drafter with a KV cache.
 
     Args:
         role: `target` or `drafter`.
-        leading: inputs besides positions, mask and past.
-        inputs: function that makes random arrays for `leading`, given a generator and numbers of rows and nodes.
-        write: function that writes the graph.
+        leading_inputs: inputs besides positions, mask and past.
+        make_inputs: function of a generator, number of rows and number of nodes that makes `leading_inputs`.
+        write_nodes: function that writes the graph.
     """
     config = module.config
     parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
     heads = (config.num_kv_heads, config.head_dim)
-    past = tuple(Value(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
-    new = (Value(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
-    positions = Value("position_ids", ("rows", "nodes"), "int64")
-    logits = Value("logits", ("rows", "nodes", config.num_logits))
+    past = tuple(TensorSpec(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
+    new = (TensorSpec(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
+    positions = TensorSpec("position_ids", ("rows", "nodes"), "int64")
+    logits = TensorSpec("logits", ("rows", "nodes", config.num_logits))
     return Graph(
         role=role,
         module=module,
-        inputs=(*leading, positions, Value("attention_mask", ("rows", 1, "nodes", "past + nodes")), *past),
-        outputs=(logits, Value("hidden_states", ("rows", "nodes", config.hidden_size)), *new),
-        cases=dict(_decoder_cases(inputs, past, config)),
-        write=write,
+        inputs=(*leading_inputs, positions, TensorSpec("attention_mask", ("rows", 1, "nodes", "past + nodes")), *past),
+        outputs=(logits, TensorSpec("hidden_states", ("rows", "nodes", config.hidden_size)), *new),
+        test_cases=dict(_iter_decoder_cases(make_inputs, past, config)),
+        write_nodes=write_nodes,
     )
 
 
-def _decoder_cases(
-    inputs: Callable[[np.random.Generator, int, int], Arrays], past: Sequence[Value], config: DecoderConfig
+def _iter_decoder_cases(
+    make_inputs: Callable[[np.random.Generator, int, int], Arrays],
+    past_inputs: Sequence[TensorSpec],
+    config: DecoderConfig,
 ) -> Iterator[tuple[str, Arrays]]:
     """Yield test cases of a decoder, by name."""
     generator = np.random.default_rng(0)
     heads = (config.num_kv_heads, config.head_dim)
-    max_nodes = _MAX_CASE_NUMBERS // max(len(past) * math.prod(heads), config.num_logits)
+    max_nodes = _MAX_CASE_NUMBERS // max(len(past_inputs) * math.prod(heads), config.num_logits)
     prefix = max(2, min(config.prefix, _MAX_CASE_NODES, max_nodes))
 
-    def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> tuple[str, Arrays]:
+    def make_case(name: str, past_lengths: list[int], node_mask: NDArray[np.bool_]) -> tuple[str, Arrays]:
         """Make a test case.
 
         Args:
-            lengths: past length of each batch row.
-            visible: attention mask among the new nodes, `[nodes, nodes]`.
+            past_lengths: past length of each batch row.
+            node_mask: attention mask among the new nodes, `[nodes, nodes]`.
         """
-        rows = len(lengths)
-        nodes = len(visible)
-        longest = max(lengths)
-        length = np.array(lengths)[:, None]
+        rows = len(past_lengths)
+        nodes = len(node_mask)
+        longest = max(past_lengths)
+        length = np.array(past_lengths)[:, None]
         mask = np.zeros((rows, nodes, longest + nodes), bool)
         mask[:, :, :longest] = (np.arange(longest) < length)[:, None]
-        mask[:, :, longest:] = visible
-        values = inputs(generator, rows, nodes)
-        values["position_ids"] = np.minimum(length + visible.sum(1) - 1, config.positions - 1).astype(np.int64)
+        mask[:, :, longest:] = node_mask
+        values = make_inputs(generator, rows, nodes)
+        values["position_ids"] = np.minimum(length + node_mask.sum(1) - 1, config.num_rope_positions - 1).astype(
+            np.int64
+        )
         values["attention_mask"] = np.where(mask, 0, HIDDEN).astype(np.float32)[:, None]
-        for value in past:
+        for value in past_inputs:
             values[value.name] = generator.standard_normal((longest, rows, *heads), dtype=np.float32)
         return name, values
 
     tree = tree_mask((-1, 0, 0, 1, 1, 2, 3))
     causal = np.tri(prefix, dtype=bool)
-    yield case("prefill", [0, 0], causal)
-    yield case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
-    yield case("tree", [prefix + 2] * 2, tree)
-    yield case("three rows, causal", [prefix + 1, 1, prefix], causal)
-    yield case("rows of different length", [prefix, prefix + 4], tree)
+    yield make_case("prefill", [0, 0], causal)
+    yield make_case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
+    yield make_case("tree", [prefix + 2] * 2, tree)
+    yield make_case("three rows, causal", [prefix + 1, 1, prefix], causal)
+    yield make_case("rows of different length", [prefix, prefix + 4], tree)
     if config.rotary == "grids":
-        name, values = case("positions moved back", [prefix, 0], tree)
-        values["position_ids"] += config.positions * np.arange(len(tree))
+        name, values = make_case("positions moved back", [prefix, 0], tree)
+        values["position_ids"] += config.num_rope_positions * np.arange(len(tree))
         yield name, values
 
 
@@ -219,7 +228,7 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     Args:
         parents: index of each node's parent, -1 for the root.
     """
-    return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).structure.ancestors
+    return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).tree_structure.ancestor_mask
 
 
 def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
@@ -229,7 +238,7 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     ops.
     """
     values = (*graph.inputs, *graph.outputs)
-    example = next(iter(graph.cases.values()))
+    example = next(iter(graph.test_cases.values()))
     buffer = io.BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
@@ -255,13 +264,13 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     weights = {entry.name: state[entry.name] for entry in model.graph.input if entry.name not in input_names}
     for entries, declared in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
         del entries[:]  # the tracer guesses output sizes from the example
-        entries.extend(value.proto() for value in declared)
+        entries.extend(value.to_proto() for value in declared)
     del model.graph.value_info[:]
     _fold_transposes(model, weights)
     return model, weights
 
 
-def _convert_to_half(model: onnx.ModelProto) -> None:
+def _convert_model_to_float16(model: onnx.ModelProto) -> None:
     """Convert a traced graph to compute in float16, apart from the sums of norms, with outputs in float32."""
     nodes = list(model.graph.node)
     outputs = {value.name for value in model.graph.output}

@@ -28,54 +28,54 @@ _SECOND_STEPS = 128  # steps of the second integer in a step of the first, whose
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorSpec:
     """A graph input or output; `axes` are sizes, or names of sizes that vary between calls."""
 
     name: str
     axes: tuple[int | str, ...]
     dtype: str = "float32"
 
-    def proto(self) -> onnx.ValueInfoProto:
+    def to_proto(self) -> onnx.ValueInfoProto:
         """Return the ONNX description."""
         return helper.make_tensor_value_info(self.name, TYPES[self.dtype], list(self.axes))
 
 
-class Ops(GraphWriter):
+class ExportGraphWriter(GraphWriter):
     """A graph being written for export.
 
     Args:
-        half: whether the graph computes in float16; weights in `wide` stay float32.
+        is_float16: whether the graph computes in float16; weights in `float32_names` stay float32.
         int8_matmul: whether `linear` multiplies int8, with a weight scale per output and an activation scale per node.
     """
 
-    def __init__(self, half: bool = False, int8_matmul: bool = False) -> None:
+    def __init__(self, is_float16: bool = False, int8_matmul: bool = False) -> None:
         super().__init__({"": BLOCK_OPSET if int8_matmul else OPSET})
-        self.half = half
+        self.is_float16 = is_float16
         self.int8_matmul = int8_matmul
-        self.matrices: set[str] = set()  # names of the weights of `linear`
-        self.wide: set[str] = set()  # names of weights that stay float32 in a float16 graph
+        self.matrix_names: set[str] = set()  # names of the weights of `linear`
+        self.float32_names: set[str] = set()  # names of weights that stay float32 in a float16 graph
         self.quantized: dict[str, tuple[str, str | None, str]] = {}  # integers and node scales of activations by name
         # Steps of activations by name, the same for all nodes, where the maximum is known.
         self.steps: dict[str, Tensor] = {}
 
-    def weight(self, name: str, tensor: Tensor, wide: bool = False) -> str:
+    def add_weight(self, name: str, tensor: Tensor, keep_float32: bool = False) -> str:
         """Add a constant and return its name; a name may be added twice.
 
         Args:
-            wide: whether it stays float32 in a float16 graph.
+            keep_float32: whether it stays float32 in a float16 graph.
         """
         self.weights.setdefault(name, tensor.detach())
-        if wide:
-            self.wide.add(name)
+        if keep_float32:
+            self.float32_names.add(name)
         return name
 
-    def number(self, name: str, value: float) -> str:
+    def add_number(self, name: str, value: float) -> str:
         """Add a constant number and return its name."""
-        return self.weight(name, torch.tensor(value))
+        return self.add_weight(name, torch.tensor(value))
 
-    def norm_weight(self, name: str, tensor: Tensor) -> str:
+    def add_norm_weight(self, name: str, tensor: Tensor) -> str:
         """Add a constant of a norm and return its name in the type of `cast_for_norm`."""
-        stored = self.weight(name, tensor, wide=True)
+        stored = self.add_weight(name, tensor, keep_float32=True)
         return self.cast(stored, "float64") if self.int8_matmul else stored
 
     def cast_for_norm(self, x: str) -> str:
@@ -84,46 +84,49 @@ class Ops(GraphWriter):
         With int8 matmul, the last bit of a norm can change an image. In float32, releases of ONNX Runtime differ in
         that bit: 1.25 and 1.31 generated different images.
         """
-        if not self.half and not self.int8_matmul:
+        if not self.is_float16 and not self.int8_matmul:
             return x
         return self.cast(x, "float64" if self.int8_matmul else "float32")
 
-    def constant(self, array: NDArray[Any], name: str | None = None) -> str:
-        return self.weight(name or f"constant_{len(self.weights)}", torch.from_numpy(array))
+    def add_constant(self, array: NDArray[Any], name: str | None = None) -> str:
+        return self.add_weight(name or f"constant_{len(self.weights)}", torch.from_numpy(array))
 
-    def linear(self, x: str, name: str, weight: Tensor, output: str | None = None) -> str:
+    def write_linear(self, x: str, name: str, weight: Tensor, output_name: str | None = None) -> str:
         """Write `x @ weight.T` and return the name of the result.
 
         Args:
             x: name of the input, `[..., in]`.
             weight: weight of a torch layer, `[out, in]`, stored transposed.
-            output: name of the result, None for any.
+            output_name: name of the result, None for any.
         """
-        self.matrices.add(name)
-        stored = self.weight(name, defer_transpose(weight.detach()))
+        self.matrix_names.add(name)
+        stored = self.add_weight(name, defer_transpose(weight.detach()))
         if self.int8_matmul:
-            return self._write_int8_matmul(x, stored, name.endswith(TWO_INTEGERS), output)
-        return self.op("MatMul", x, stored, name=output)
+            return self._write_int8_matmul(x, stored, name.endswith(TWO_INTEGERS), output_name)
+        return self.op("MatMul", x, stored, name=output_name)
 
-    def _write_int8_matmul(self, x: str, weight: str, two_integers: bool, output: str | None) -> str:
+    def _write_int8_matmul(self, x: str, weight: str, with_residual: bool, output_name: str | None) -> str:
         """Write a product of integers, whose sums are exact in any order, times the scales of both.
 
         The graph multiplies dequantized floats, which ONNX Runtime fuses to a product of integers.
         """
         if x not in self.quantized:
-            self.quantized[x] = self._quantize(x, two_integers)
+            self.quantized[x] = self._write_quantize(x, with_residual)
         integers, scale, step = self.quantized[x]
         kernel = self.op("DequantizeLinear", f"{weight}.int8", f"{weight}.scales", name=weight, axis=1)
         sums = self.op(
-            "MatMul", self._dequantize(integers, step), kernel, name=None if scale or two_integers else output
+            "MatMul",
+            self._write_dequantize(integers, step),
+            kernel,
+            name=None if scale or with_residual else output_name,
         )
-        if two_integers:  # one product for both, which reads the weight once
+        if with_residual:  # one product for both, which reads the weight once
             first, second = self.add_node("Split", [sums], [f"{sums}.first", f"{sums}.second"], axis=0, num_outputs=2)
-            second = self.op("Mul", second, self.number("second_step", 1 / _SECOND_STEPS))
-            sums = self.op("Add", first, second, name=None if scale else output)
-        return self.op("Mul", sums, scale, name=output) if scale else sums
+            second = self.op("Mul", second, self.add_number("second_step", 1 / _SECOND_STEPS))
+            sums = self.op("Add", first, second, name=None if scale else output_name)
+        return self.op("Mul", sums, scale, name=output_name) if scale else sums
 
-    def _quantize(self, x: str, two_integers: bool) -> tuple[str, str | None, str]:
+    def _write_quantize(self, x: str, with_residual: bool) -> tuple[str, str | None, str]:
         """Write activations `[nodes, rows, width]` as 8-bit integers, one or two for each.
 
         Second integers stand behind all first integers, as if there were twice as many nodes.
@@ -136,33 +139,35 @@ class Ops(GraphWriter):
             and of the step of the first integers.
         """
         scale = None
-        step = self.steps.get(x) if two_integers else None
+        step = self.steps.get(x) if with_residual else None
         if step is None:
-            largest = self.op("ReduceMax", self.op("Abs", x), self.ints(-1), keepdims=1)
-            scale = self.op("Mul", largest, self.number("integer_step", 1 / MAX_INT8_ACTIVATION))  # [nodes, rows, 1]
+            largest = self.op("ReduceMax", self.op("Abs", x), self.int_vector(-1), keepdims=1)
+            scale = self.op(
+                "Mul", largest, self.add_number("integer_step", 1 / MAX_INT8_ACTIVATION)
+            )  # [nodes, rows, 1]
             x = self.op("Div", x, scale)
             step = torch.tensor(1.0)
-        first_step = self.weight(f"{x}.step", step)
-        integers = self.op("QuantizeLinear", x, first_step, self._zero_point())
-        if two_integers:
-            rest = self.op("Sub", x, self._dequantize(integers, first_step))
-            second_step = self.weight(f"{rest}.step", step / _SECOND_STEPS)
+        first_step = self.add_weight(f"{x}.step", step)
+        integers = self.op("QuantizeLinear", x, first_step, self._add_zero_point())
+        if with_residual:
+            rest = self.op("Sub", x, self._write_dequantize(integers, first_step))
+            second_step = self.add_weight(f"{rest}.step", step / _SECOND_STEPS)
             integers = self.op(
-                "Concat", integers, self.op("QuantizeLinear", rest, second_step, self._zero_point()), axis=0
+                "Concat", integers, self.op("QuantizeLinear", rest, second_step, self._add_zero_point()), axis=0
             )
         return integers, scale, first_step
 
-    def _dequantize(self, integers: str, step: str) -> str:
-        return self.op("DequantizeLinear", integers, step, self._zero_point())
+    def _write_dequantize(self, integers: str, step: str) -> str:
+        return self.op("DequantizeLinear", integers, step, self._add_zero_point())
 
-    def _zero_point(self) -> str:
-        return self.weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
+    def _add_zero_point(self) -> str:
+        return self.add_weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
-    def model(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
+    def model(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> onnx.ModelProto:
         """Return the graph without its weights."""
         model = onnx.load_from_string(self.to_bytes((), (), name))
         model.ir_version = IR_VERSION
         model.producer_name = "lantern-rt"
-        model.graph.input.extend(value.proto() for value in inputs)
-        model.graph.output.extend(value.proto() for value in outputs)
+        model.graph.input.extend(value.to_proto() for value in inputs)
+        model.graph.output.extend(value.to_proto() for value in outputs)
         return model

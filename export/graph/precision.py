@@ -22,15 +22,15 @@ from .onnx_ops import MAX_INT8_ACTIVATION
 
 # `int8` and `int4` have a scale for each block along the inputs, and are dequantized; `columns` is int8 with a scale
 # for each output, and is multiplied as integers.
-Storage = Literal["float32", "float16", "bfloat16", "int8", "int4", "columns"]
-Compute = Literal["float32", "float16", "bfloat16"]
+StorageType = Literal["float32", "float16", "bfloat16", "int8", "int4", "columns"]
+ComputeType = Literal["float32", "float16", "bfloat16"]
 VQPrecision = Literal["fp32", "fp16", "int8"]
 # `lossless`: float16 where it holds the weight exactly. Recorded as fp32, since the results are the same.
-Rule = Precision | Literal["lossless"]
+StorageRule = Precision | Literal["lossless"]
 
 # Default precision by compute type.
 _DEFAULTS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_INTEGER_STORAGE: dict[Rule, Storage] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
+_INTEGER_STORAGE: dict[StorageRule, StorageType] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
 # The lowest integer of each type is unused, so that a scale serves both signs. Without VNNI, processors add two
 # products of an int8 matmul in 16 bits, which hold 2 x 255 x 64. With 127 instead of 64, the KL of the scenes target
 # was 2e-2 on these processors, and on others 3e-3 instead of 4e-3.
@@ -38,7 +38,7 @@ MAX_INTEGER = {"int8": 127, "int4": 7, "columns": 64}
 # Sizes of blocks, the preferred first. ONNX Runtime fuses powers of two from 16 on; smaller blocks have smaller errors
 # and larger files. With float32 scales, int8 has 1.0625 bytes per weight and int4 0.625; with the float16 scales of
 # graphs that compute in float16, 1.03 and 0.5625.
-_BLOCKS: dict[Storage, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16)}
+_BLOCKS: dict[StorageType, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16)}
 # Maximum error of float16, relative to a weight's norm. Float16 has 11 bits: only numbers out of its range exceed this.
 _MAX_HALF_ERROR = 2.0**-10
 _INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp"}  # add products of int8
@@ -51,14 +51,14 @@ class Precisions:
 
     Args:
         drafter: precision of the drafter, None for the target's.
-        compute: type that target and drafter compute in, and store weights in that are not integers.
+        compute_type: type that target and drafter compute in, and store weights in that are not integers.
         lossless: whether graphs that are not rounded store weights in float16 where it holds them exactly.
         vq: precision of the image decoder's weights and products.
     """
 
     target: Precision = "fp32"
     drafter: Precision | None = None
-    compute: Compute = "float32"
+    compute_type: ComputeType = "float32"
     lossless: bool = False
     vq: VQPrecision = "fp32"
 
@@ -70,13 +70,13 @@ class Precisions:
             return "bf16-safe"
         return self.target if role == "target" else "fp32"
 
-    def rule(self, role: str) -> Rule:
+    def storage_rule(self, role: str) -> StorageRule:
         """Return the storage rule of a graph's weights."""
         precision = self.precision_of(role)
         return "lossless" if self.lossless and precision == "fp32" else precision
 
 
-def read_precisions(
+def parse_precisions(
     target: str | None = None, drafter: str | None = None, compute: str = "float32", vq: str = "fp32"
 ) -> Precisions:
     """Check the precisions that a user gives by name.
@@ -92,7 +92,7 @@ def read_precisions(
     Raises:
         RequestError: a name is unknown, or a precision does not go with `compute`.
     """
-    if compute not in get_args(Compute):
+    if compute not in get_args(ComputeType):
         raise RequestError(field="compute", found=repr(compute), expected="float32, float16 or bfloat16")
     if vq not in get_args(VQPrecision):
         raise RequestError(field="vq_precision", found=repr(vq), expected="fp32, fp16 or int8")
@@ -111,67 +111,78 @@ def read_precisions(
             expected = "compute bfloat16" if value == "bf16" else ", ".join(allowed)
             raise RequestError(field=field, found=f"{value} with compute {compute}", expected=expected)
     stored = (cast(Precision, target or default), cast(Precision | None, drafter))
-    return Precisions(*stored, cast(Compute, compute), vq=cast(VQPrecision, vq))
+    return Precisions(*stored, cast(ComputeType, compute), vq=cast(VQPrecision, vq))
 
 
-def choose_storages(
-    weights: dict[str, Tensor], stored: Set[str], matrices: Set[str], rule: Rule, compute: Compute = "float32"
-) -> dict[str, Storage]:
+def choose_storage_types(
+    weights: dict[str, Tensor],
+    checkpoint_names: Set[str],
+    matrix_names: Set[str],
+    storage_rule: StorageRule,
+    compute_type: ComputeType = "float32",
+) -> dict[str, StorageType]:
     """Choose the storage of each floating-point weight of a graph by the shape alone.
 
     Args:
         weights: weights by name.
-        stored: names of the checkpoint's weights. Others, such as rotary tables, are computed, and rounded only where
-            nothing is lost.
-        matrices: names of the weights of linear layers, `[in, out]`.
-        rule: storage rule of the graph.
-        compute: type that the graph computes in.
+        checkpoint_names: names of the checkpoint's weights. Others, such as rotary tables, are computed, and rounded
+            only where nothing is lost.
+        matrix_names: names of the weights of linear layers, `[in, out]`.
+        storage_rule: storage rule of the graph.
+        compute_type: type that the graph computes in.
     """
     return {
-        name: choose_storage(
-            weight, name in matrices, rule if name in stored or rule == "lossless" else "fp32", compute
+        name: choose_storage_type(
+            weight,
+            name in matrix_names,
+            storage_rule if name in checkpoint_names or storage_rule == "lossless" else "fp32",
+            compute_type,
         )
         for name, weight in weights.items()
         if weight.is_floating_point()
     }
 
 
-def choose_storage(weight: Tensor, matrix: bool, rule: Rule, compute: Compute = "float32") -> Storage:
-    """Return the storage of one weight by its shape; `resolve_storage` looks at the numbers.
+def choose_storage_type(
+    weight: Tensor, is_matrix: bool, storage_rule: StorageRule, compute_type: ComputeType = "float32"
+) -> StorageType:
+    """Return the storage of one weight by its shape; `resolve_storage_type` looks at the numbers.
 
     Args:
-        matrix: whether it belongs to a linear layer, `[in, out]`.
-        compute: type that the graph computes in.
+        is_matrix: whether it belongs to a linear layer, `[in, out]`.
+        compute_type: type that the graph computes in.
     """
-    if rule == "fp32" or weight.ndim < 2:
+    if storage_rule == "fp32" or weight.ndim < 2:
         return "float32"
-    integer = _INTEGER_STORAGE.get(rule)
-    half: Storage = "bfloat16" if compute == "bfloat16" else "float16"
-    return integer if integer and matrix and block_size(integer, weight.shape[0]) else half
+    integer = _INTEGER_STORAGE.get(storage_rule)
+    half: StorageType = "bfloat16" if compute_type == "bfloat16" else "float16"
+    return integer if integer and is_matrix and find_block_size(integer, weight.shape[0]) else half
 
 
-def resolve_storage(name: str, weight: Tensor, planned: Storage, rule: Rule) -> Storage:
+def resolve_storage_type(
+    name: str, weight: Tensor, planned_type: StorageType, storage_rule: StorageRule
+) -> StorageType:
     """Return the planned storage, or float32 for numbers that float16 does not hold.
 
     Args:
         name: name of the weight, for the error.
-        planned: its storage by `choose_storage`.
+        planned_type: its storage by `choose_storage_type`.
 
     Raises:
         CheckpointError: float16 does not hold the numbers, and the rule is fp16.
     """
-    if planned != "float16":
-        return planned
-    if rule == "lossless":
-        return "float16" if all(torch.equal(p.half().float(), p) for p in iter_chunks(weight)) else "float32"
+    if planned_type != "float16":
+        return planned_type
+    if storage_rule == "lossless":
+        return "float16" if all(torch.equal(p.half().float(), p) for p in iter_float32_chunks(weight)) else "float32"
     largest = error = norm = 0.0
-    for chunk in iter_chunks(weight):
+    for chunk in iter_float32_chunks(weight):
         largest = max(largest, float(chunk.abs().max()))
         error += float(torch.linalg.vector_norm(chunk.half().float() - chunk)) ** 2
         norm += float(torch.linalg.vector_norm(chunk)) ** 2
     if error <= _MAX_HALF_ERROR**2 * norm:  # false for infinity, which too large numbers become
         return "float16"
-    if rule == "fp16":
+    if storage_rule == "fp16":
         raise CheckpointError(
             field=name,
             found=f"numbers up to {largest:.3g}",
@@ -181,66 +192,72 @@ def resolve_storage(name: str, weight: Tensor, planned: Storage, rule: Rule) -> 
     return "float32"
 
 
-def iter_chunks(weight: Tensor, rows: int = 1) -> Iterator[Tensor]:
-    """Yield a weight in float32 in chunks of a multiple of `rows` rows, never the whole in float32."""
+def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tensor]:
+    """Yield a weight in float32 in chunks of a multiple of `row_multiple` rows, never the whole in float32."""
     weight = compute_tensor(weight)
     if weight.ndim == 0:
         yield weight.float()
         return
-    step = max(rows, CHUNK_NUMBERS // max(1, weight[:1].numel()) // rows * rows)
+    step = max(row_multiple, CHUNK_NUMBERS // max(1, weight[:1].numel()) // row_multiple * row_multiple)
     for start in range(0, len(weight), step):
         yield weight[start : start + step].float().contiguous()
 
 
-def block_size(kind: Storage, inputs: int) -> int | None:
-    """Return how many numbers along an axis of `inputs` share a scale, None if no block size divides it."""
-    return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
+def find_block_size(storage_type: StorageType, num_inputs: int) -> int | None:
+    """Return how many numbers along an axis of `num_inputs` share a scale, None if no block size divides it."""
+    return (
+        num_inputs
+        if storage_type == "columns"
+        else next((size for size in _BLOCKS[storage_type] if num_inputs % size == 0), None)
+    )
 
 
 def quantize(
-    weight: Tensor, kind: Storage, scales: Tensor | None = None, compute: Compute = "float32"
+    weight: Tensor, storage_type: StorageType, scales: Tensor | None = None, compute_type: ComputeType = "float32"
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight to int8 integers with scales.
 
     Args:
         weight: the weight, `[in, out]`, float32.
-        kind: integer storage.
+        storage_type: integer storage.
         scales: scales `[1, out]` of the whole weight, where `weight` is a chunk of its inputs; None computes them.
-        compute: type whose precision scales are rounded to.
+        compute_type: type whose precision scales are rounded to.
 
     Returns:
         Integers `[in, out]`, int8, and scales `[in / block, out]`, float32.
     """
-    size = len(weight) if scales is not None else block_size(kind, len(weight)) or len(weight)
-    largest = MAX_INTEGER[kind]
+    size = len(weight) if scales is not None else find_block_size(storage_type, len(weight)) or len(weight)
+    largest = MAX_INTEGER[storage_type]
     blocks = weight.reshape(-1, size, weight.shape[1])
     if scales is None:
         scales = blocks.abs().amax(1) / largest  # [blocks, out]
-        scales = scales.to(getattr(torch, compute)).float()
+        scales = scales.to(getattr(torch, compute_type)).float()
     steps = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
     return steps.round_().clamp_(-largest, largest).to(torch.int8).view(weight.shape), scales
 
 
-def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute = "float32") -> Tensor:
+def fake_quantize(
+    weight: Tensor, storage_type: StorageType, is_matrix: bool, compute_type: ComputeType = "float32"
+) -> Tensor:
     """Return a weight as the float32 numbers that a runtime decodes from its storage.
 
     Args:
         weight: a module's weight; a matrix is `[out, in]`.
-        kind: storage of the weight.
-        matrix: whether it belongs to a linear layer; other weights are never integers.
-        compute: type whose precision scales are rounded to.
+        storage_type: storage of the weight.
+        is_matrix: whether it belongs to a linear layer; other weights are never integers.
+        compute_type: type whose precision scales are rounded to.
     """
     weight = compute_tensor(weight)
-    if kind == "float32" or (kind in MAX_INTEGER and not matrix):
+    if storage_type == "float32" or (storage_type in MAX_INTEGER and not is_matrix):
         return weight.float()
     result = weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if kind in ("float16", "bfloat16"):
+    if storage_type in ("float16", "bfloat16"):
         for numbers in torch.split(result.view(-1), CHUNK_NUMBERS):
-            numbers.copy_(numbers.to(getattr(torch, kind)))
+            numbers.copy_(numbers.to(getattr(torch, storage_type)))
         return result
     step = max(1, CHUNK_NUMBERS // weight.shape[1])  # rows of the module's matrix are columns of the stored one
     for rows in torch.split(result, step):
-        integers, scales = quantize(rows.t(), kind, compute=compute)
+        integers, scales = quantize(rows.t(), storage_type, compute_type=compute_type)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ...inputs import format_value
 from ..checkpoints.folders import Checkpoint
-from .fsq import code_vectors
-from .llamagen_vq import LlamaGenVQ, Resize, VQConfig, make_group_norm
-from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
+from .fsq import decode_fsq_codes
+from .llamagen_vq import LlamaGenVQ, ResizeConv, VQTokenizerConfig, make_group_norm
+from .vq_checkpoints import CODEBOOK, load_vq_tokenizer, rename_vqgan_weights
 
 _PATCH = 4  # pixels along each side of a patch, which two wavelets transform
 _DEFAULT_LEVELS = (8, 8, 8, 5, 5, 5)  # FSQ levels of the published tokenizer
@@ -34,7 +34,7 @@ _PATTERNS = ((r"\.attn_1\.1\.norm\.norm\.", ".attn_1.1.0."), (r"\.(norm\w*)\.nor
 Conv = tuple[Tensor, Tensor]  # weight `[out, in, height, width]` and bias `[out]`, float64
 
 
-class _SkipLayer(nn.Sequential):
+class _SkipConnection(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = x + self[1](self[0](x))
         return added
@@ -43,14 +43,14 @@ class _SkipLayer(nn.Sequential):
 class CosmosVQ(LlamaGenVQ):
     """Encoder and decoder for images, which they read and write in patches."""
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__(config)
         for half, width in ((self.encoder, config.encoder_widths[-1]), (self.decoder, config.decoder_widths[0])):
             mid = cast(nn.ModuleList, half.mid)
-            mid[1] = nn.Sequential(mid[1], _SkipLayer(make_group_norm(width, 1), nn.Conv2d(width, width, 1)))
+            mid[1] = nn.Sequential(mid[1], _SkipConnection(make_group_norm(width, 1), nn.Conv2d(width, width, 1)))
         width = config.decoder_widths[1]
         levels = cast(nn.ModuleList, self.decoder.conv_blocks)
-        levels[1].upsample = nn.Sequential(nn.Conv2d(width, width, 1), Resize(width, halves=False))
+        levels[1].upsample = nn.Sequential(nn.Conv2d(width, width, 1), ResizeConv(width, is_downsampling=False))
 
 
 def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
@@ -61,7 +61,7 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     Raises:
         CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
     """
-    checkpoint.read(keep=lambda name: not any(part in name for part in _UNUSED))
+    checkpoint.read_weights(name_filter=lambda name: not any(part in name for part in _UNUSED))
     stored = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
     levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), None)
     if levels is None:  # NVIDIA's config.json has no levels, and a comma too many to be JSON
@@ -69,11 +69,11 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
         levels = tuple(checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS)
     if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
         expected = "FSQ levels of 2 to 255, and fewer than 2^20 codes"
-        raise checkpoint.error("quantizer._levels", found=format_value(levels), expected=expected)
-    _fold_convolutions(checkpoint)
-    checkpoint.weights[CODEBOOK] = code_vectors(torch.arange(prod(levels)), levels)
-    rename_vqgan(checkpoint, patterns=_PATTERNS)
-    return load_vq(
+        raise checkpoint.make_error("quantizer._levels", found=format_value(levels), expected=expected)
+    _fold_3d_convolutions(checkpoint)
+    checkpoint.weights[CODEBOOK] = decode_fsq_codes(torch.arange(prod(levels)), levels)
+    rename_vqgan_weights(checkpoint, patterns=_PATTERNS)
+    return load_vq_tokenizer(
         checkpoint,
         CosmosVQ,
         1,
@@ -84,7 +84,7 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     )
 
 
-def _fold_convolutions(checkpoint: Checkpoint) -> None:
+def _fold_3d_convolutions(checkpoint: Checkpoint) -> None:
     """Replace 3D convolutions, wavelets and skips by as few 2D convolutions, for a single frame."""
     weights = checkpoint.weights
 
@@ -94,10 +94,10 @@ def _fold_convolutions(checkpoint: Checkpoint) -> None:
         weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.shape(part, sizes))
         return weight.sum(2), bias
 
-    def store_conv(name: str, first: Conv, *pointwise: Conv) -> None:
+    def store_conv(name: str, base_conv: Conv, *pointwise_convs: Conv) -> None:
         """Store a convolution, merged with the 1 x 1 convolutions that follow it."""
-        weight, bias = first
-        for matrix, added in pointwise:
+        weight, bias = base_conv
+        for matrix, added in pointwise_convs:
             rows = matrix.flatten(1)  # [out, in]
             weight = torch.einsum("oi,i...->o...", rows, weight)
             bias = rows @ bias + added
@@ -111,16 +111,16 @@ def _fold_convolutions(checkpoint: Checkpoint) -> None:
     for i in range(2):  # the published code resizes twice, whatever the number of levels
         down = f"encoder.down.{i}.downsample"
         halve, time, mix = (pop_conv(f"{down}.conv{number}") for number in (1, 2, 3))
-        halve = _add_identity(halve, slice(2), 1 / 4)  # the skip: the mean of 2 x 2 pixels
-        store_conv(f"{down}.conv", halve, *([] if i else [_add_identity(time)]), mix)
+        halve = _add_skip_kernel(halve, slice(2), 1 / 4)  # the skip: the mean of 2 x 2 pixels
+        store_conv(f"{down}.conv", halve, *([] if i else [_add_skip_kernel(time)]), mix)
         up = f"decoder.up.{i + 1}.upsample"
         time, double, mix = (pop_conv(f"{up}.conv{number}") for number in (1, 2, 3))
-        store_conv(f"{up}.conv" if i else f"{up}.1.conv", _add_identity(double, slice(1, 2)), mix)
+        store_conv(f"{up}.conv" if i else f"{up}.1.conv", _add_skip_kernel(double, slice(1, 2)), mix)
         if i == 0:
-            store_conv(f"{up}.0", _add_identity(time))
+            store_conv(f"{up}.0", _add_skip_kernel(time))
     for name in [name.removesuffix(".conv3d.weight") for name in weights if name.endswith(".conv3d.weight")]:
         store_conv(name, pop_conv(name))
-    to_bands, to_pixels = haar_bands()
+    to_bands, to_pixels = compute_haar_matrices()
     name = "encoder.conv_in.weight"
     weights[name] = torch.einsum("oi...,ip->op...", weights[name].double(), to_bands).float()
     name = "decoder.conv_out"
@@ -128,14 +128,14 @@ def _fold_convolutions(checkpoint: Checkpoint) -> None:
     store_conv(name, last, (to_pixels, torch.zeros(1)))
 
 
-def _add_identity(conv: Conv, taps: slice = slice(None), factor: float = 1.0) -> Conv:
+def _add_skip_kernel(conv: Conv, taps: slice = slice(None), factor: float = 1.0) -> Conv:
     """Add a skip connection to a convolution: its input at some taps of the kernel, times `factor`."""
     weight, bias = conv
     weight[:, :, taps, taps] += factor * torch.eye(len(weight))[:, :, None, None]
     return weight, bias
 
 
-def haar_bands() -> tuple[Tensor, Tensor]:
+def compute_haar_matrices() -> tuple[Tensor, Tensor]:
     """Compute the matrices from a patch's pixels to the bands of two Haar wavelets, and back.
 
     Pixels are ordered by colour, row, column, like the result of `pixel_unshuffle`. Bands are ordered by band of the

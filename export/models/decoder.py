@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
-from .output_heads import Head, TwoHeads, TwoLayerHead
+from .output_heads import Head, RightBelowHeads, TwoLayerHead
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
 
@@ -105,35 +105,35 @@ class DecoderConfig:
         return self.vocab_size * (1 + self.two_heads)
 
     @property
-    def length(self) -> int:
+    def max_sequence_length(self) -> int:
         """Maximum number of positions of a sequence."""
         return self.prefix + (self.max_image_tokens or self.grid**2) + self.spare_positions
 
     @property
-    def positions(self) -> int:
+    def num_rope_positions(self) -> int:
         """Number of rows of the rotary table, which has the rows of a sequence for each image size in `grids`."""
-        return self.length * max(1, len(self.grids))
+        return self.max_sequence_length * max(1, len(self.grids))
 
 
-def decoder_fields(config: DecoderConfig) -> dict[str, Any]:
+def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
     """Return sizes and architecture of a decoder as fields of the manifest."""
     names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
     return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
 
-def rope_table(config: DecoderConfig) -> Tensor:
+def compute_rope_table(config: DecoderConfig) -> Tensor:
     """Compute the cosines and sines of the rotary embedding, `[positions, head_dim / 2, 2]`.
 
     On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
     halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
-    frequency base^(-2k / head_dim). See `_compute_grids_table` for `grids`.
+    frequency base^(-2k / head_dim). See `_compute_two_grid_rope_table` for `grids`.
     """
     if config.rotary == "grids":
-        return _compute_grids_table(config)
+        return _compute_two_grid_rope_table(config)
     # The device is given because modules are also built on the `meta` device, without weights.
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     first = 0
-    coordinates = torch.arange(config.positions, **real)[:, None]
+    coordinates = torch.arange(config.num_rope_positions, **real)[:, None]
     if config.rotary == "grid":
         first = config.prefix
         cells = torch.arange(config.grid, **real)
@@ -141,27 +141,27 @@ def rope_table(config: DecoderConfig) -> Tensor:
     pairs = config.head_dim // 2 // coordinates.shape[1]  # pairs per coordinate
     frequencies = torch.arange(pairs, **real) / pairs
     angles = (coordinates[:, :, None] * config.rope_base**-frequencies).flatten(1)  # [cells or positions, head_dim / 2]
-    table = torch.zeros(config.positions, config.head_dim // 2, 2, **real)
+    table = torch.zeros(config.num_rope_positions, config.head_dim // 2, 2, **real)
     if config.prefix_rotation == "identity":
         table[:first, :, 0] = 1
     table[first : first + len(coordinates)] = torch.stack([angles.cos(), angles.sin()], -1)
     return table.float()
 
 
-def _compute_grids_table(config: DecoderConfig) -> Tensor:
+def _compute_two_grid_rope_table(config: DecoderConfig) -> Tensor:
     """Compute the rotary table of sequences with two grids, `[positions, head_dim / 2, 2]`.
 
-    Each image size has `config.length` rows. A position has three coordinates: time, row and column. All three are
-    equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts as far
-    behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates, and the
-    prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    Each image size has `config.max_sequence_length` rows. A position has three coordinates: time, row and column. All
+    three are equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts
+    as far behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates,
+    and the prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
     count = int(sections.sum())
     part = torch.arange(3, device="cpu").repeat_interleave(sections)  # coordinate that each pair is rotated by
     frequencies = config.rope_base ** -(torch.arange(count, **real) / count)
-    table = torch.zeros(len(config.grids), config.length, config.head_dim // 2, 2, **real)
+    table = torch.zeros(len(config.grids), config.max_sequence_length, config.head_dim // 2, 2, **real)
     table[..., 0] = 1
     prompt = torch.arange(config.prefix, **real)[:, None].expand(-1, 3)
     second = config.prefix + max(config.grids[0][:2])  # start of all second grids
@@ -177,7 +177,7 @@ def _compute_grids_table(config: DecoderConfig) -> Tensor:
     return table.flatten(0, 1).float()
 
 
-def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
+def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
     """Rotate the pairs of queries or keys.
 
     Args:
@@ -206,22 +206,22 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-class HeadNorm(nn.Module):
+class PerHeadLayerNorm(nn.Module):
     """Layer norm of each head; each head has different scales and shifts."""
 
-    def __init__(self, heads: int, width: int) -> None:
+    def __init__(self, num_heads: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(heads, width))
-        self.bias = nn.Parameter(torch.zeros(heads, width))
+        self.weight = nn.Parameter(torch.ones(num_heads, width))
+        self.bias = nn.Parameter(torch.zeros(num_heads, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
-def _make_head_norm(config: DecoderConfig, heads: int) -> nn.Module:
+def _make_head_norm(config: DecoderConfig, num_heads: int) -> nn.Module:
     if config.rms_head_norm:
-        return RMSNorm(config.head_dim, config.norm_eps, (heads,))
-    return HeadNorm(heads, config.head_dim)
+        return RMSNorm(config.head_dim, config.norm_eps, (num_heads,))
+    return PerHeadLayerNorm(num_heads, config.head_dim)
 
 
 class Attention(nn.Module):
@@ -242,7 +242,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`.
 
         Args:
@@ -254,7 +254,7 @@ class Attention(nn.Module):
         if self.query_key_norm:
             query = self.query_norm(query)
             key = self.key_norm(key)
-        return rotate(query, rope, self.rope_style), rotate(key, rope, self.rope_style), value
+        return apply_rope(query, rope, self.rope_style), apply_rope(key, rope, self.rope_style), value
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
@@ -270,7 +270,7 @@ class Attention(nn.Module):
         Returns:
             The output, and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        query, key, value = (heads.transpose(1, 2) for heads in self.project(x, rope))
+        query, key, value = (heads.transpose(1, 2) for heads in self.project_qkv(x, rope))
         new = [heads.permute(2, 0, 1, 3) for heads in (key, value)]
         if past:
             key, value = (torch.cat(pair).permute(1, 2, 0, 3) for pair in zip(past, new, strict=True))
@@ -335,7 +335,7 @@ class LayerStack(nn.Module):
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
-        self.register_buffer("rope", rope_table(config), persistent=False)
+        self.register_buffer("rope", compute_rope_table(config), persistent=False)
 
     def run_layers(
         self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor], layers: slice = slice(None)
@@ -344,7 +344,7 @@ class LayerStack(nn.Module):
 
         Args:
             x: input of the first layer, `[rows, nodes, hidden_size]`.
-            position_ids: positions, see `look_up_rotation`, `[rows, nodes]`.
+            position_ids: positions, see `look_up_rope`, `[rows, nodes]`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
             layers: layers to apply, by default all.
@@ -352,14 +352,14 @@ class LayerStack(nn.Module):
         Returns:
             The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        rope = self.look_up_rotation(position_ids)
+        rope = self.look_up_rope(position_ids)
         new_kv: list[Tensor] = []
         for i, layer in [*enumerate(self.layers)][layers]:
             x, *new = layer(x, rope, mask, past[2 * i : 2 * i + 2])
             new_kv += new
         return x, new_kv
 
-    def look_up_rotation(self, position_ids: Tensor) -> Tensor:
+    def look_up_rope(self, position_ids: Tensor) -> Tensor:
         """Return cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
 
         Args:
@@ -383,7 +383,7 @@ class Decoder(LayerStack):
         if config.head_hidden:
             self.head = TwoLayerHead(config.hidden_size, config.head_hidden, config.vocab_size)
         if config.two_heads:
-            self.head = TwoHeads(config.hidden_size, config.vocab_size)
+            self.head = RightBelowHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, embeds: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
-from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import raises_checkpoint_error
+from ..checkpoints.deferred import skip_weight_allocation
+from ..checkpoints.files import convert_to_checkpoint_error
 from ..checkpoints.folders import Checkpoint
-from ..graph.decoder_graph import PastFirstWriter
-from ..graph.graphs import Arrays, Graph, decoder_graph
-from ..graph.onnx_ops import Ops, Value
+from ..graph.decoder_graph import CPUDecoderWriter
+from ..graph.graphs import Arrays, Graph, make_decoder_graph
+from ..graph.onnx_ops import ExportGraphWriter, TensorSpec
 from ..progress import ignore_progress
 from .decoder import Decoder, DecoderConfig, LayerStack
-from .llama import layer_sizes, rename_llama, rope_base
+from .llama import read_layer_sizes, rename_llama_weights, rope_base
 
 
-class EagleModule(LayerStack):
+class EagleDrafter(LayerStack):
     """A drafter: predicts the target's next hidden state from its last hidden state and the token sampled there.
 
     Args:
@@ -69,21 +69,21 @@ class LoadedDrafter(NamedTuple):
     Args:
         sources: its files with their roles.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
-        drafts_for: sha256 of the target weights that the drafter was trained on, None if unknown.
+        target_sha256: sha256 of the target weights that the drafter was trained on, None if unknown.
     """
 
-    drafter: EagleModule
+    drafter: EagleDrafter
     sources: list[tuple[str, Path]]
     spec_fields: dict[str, Any]
-    drafts_for: str | None = None
+    target_sha256: str | None = None
 
 
-@raises_checkpoint_error
+@convert_to_checkpoint_error
 def read_drafter(
     folder: Path,
-    target: Decoder,
+    target_decoder: Decoder,
     num_tokens: int | None = None,
-    allowed_values: Mapping[str, tuple[Any, ...]] | None = None,
+    allowed_config_values: Mapping[str, tuple[Any, ...]] | None = None,
     progress: Progress = ignore_progress,
     **spec_fields: Any,
 ) -> LoadedDrafter:
@@ -92,7 +92,7 @@ def read_drafter(
     Args:
         folder: folder with config.json and weights in LANTERN's layout.
         num_tokens: number of tokens that the drafter embeds, None for the target's number of codes.
-        allowed_values: values that fit the target, by name of a field of config.json; each field may be missing.
+        allowed_config_values: values that fit the target, by name of a field of config.json; each field may be missing.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
 
     Raises:
@@ -100,58 +100,62 @@ def read_drafter(
     """
     checkpoint = Checkpoint(folder, "drafter", progress)
     config = checkpoint.config()
-    checkpoint.read(keep=lambda name: not name.endswith(".inv_freq"))
-    rename_llama(checkpoint, "", {"embed.weight": "embed_tokens.weight"})
+    checkpoint.read_weights(name_filter=lambda name: not name.endswith(".inv_freq"))
+    rename_llama_weights(checkpoint, "", {"embed.weight": "embed_tokens.weight"})
     weights = checkpoint.weights
-    sizes = target.config
+    sizes = target_decoder.config
     if "fc.weight" not in weights or "embed.weight" not in weights:
-        raise checkpoint.error(problem="has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
-    if not isinstance(target.head, nn.Linear):
-        raise checkpoint.error(
+        raise checkpoint.make_error(problem="has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
+    if not isinstance(target_decoder.head, nn.Linear):
+        raise checkpoint.make_error(
             problem="EAGLE drafters need a target with a linear head, but this target's has a hidden layer"
         )
     shape = checkpoint.shape("embed.weight")
     wanted = (num_tokens or sizes.vocab_size, sizes.hidden_size)
     if shape != wanted:
         expected = f"{list(wanted)}, as the target's {'tokens' if num_tokens else 'codes'}"
-        raise checkpoint.error("embed.weight", found=f"shape {list(shape)}", expected=expected)
+        raise checkpoint.make_error("embed.weight", found=f"shape {list(shape)}", expected=expected)
     config.check_sizes(vocab_size=shape[0])
-    for name, allowed in (allowed_values or {}).items():
-        config.expect(name, *allowed, None, remedy="give the drafter that was trained for this target")
+    for name, allowed in (allowed_config_values or {}).items():
+        config.check_value(name, *allowed, None, remedy="give the drafter that was trained for this target")
     drafter_config = replace(
         sizes,
-        **layer_sizes(checkpoint, config, config.integer("num_attention_heads") or sizes.num_heads, head_multiple=4),
+        **read_layer_sizes(
+            checkpoint, config, config.get_integer("num_attention_heads") or sizes.num_heads, head_dim_multiple=4
+        ),
         prefix=sizes.prefix - 1,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.get_number("rms_norm_eps", 1e-6),
         rope_base=sizes.rope_base if sizes.rotary == "grid" else rope_base(config),
         input_norm="layers.0.attention_norm.weight" in weights,
     )
-    with without_weights():
+    with skip_weight_allocation():
         head = nn.Linear(drafter_config.hidden_size, drafter_config.vocab_size, bias=False)
-        drafter = EagleModule(drafter_config, head, "fc.bias" in weights, num_tokens)
-    weights["head.weight"] = target.head.weight
+        drafter = EagleDrafter(drafter_config, head, "fc.bias" in weights, num_tokens)
+    weights["head.weight"] = target_decoder.head.weight
     checkpoint.load_strict(drafter)
     training = config.get("training")  # `train-drafter` writes this field
-    drafts_for = training.get("target_sha256") if isinstance(training, Mapping) else None
-    return LoadedDrafter(drafter, checkpoint.sources, spec_fields, None if drafts_for is None else str(drafts_for))
+    target_sha256 = training.get("target_sha256") if isinstance(training, Mapping) else None
+    return LoadedDrafter(
+        drafter, checkpoint.sources, spec_fields, None if target_sha256 is None else str(target_sha256)
+    )
 
 
-def drafter_graph(drafter: EagleModule) -> Graph:
+def make_drafter_graph(drafter: EagleDrafter) -> Graph:
     """Return the graph of a drafter."""
     hidden_size = drafter.config.hidden_size
 
-    def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
+    def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
         return {
             "input_ids": generator.integers(drafter.embed.num_embeddings, size=(rows, nodes)),
             "target_hidden": generator.standard_normal((rows, nodes, hidden_size), dtype=np.float32),
         }
 
-    def write_drafter(ops: Ops) -> None:
-        token = ops.op("Gather", ops.weight("embed.weight", drafter.embed.weight), "input_ids")
+    def write_drafter(ops: ExportGraphWriter) -> None:
+        token = ops.op("Gather", ops.add_weight("embed.weight", drafter.embed.weight), "input_ids")
         joint = ops.op("Concat", token, "target_hidden", axis=-1)
-        writer = PastFirstWriter(ops, drafter)
+        writer = CPUDecoderWriter(ops, drafter)
         writer.write_graph(writer.write_linear(joint, "fc"))
 
-    ids = Value("input_ids", ("rows", "nodes"), "int64")
-    states = Value("target_hidden", ("rows", "nodes", hidden_size))
-    return decoder_graph("drafter", drafter, (ids, states), inputs, write_drafter)
+    ids = TensorSpec("input_ids", ("rows", "nodes"), "int64")
+    states = TensorSpec("target_hidden", ("rows", "nodes", hidden_size))
+    return make_decoder_graph("drafter", drafter, (ids, states), make_inputs, write_drafter)

@@ -17,7 +17,7 @@ _TERMS = [(-0.5) ** n / (math.factorial(n) * (2 * n + 1) * math.sqrt(2 * math.pi
 _LIMIT = 6.0  # beyond it GELU is its argument or 0, up to the rounding of float32
 
 
-class Parts(NamedTuple):
+class SplitMatrix(NamedTuple):
     """A matrix `[rows, columns]` as `(high + low / 2**20) * scale`: two of integers, and powers of two `[rows, 1]`."""
 
     high: Array
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
     scale: Array
 
 
-def split(matrix: NDArray[Any]) -> Parts:
+def split_matrix(matrix: NDArray[Any]) -> SplitMatrix:
     """Split a matrix into two matrices of integers, so that products of these parts are exact in float64.
 
     The matrix `[rows, columns]` has at most 8,192 columns. A value changes by `2**-40` of its row's largest value.
@@ -35,10 +35,10 @@ def split(matrix: NDArray[Any]) -> Parts:
     scale = np.ldexp(1.0, exponents - _BITS)
     values /= scale
     high = np.rint(values)
-    return Parts(high, np.rint((values - high) * 2**_BITS), scale)
+    return SplitMatrix(high, np.rint((values - high) * 2**_BITS), scale)
 
 
-def linear(inputs: NDArray[Any], weight: Parts, bias: NDArray[Any]) -> Array:
+def apply_exact_linear(inputs: NDArray[Any], weight: SplitMatrix, bias: NDArray[Any]) -> Array:
     """Compute a linear layer.
 
     Args:
@@ -46,7 +46,7 @@ def linear(inputs: NDArray[Any], weight: Parts, bias: NDArray[Any]) -> Array:
         weight: parts of the matrix `[outputs, columns]`.
         bias: vector `[outputs]`.
     """
-    parts = split(inputs)
+    parts = split_matrix(inputs)
     small = parts.high @ weight.low.T + parts.low @ weight.high.T
     outputs: Array = (parts.high @ weight.high.T + small / 2**_BITS) * parts.scale * weight.scale.T + bias
     return outputs

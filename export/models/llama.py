@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...inputs import format_value
-from ..checkpoints.deferred import defer_concatenation, without_weights
+from ..checkpoints.deferred import defer_concatenation, skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from .decoder import Decoder, DecoderConfig
@@ -34,7 +34,7 @@ LAYER_NAMES = {
 }
 
 
-def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) -> None:
+def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mapping[str, str]) -> None:
     """Rename the weights of layers and final norm to the decoder's names.
 
     Projections to queries, keys and values, `[heads * head_dim, hidden_size]`, are joined to one weight, and their
@@ -43,20 +43,20 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
 
     Args:
         prefix: prefix of the names in the files.
-        names: names in the files of other weights, such as the head, by the decoder's names.
+        other_names: names in the files of other weights, such as the head, by the decoder's names.
 
     Raises:
         CheckpointError: a projection is missing, or shapes do not fit together.
     """
     layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in LAYER_NAMES.items()}
-    checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
-    for i in range(checkpoint.count("layers.")):
+    checkpoint.rename_weights({"norm.weight": f"{prefix}norm.weight", **layers, **other_names})
+    for i in range(checkpoint.count_layers("layers.")):
         parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]
         query, key, value = (checkpoint.shape(name) for name in parts)
         if key != value or query[1] != key[1]:
             shapes = f"shapes {query}, {key}, {value}"
             expected = "equal key and value, as wide as the query"
-            raise checkpoint.error(f"layers.{i}.attention.qkv.weight", found=shapes, expected=expected)
+            raise checkpoint.make_error(f"layers.{i}.attention.qkv.weight", found=shapes, expected=expected)
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = defer_concatenation(
             [checkpoint.weights.pop(p) for p in parts]
         )
@@ -64,7 +64,9 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
         if any(name in checkpoint.weights for name in biases):
             sizes = [checkpoint.shape(name, 1) for name in biases]
             if sizes != [query[:1], key[:1], value[:1]]:
-                raise checkpoint.error(f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one bias per row")
+                raise checkpoint.make_error(
+                    f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one bias per row"
+                )
             checkpoint.weights[f"layers.{i}.attention.qkv.bias"] = defer_concatenation(
                 [checkpoint.weights.pop(b) for b in biases]
             )
@@ -76,47 +78,49 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
                     checkpoint.weights[name] = norm.repeat_interleave(width // norm.numel(), 0)
 
 
-def layer_sizes(
-    checkpoint: Checkpoint, config: Config, heads: int | None, head_multiple: int, uncounted: int = 0
+def read_layer_sizes(
+    checkpoint: Checkpoint, config: Config, num_heads: int | None, head_dim_multiple: int, num_extra_layers: int = 0
 ) -> dict[str, Any]:
     """Return the fields of `DecoderConfig` that the weights determine, checked against the configuration.
 
     Args:
         checkpoint: weights with the decoder's names.
         config: configuration with transformers' names of fields.
-        heads: number of query heads, None if the configuration does not have it.
-        head_multiple: number that the width of a head must be a multiple of.
-        uncounted: number of layers that the configuration does not count.
+        num_heads: number of query heads, None if the configuration does not have it.
+        head_dim_multiple: number that the width of a head must be a multiple of.
+        num_extra_layers: number of layers that the configuration does not count.
 
     Raises:
         CheckpointError: a size is not supported, or differs from the configuration.
     """
     qkv = f"{_LAYER}.qkv.weight"
     rows, width = checkpoint.shape(qkv)
-    layers = checkpoint.count("layers.")
+    layers = checkpoint.count_layers("layers.")
     intermediate_size = checkpoint.shape("layers.0.ffn.gate.weight")[0]
-    config.check_sizes(hidden_size=width, num_hidden_layers=layers - uncounted, intermediate_size=intermediate_size)
+    config.check_sizes(
+        hidden_size=width, num_hidden_layers=layers - num_extra_layers, intermediate_size=intermediate_size
+    )
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
-        config.expect(name, needed, None, remedy="other decoders are not supported")
+        config.check_value(name, needed, None, remedy="other decoders are not supported")
     queries = checkpoint.shape(f"{_LAYER}.out.weight")[1]  # the width of all heads together
     if (
-        heads is None
-        or queries % heads
-        or queries // heads % head_multiple
-        or (config.get("head_dim") or width // heads) != queries // heads
+        num_heads is None
+        or queries % num_heads
+        or queries // num_heads % head_dim_multiple
+        or (config.get("head_dim") or width // num_heads) != queries // num_heads
     ):
-        expected = f"a number that divides the width {queries} into heads of a multiple of {head_multiple} numbers"
-        raise config.error("num_attention_heads", found=str(heads), expected=expected)
-    head_dim = queries // heads
+        expected = f"a number that divides the width {queries} into heads of a multiple of {head_dim_multiple} numbers"
+        raise config.make_error("num_attention_heads", found=str(num_heads), expected=expected)
+    head_dim = queries // num_heads
     num_kv_heads, rest = divmod(rows - queries, 2 * head_dim)
-    configured = config.integer("num_key_value_heads")
-    if rest or num_kv_heads < 1 or heads % num_kv_heads or configured not in (None, num_kv_heads):
-        expected = f"rows of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
-        raise checkpoint.error(qkv, found=f"{rows} rows", expected=expected)
+    configured = config.get_integer("num_key_value_heads")
+    if rest or num_kv_heads < 1 or num_heads % num_kv_heads or configured not in (None, num_kv_heads):
+        expected = f"rows of {num_heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
+        raise checkpoint.make_error(qkv, found=f"{rows} rows", expected=expected)
     return {
         "hidden_size": width,
         "num_layers": layers,
-        "num_heads": heads,
+        "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "intermediate_size": intermediate_size,
         "head_width": 0 if queries == width else head_dim,
@@ -127,14 +131,14 @@ def layer_sizes(
     }
 
 
-def decoder_config(
+def make_decoder_config(
     checkpoint: Checkpoint,
     config: Config,
     vocab_size: int,
     grid: int,
     head_hidden: int = 0,
     max_image_tokens: int = 0,
-    limits_positions: bool = True,
+    has_position_limit: bool = True,
 ) -> DecoderConfig:
     """Return the sizes of a decoder in the layout of transformers.
 
@@ -145,24 +149,24 @@ def decoder_config(
         grid: rows and columns of codes of the default image.
         head_hidden: width of the head's hidden layer, 0 for a linear head.
         max_image_tokens: maximum number of tokens of an image, 0 for `grid * grid`.
-        limits_positions: whether prompt and image together have at most `max_position_embeddings` tokens. A prompt has
-            at most 2048 tokens in any case.
+        has_position_limit: whether prompt and image together have at most `max_position_embeddings` tokens. A prompt
+            has at most 2048 tokens in any case.
 
     Raises:
         CheckpointError: the decoder does not support the configuration, or the weights have other sizes.
     """
-    sizes = layer_sizes(checkpoint, config, config.integer("num_attention_heads"), head_multiple=2)
+    sizes = read_layer_sizes(checkpoint, config, config.get_integer("num_attention_heads"), head_dim_multiple=2)
     tokens = max_image_tokens or grid**2
-    positions = config.integer("max_position_embeddings") if limits_positions else tokens + _MAX_PROMPT
+    positions = config.get_integer("max_position_embeddings") if has_position_limit else tokens + _MAX_PROMPT
     if positions is None or positions < tokens + 2:
-        raise config.error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
+        raise config.make_error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
     return DecoderConfig(
         **sizes,
         vocab_size=vocab_size,
         grid=grid,
         prefix=min(positions - tokens, _MAX_PROMPT),
         max_image_tokens=max_image_tokens,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.get_number("rms_norm_eps", 1e-6),
         rope_base=rope_base(config),
         rotary="sequence",
         rope_style="half",
@@ -170,23 +174,27 @@ def decoder_config(
     )
 
 
-def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, codes: range | None = None) -> tuple[Decoder, Tensor]:
+def load_llama_decoder(
+    checkpoint: Checkpoint, config: DecoderConfig, code_token_range: range | None = None
+) -> tuple[Decoder, Tensor]:
     """Load a decoder, and return it with the embeddings of its vocabulary, `[tokens, hidden_size]`.
 
     Args:
         checkpoint: weights with the decoder's names, and `embed.weight`.
         config: sizes of the decoder.
-        codes: tokens of the codes in a vocabulary with other tokens, whose rows of the head are left out; None for a
-            head of codes only.
+        code_token_range: tokens of the codes in a vocabulary with other tokens, whose rows of the head are left out;
+            None for a head of codes only.
 
     Raises:
         CheckpointError: weights are missing, unexpected or have another shape.
     """
-    with without_weights():
+    with skip_weight_allocation():
         decoder = Decoder(config)
     embeddings = checkpoint.weights.pop("embed.weight")
-    if codes is not None:
-        checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
+    if code_token_range is not None:
+        checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][
+            code_token_range.start : code_token_range.stop
+        ]
     checkpoint.load_strict(decoder)
     return decoder, embeddings
 
@@ -200,5 +208,7 @@ def rope_base(config: Config) -> float:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
     if kind != "default":
-        raise config.error("rope_parameters", found=f"type {format_value(kind)}", expected="plain positions (default)")
-    return Config(config.path, scaling if "rope_theta" in scaling else config.values).number("rope_theta", 10000.0)
+        raise config.make_error(
+            "rope_parameters", found=f"type {format_value(kind)}", expected="plain positions (default)"
+        )
+    return Config(config.path, scaling if "rope_theta" in scaling else config.values).get_number("rope_theta", 10000.0)

@@ -4,8 +4,8 @@ Both are convolutional networks; their levels differ in resolution by a factor o
 weights: widths from shapes, numbers of levels and residual blocks from names. The groups of the norms (32) and their
 epsilon are constants of the published model.
 
-The tokenizers of Chameleon and Janus are the same modules with other settings (`VQConfig`). In Emu3's decoder, norms
-also read the code vectors (`norm_inputs`). Cosmos has no codebook (`fsq_levels`).
+The tokenizers of Chameleon and Janus are the same modules with other settings (`VQTokenizerConfig`). In Emu3's decoder,
+norms also read the code vectors (`norm_inputs`). Cosmos has no codebook (`fsq_levels`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .fsq import code_vectors, nearest_codes
+from .fsq import decode_fsq_codes, quantize_fsq_latents
 
 NORM_GROUPS = 32
 _EPS = 1e-6
@@ -27,39 +27,39 @@ Norm = Callable[[int], nn.Module]  # builds a norm for a number of channels
 
 
 @dataclass(frozen=True)
-class VQConfig:
+class VQTokenizerConfig:
     """Sizes and settings of the tokenizer.
 
     Args:
         latent_width: channels between the encoder and `quant_conv`, and between `post_quant_conv` and the decoder.
-        encoder_stem: channels of the encoder's first convolution.
+        encoder_stem_width: channels of the encoder's first convolution.
         encoder_widths: channels of the encoder's levels, from the finest to the coarsest.
         decoder_widths: channels of the decoder's levels, from the coarsest to the finest.
-        blocks: residual blocks per encoder level; a decoder level has one more.
-        attention: whether cells attend to each other at the coarsest level, in addition to the middle.
+        num_blocks: residual blocks per encoder level; a decoder level has one more.
+        has_attention: whether cells attend to each other at the coarsest level, in addition to the middle.
         normalize_for_decoder: whether the decoder gets codebook vectors scaled to length 1.
         normalize_for_encoder: whether codebook and latents are scaled to length 1 to find the nearest code.
-        largest_product: whether the code of a cell is that with the largest product of latent and codebook vector
+        match_by_product: whether the code of a cell is that with the largest product of latent and codebook vector
             (Emu3.5), which is not the nearest.
         fsq_levels: number of levels of each digit of a code, for finite scalar quantisation; empty with a codebook.
         patch: pixels along each side of a patch, which the finest level treats as one pixel.
-        groups: groups of channels that norms normalise over.
+        num_groups: groups of channels that norms normalise over.
     """
 
-    codes: int
+    num_codes: int
     code_width: int
     latent_width: int
-    encoder_stem: int
+    encoder_stem_width: int
     encoder_widths: tuple[int, ...]
     decoder_widths: tuple[int, ...]
-    blocks: int
-    attention: bool = True
+    num_blocks: int
+    has_attention: bool = True
     normalize_for_decoder: bool = True
     normalize_for_encoder: bool = True
-    largest_product: bool = False
+    match_by_product: bool = False
     fsq_levels: tuple[int, ...] = ()
     patch: int = 1
-    groups: int = NORM_GROUPS
+    num_groups: int = NORM_GROUPS
 
     @property
     def pixels_per_cell(self) -> int:
@@ -67,22 +67,22 @@ class VQConfig:
         return self.patch * int(2 ** (len(self.decoder_widths) - 1))
 
 
-def make_group_norm(width: int, groups: int = NORM_GROUPS) -> nn.Module:
+def make_group_norm(width: int, num_groups: int = NORM_GROUPS) -> nn.Module:
     """Build a group norm of `width` channels."""
-    return nn.GroupNorm(groups, width, eps=_EPS)
+    return nn.GroupNorm(num_groups, width, eps=_EPS)
 
 
 class ResidualBlock(nn.Module):
     """A residual block: twice norm, swish and convolution, with a skip connection."""
 
-    def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
+    def __init__(self, in_channels: int, out_channels: int, make_norm: Norm) -> None:
         super().__init__()
-        self.norm1 = norm(inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm2 = norm(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        if inputs != outputs:
-            self.nin_shortcut = nn.Conv2d(inputs, outputs, 1)
+        self.norm1 = make_norm(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm2 = make_norm(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        if in_channels != out_channels:
+            self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         y = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x, *norm_inputs))), *norm_inputs)))
@@ -90,7 +90,7 @@ class ResidualBlock(nn.Module):
         return skipped
 
 
-class _CellAttention(nn.Module):
+class _SpatialAttention(nn.Module):
     """Attention of all cells to all cells, with one head."""
 
     def __init__(self, width: int, norm: Norm) -> None:
@@ -107,36 +107,42 @@ class _CellAttention(nn.Module):
         return attended
 
 
-class Resize(nn.Module):
+class ResizeConv(nn.Module):
     """A convolution that halves or doubles the resolution.
 
     For halving, a column and a row of zeros are added at the right and bottom, as in taming-transformers.
     """
 
-    def __init__(self, width: int, halves: bool) -> None:
+    def __init__(self, width: int, is_downsampling: bool) -> None:
         super().__init__()
-        self.halves = halves
-        self.conv = nn.Conv2d(width, width, 3, stride=2) if halves else nn.Conv2d(width, width, 3, padding=1)
+        self.is_downsampling = is_downsampling
+        self.conv = nn.Conv2d(width, width, 3, stride=2) if is_downsampling else nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 1, 0, 1)) if self.halves else F.interpolate(x, scale_factor=2.0, mode="nearest")
+        x = F.pad(x, (0, 1, 0, 1)) if self.is_downsampling else F.interpolate(x, scale_factor=2.0, mode="nearest")
         resized: Tensor = self.conv(x)
         return resized
 
 
 class _ResolutionLevel(nn.Module):
-    """Residual blocks of one resolution, with attention after each if `attention`, and an optional `Resize`.
+    """Residual blocks of one resolution, with attention after each if `has_attention`, and an optional `ResizeConv`.
 
-    The attribute of the `Resize` has the name `resize`, `downsample` or `upsample`.
+    The attribute of the `ResizeConv` has the name `resize`, `downsample` or `upsample`.
     """
 
-    def __init__(self, inputs: int, width: int, blocks: int, attention: bool, resize: str | None, norm: Norm) -> None:
+    def __init__(
+        self, in_channels: int, width: int, num_blocks: int, has_attention: bool, resize: str | None, make_norm: Norm
+    ) -> None:
         super().__init__()
-        self.res = nn.ModuleList(ResidualBlock(inputs if i == 0 else width, width, norm) for i in range(blocks))
-        self.attn = nn.ModuleList(_CellAttention(width, norm) for _ in range(blocks if attention else 0))
+        self.res = nn.ModuleList(
+            ResidualBlock(in_channels if i == 0 else width, width, make_norm) for i in range(num_blocks)
+        )
+        self.attn = nn.ModuleList(
+            _SpatialAttention(width, make_norm) for _ in range(num_blocks if has_attention else 0)
+        )
         self.resize = resize
         if resize:
-            setattr(self, resize, Resize(width, halves=resize == "downsample"))
+            setattr(self, resize, ResizeConv(width, is_downsampling=resize == "downsample"))
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         for i, block in enumerate(self.res):
@@ -149,45 +155,51 @@ class ConvStack(nn.Module):
     """The network of an encoder or a decoder.
 
     Args:
-        inputs: number of input channels.
-        stem: output channels of the first convolution.
+        in_channels: number of input channels.
+        stem_width: output channels of the first convolution.
         widths: channels of the levels, in the order in which they run.
-        outputs: number of output channels.
-        blocks: residual blocks per level.
-        attention: whether the coarsest level has attention after each residual block.
+        out_channels: number of output channels.
+        num_blocks: residual blocks per level.
+        has_attention: whether the coarsest level has attention after each residual block.
         resize: `downsample` for an encoder, whose middle blocks run last, or `upsample` for a decoder.
-        norm: function that builds a norm; `forward` passes `norm_inputs` to all norms.
+        make_norm: function that builds a norm; `forward` passes `norm_inputs` to all norms.
     """
 
     def __init__(
         self,
-        inputs: int,
-        stem: int,
+        in_channels: int,
+        stem_width: int,
         widths: tuple[int, ...],
-        outputs: int,
-        blocks: int,
-        attention: bool,
+        out_channels: int,
+        num_blocks: int,
+        has_attention: bool,
         resize: str,
-        norm: Norm = make_group_norm,
+        make_norm: Norm = make_group_norm,
     ) -> None:
         super().__init__()
         last = len(widths) - 1
         down = resize == "downsample"
         coarsest = last if down else 0
         width = widths[coarsest]
-        self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
+        self.conv_in = nn.Conv2d(in_channels, stem_width, 3, padding=1)
         mid = nn.ModuleList(
-            [ResidualBlock(width, width, norm), _CellAttention(width, norm), ResidualBlock(width, width, norm)]
+            [
+                ResidualBlock(width, width, make_norm),
+                _SpatialAttention(width, make_norm),
+                ResidualBlock(width, width, make_norm),
+            ]
         )
         levels = nn.ModuleList(
-            _ResolutionLevel(*channels, blocks, attention and i == coarsest, resize if i < last else None, norm)
-            for i, channels in enumerate(zip((stem, *widths), widths, strict=False))
+            _ResolutionLevel(
+                *channels, num_blocks, has_attention and i == coarsest, resize if i < last else None, make_norm
+            )
+            for i, channels in enumerate(zip((stem_width, *widths), widths, strict=False))
         )
         self.order = ("conv_blocks", "mid") if down else ("mid", "conv_blocks")
         for name in self.order:
             setattr(self, name, mid if name == "mid" else levels)
-        self.norm_out = norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], outputs, 3, padding=1)
+        self.norm_out = make_norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -203,38 +215,40 @@ class LlamaGenVQ(nn.Module):
 
     codebook: Tensor
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__()
         self.config = config
         latent = config.latent_width
-        blocks = config.blocks
-        attention = config.attention
+        num_blocks = config.num_blocks
+        has_attention = config.has_attention
         down = config.encoder_widths
         up = config.decoder_widths
-        norm = partial(make_group_norm, groups=config.groups)
+        norm = partial(make_group_norm, num_groups=config.num_groups)
         patch = 3 * config.patch**2  # numbers of a patch
-        self.encoder = ConvStack(patch, config.encoder_stem, down, latent, blocks, attention, "downsample", norm)
-        self.decoder = ConvStack(latent, up[0], up, patch, blocks + 1, attention, "upsample", norm)
+        self.encoder = ConvStack(
+            patch, config.encoder_stem_width, down, latent, num_blocks, has_attention, "downsample", norm
+        )
+        self.decoder = ConvStack(latent, up[0], up, patch, num_blocks + 1, has_attention, "upsample", norm)
         self.quant_conv = nn.Conv2d(latent, config.code_width, 1)
         self.post_quant_conv: nn.Module = nn.Conv2d(config.code_width, latent, 1)
-        self.register_buffer("codebook", torch.zeros(config.codes, config.code_width))
+        self.register_buffer("codebook", torch.zeros(config.num_codes, config.code_width))
 
 
 class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
     Args:
-        grid: rows and columns of codes of all images, whose `codes` are `[images, cells]` in raster order. None for
-            images of any size, whose `codes` are `[images, rows, columns]`.
+        grid_size: rows and columns of codes of all images, whose `codes` are `[images, cells]` in raster order. None
+            for images of any size, whose `codes` are `[images, rows, columns]`.
     """
 
     vectors: Tensor
 
-    def __init__(self, vq: LlamaGenVQ, grid: int | None) -> None:
+    def __init__(self, vq: LlamaGenVQ, grid_size: int | None) -> None:
         super().__init__()
         self.post_quant_conv = vq.post_quant_conv
         self.decoder = vq.decoder
-        self.grid = grid
+        self.grid_size = grid_size
         self.fsq_levels = vq.config.fsq_levels
         self.patch = vq.config.patch
         vectors = F.normalize(vq.codebook, dim=-1) if vq.config.normalize_for_decoder else vq.codebook
@@ -242,12 +256,12 @@ class VQDecoder(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         if self.fsq_levels:
-            latents = code_vectors(codes, self.fsq_levels)
-        elif self.grid is None:
+            latents = decode_fsq_codes(codes, self.fsq_levels)
+        elif self.grid_size is None:
             latents = self.vectors[codes].permute(0, 3, 1, 2)
         else:
             vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
-            latents = vectors.reshape(-1, self.vectors.shape[1], self.grid, self.grid)
+            latents = vectors.reshape(-1, self.vectors.shape[1], self.grid_size, self.grid_size)
         images: Tensor = self.decoder(self.post_quant_conv(latents))
         return F.pixel_shuffle(images, self.patch) if self.patch > 1 else images
 
@@ -262,7 +276,7 @@ class VQEncoder(nn.Module):
         self.encoder = vq.encoder
         self.quant_conv = vq.quant_conv
         self.normalize = vq.config.normalize_for_encoder
-        self.by_product = self.normalize or vq.config.largest_product
+        self.by_product = self.normalize or vq.config.match_by_product
         self.fsq_levels = vq.config.fsq_levels
         self.patch = vq.config.patch
         vectors = F.normalize(vq.codebook, dim=-1) if self.normalize else vq.codebook
@@ -272,7 +286,7 @@ class VQEncoder(nn.Module):
         image = F.pixel_unshuffle(image, self.patch) if self.patch > 1 else image
         latents = self.quant_conv(self.encoder(image))  # [images, code_width, grid, grid]
         if self.fsq_levels:
-            return nearest_codes(latents, self.fsq_levels), latents
+            return quantize_fsq_latents(latents, self.fsq_levels), latents
         cells = F.normalize(latents, dim=1) if self.normalize else latents
         similarity = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
         if not self.by_product:  # -|cell - code|^2 / 2 without the term of the cell, which all codes share

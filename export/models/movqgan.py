@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
-from ..checkpoints.files import file_error, raises_checkpoint_error
+from ..checkpoints.files import convert_to_checkpoint_error, make_file_error
 from ..checkpoints.folders import Checkpoint
 from ..progress import ignore_progress
-from .llamagen_vq import ConvStack, LlamaGenVQ, ResidualBlock, VQConfig, make_group_norm
-from .vq_checkpoints import CODEBOOK, load_vq, rename_vqgan
+from .llamagen_vq import ConvStack, LlamaGenVQ, ResidualBlock, VQTokenizerConfig, make_group_norm
+from .vq_checkpoints import CODEBOOK, load_vq_tokenizer, rename_vqgan_weights
 
 _TAPS = 4  # frames that a convolution reads which halves the number of frames
 _PADDING = 2  # zero frames before the first frame
@@ -59,56 +59,62 @@ class _SpatialNorm(nn.Module):
         return scaled
 
 
-class _TimeConv(nn.Conv2d):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, 3, padding=1)
+class _TemporalConv(nn.Conv2d):
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(super().forward(x))
 
 
-def _time_residuals(config: VQConfig) -> nn.Sequential:
+def _make_temporal_residual_blocks(config: VQTokenizerConfig) -> nn.Sequential:
     """Build residual blocks whose norms use the mean and variance of each channel that training recorded."""
     width = config.latent_width
-    return nn.Sequential(*(ResidualBlock(width, width, nn.BatchNorm2d) for _ in range(config.blocks)))
+    return nn.Sequential(*(ResidualBlock(width, width, nn.BatchNorm2d) for _ in range(config.num_blocks)))
 
 
 class _VideoEncoder(ConvStack):
-    def __init__(self, config: VQConfig, halvings: int) -> None:
+    def __init__(self, config: VQTokenizerConfig, num_halvings: int) -> None:
         width = config.latent_width
         super().__init__(
-            3, config.encoder_stem, config.encoder_widths, width, config.blocks, config.attention, "downsample"
+            3,
+            config.encoder_stem_width,
+            config.encoder_widths,
+            width,
+            config.num_blocks,
+            config.has_attention,
+            "downsample",
         )
-        outputs = [width * 2**i for i in reversed(range(halvings))]  # channels: `width` of each remaining frame
+        outputs = [width * 2**i for i in reversed(range(num_halvings))]  # channels: `width` of each remaining frame
         inputs = [width, *outputs]  # all input frames of the first convolution are equal, so it reads one of them
-        self.time_conv = nn.Sequential(*map(_TimeConv, inputs, outputs))
-        self.time_res_stack = _time_residuals(config)
+        self.time_conv = nn.Sequential(*map(_TemporalConv, inputs, outputs))
+        self.time_res_stack = _make_temporal_residual_blocks(config)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         latents: Tensor = self.time_res_stack(self.time_conv(super().forward(x)))
         return latents
 
 
-class _Decoder(ConvStack):
+class _MoVQDecoder(ConvStack):
     """A decoder that reads code vectors twice: through `post_quant_conv`, and in its norms."""
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: VQTokenizerConfig) -> None:
         width = config.latent_width
         widths = config.decoder_widths
         norm = partial(_SpatialNorm, config.code_width)
-        super().__init__(width, widths[0], widths, 3, config.blocks + 1, config.attention, "upsample", norm)
+        super().__init__(width, widths[0], widths, 3, config.num_blocks + 1, config.has_attention, "upsample", norm)
         self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         return super().forward(self.post_quant_conv(x), x)
 
 
-class _VideoDecoder(_Decoder):
-    def __init__(self, config: VQConfig, doublings: int) -> None:
+class _VideoDecoder(_MoVQDecoder):
+    def __init__(self, config: VQTokenizerConfig, num_doublings: int) -> None:
         super().__init__(config)
         width = config.latent_width
-        self.time_res_stack = _time_residuals(config)
-        self.time_conv = nn.Sequential(*(_TimeConv(width, width) for _ in range(doublings)))
+        self.time_res_stack = _make_temporal_residual_blocks(config)
+        self.time_conv = nn.Sequential(*(_TemporalConv(width, width) for _ in range(num_doublings)))
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         latents, codes = (self.time_conv(self.time_res_stack(value)) for value in (self.post_quant_conv(x), x))
@@ -118,22 +124,22 @@ class _VideoDecoder(_Decoder):
 class MoVQ(LlamaGenVQ):
     """Encoder and decoder of images whose decoder's norms also read the code vectors."""
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__(config)
-        self.decoder = _Decoder(config)
+        self.decoder = _MoVQDecoder(config)
         self.post_quant_conv = nn.Identity()  # moved into the decoder
 
 
 class Emu3VQ(MoVQ):
-    """Encoder and decoder of images, as the first of `2 ** doublings` video frames that share a grid of codes."""
+    """Encoder and decoder of images, as the first of `2 ** num_doublings` video frames that share a grid of codes."""
 
-    def __init__(self, doublings: int, config: VQConfig) -> None:
+    def __init__(self, num_doublings: int, config: VQTokenizerConfig) -> None:
         super().__init__(config)
-        self.encoder = _VideoEncoder(config, doublings)
-        self.decoder = _VideoDecoder(config, doublings)
+        self.encoder = _VideoEncoder(config, num_doublings)
+        self.decoder = _VideoDecoder(config, num_doublings)
 
 
-@raises_checkpoint_error
+@convert_to_checkpoint_error
 def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
     """Read a MoVQGAN from its file.
 
@@ -148,14 +154,14 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
     """
     file = path / _MOVQGAN if path.is_dir() else path
     if not file.is_file():
-        raise file_error(path, found=f"no {_MOVQGAN}", expected=f"a folder with {_MOVQGAN}, or a .ckpt file")
+        raise make_file_error(path, found=f"no {_MOVQGAN}", expected=f"a folder with {_MOVQGAN}, or a .ckpt file")
     checkpoint = Checkpoint(file, "vq", progress)
-    checkpoint.read(keep=lambda name: not name.startswith("loss."))  # networks of the training loss
+    checkpoint.read_weights(name_filter=lambda name: not name.startswith("loss."))  # networks of the training loss
     if CODEBOOK not in checkpoint.weights or not any(".norm_layer." in name for name in checkpoint.weights):
         problem = f"has no {CODEBOOK} and norms with norm_layer, so it is no MoVQGAN"
-        raise checkpoint.error(problem=problem)
-    rename_vqgan(checkpoint, patterns=[_POST_QUANT])
-    return _load_vq(checkpoint, MoVQ), checkpoint.sources
+        raise checkpoint.make_error(problem=problem)
+    rename_vqgan_weights(checkpoint, patterns=[_POST_QUANT])
+    return _load_unnormalized_vq(checkpoint, MoVQ), checkpoint.sources
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
@@ -164,18 +170,18 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     Raises:
         CheckpointError: a weight is missing, unexpected or of another shape.
     """
-    rename_vqgan(checkpoint, patterns=_PATTERNS)
-    doublings = checkpoint.count("decoder.time_conv.")
-    for i in range(min(checkpoint.count(_HALVING), doublings)):
+    rename_vqgan_weights(checkpoint, patterns=_PATTERNS)
+    num_doublings = checkpoint.count_layers("decoder.time_conv.")
+    for i in range(min(checkpoint.count_layers(_HALVING), num_doublings)):
         weight = f"{_HALVING}{i}.weight"
         bias = f"{_HALVING}{i}.bias"
-        frames = 2 ** (doublings - i)
+        frames = 2 ** (num_doublings - i)
         shape = checkpoint.shape(weight, 5)
         checkpoint.shape(bias, 1)
         if shape[2] != _TAPS or frames > _MAX_FRAMES:
             expected = f"{_TAPS} taps in time and at most {_MAX_FRAMES} frames"
-            raise checkpoint.error(weight, found=f"shape {list(shape)} for {frames} frames", expected=expected)
-        stacked = _stack_frames(checkpoint.weights[weight].float(), frames)
+            raise checkpoint.make_error(weight, found=f"shape {list(shape)} for {frames} frames", expected=expected)
+        stacked = _stack_frames_as_channels(checkpoint.weights[weight].float(), frames)
         checkpoint.weights[weight] = stacked if i else torch.stack(stacked.chunk(frames, 1)).sum(0)
         checkpoint.weights[bias] = checkpoint.weights[bias].repeat(frames // 2)
     for name, tensor in checkpoint.weights.items():
@@ -183,14 +189,14 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
             checkpoint.weights[name] = tensor[:, :, -1]
         elif tensor.ndim == 2 and name != CODEBOOK:  # attention in transformers has linear layers, here convolutions
             checkpoint.weights[name] = tensor[:, :, None, None]
-    return _load_vq(checkpoint, partial(Emu3VQ, doublings))
+    return _load_unnormalized_vq(checkpoint, partial(Emu3VQ, num_doublings))
 
 
-def _load_vq(checkpoint: Checkpoint, build: Callable[[VQConfig], LlamaGenVQ]) -> LlamaGenVQ:
-    return load_vq(checkpoint, build, normalize_for_decoder=False, normalize_for_encoder=False)
+def _load_unnormalized_vq(checkpoint: Checkpoint, make_vq: Callable[[VQTokenizerConfig], LlamaGenVQ]) -> LlamaGenVQ:
+    return load_vq_tokenizer(checkpoint, make_vq, normalize_for_decoder=False, normalize_for_encoder=False)
 
 
-def _stack_frames(weight: Tensor, frames: int) -> Tensor:
+def _stack_frames_as_channels(weight: Tensor, frames: int) -> Tensor:
     """Return a 3D convolution that halves the number of frames as a 2D convolution with frames as channels.
 
     Args:

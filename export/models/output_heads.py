@@ -10,26 +10,26 @@ from torch import Tensor, nn
 class TwoLayerHead(nn.Module):
     """A head with one hidden layer and GELU; both layers have a bias."""
 
-    def __init__(self, width: int, hidden: int, vocabulary: int) -> None:
+    def __init__(self, hidden_size: int, inner_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.first = nn.Linear(width, hidden)
-        self.second = nn.Linear(hidden, vocabulary)
+        self.first = nn.Linear(hidden_size, inner_size)
+        self.second = nn.Linear(inner_size, vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.second(F.gelu(self.first(x)))
         return logits
 
 
-class TwoHeads(nn.Module):
+class RightBelowHeads(nn.Module):
     """Linear heads for the cell to the right of a code and for the cell below; the latter reads other states."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        self.right = nn.Linear(width, vocabulary, bias=False)
-        self.below = nn.Linear(width, vocabulary, bias=False)
+        self.right = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.below = nn.Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor, hidden_below: Tensor) -> Tensor:
         return torch.cat([self.right(hidden), self.below(hidden_below)], -1)
 
 
-Head = nn.Linear | TwoLayerHead | TwoHeads
+Head = nn.Linear | TwoLayerHead | RightBelowHeads

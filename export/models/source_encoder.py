@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints.deferred import without_weights
+from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
-from ..graph.graphs import Graph, named_cases
-from ..graph.onnx_ops import Value
+from ..graph.graphs import Graph, name_test_cases
+from ..graph.onnx_ops import TensorSpec
 
 _BOTH = ("weight", "bias")
 _LAYERS = {
@@ -34,47 +34,49 @@ _NAMES = {
 }
 
 
-class SourceEncoder(nn.Module):
+class SourceImageEncoder(nn.Module):
     """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation.
 
     Args:
         width: width of the states.
-        depth: number of blocks.
-        heads: number of attention heads.
-        hidden: width of the hidden layers of feed-forward networks.
-        patch: pixels along each side of a patch, which is a cell.
-        places: number of learned positions, of a square that is scaled to the grid of the image.
-        codes: number of codes.
+        num_blocks: number of blocks.
+        num_heads: number of attention heads.
+        mlp_width: width of the hidden layers of feed-forward networks.
+        patch_size: pixels along each side of a patch, which is a cell.
+        num_positions: number of learned positions, of a square that is scaled to the grid of the image.
+        num_codes: number of codes.
         code_width: width of the codes.
-        epsilon: epsilon of the norms.
-        colours: mean and standard deviation of red, green and blue, 0 .. 1, by which images are normalised.
+        norm_eps: epsilon of the norms.
+        color_stats: mean and standard deviation of red, green and blue, 0 .. 1, by which images are normalised.
     """
 
     def __init__(
         self,
         width: int,
-        depth: int,
-        heads: int,
-        hidden: int,
-        patch: int,
-        places: int,
-        codes: int,
+        num_blocks: int,
+        num_heads: int,
+        mlp_width: int,
+        patch_size: int,
+        num_positions: int,
+        num_codes: int,
         code_width: int,
-        epsilon: float,
-        colours: tuple[list[float], list[float]],
+        norm_eps: float,
+        color_stats: tuple[list[float], list[float]],
     ) -> None:
         super().__init__()
-        self.patch = patch
+        self.patch_size = patch_size
         self.code_width = code_width
-        self.colours = colours
-        self.patch_embed = nn.Conv2d(3, width, patch, patch)
-        self.positions = nn.Parameter(torch.empty(places, width))
-        self.blocks = nn.ModuleList(_Block(width, heads, hidden, epsilon) for _ in range(depth))
+        self.color_stats = color_stats
+        self.patch_embed = nn.Conv2d(3, width, patch_size, patch_size)
+        self.positions = nn.Parameter(torch.empty(num_positions, width))
+        self.blocks = nn.ModuleList(_TransformerBlock(width, num_heads, mlp_width, norm_eps) for _ in range(num_blocks))
         self.quant_conv = nn.Conv2d(width, code_width, 1)
-        self.codebook = nn.Parameter(torch.empty(codes, code_width))
+        self.codebook = nn.Parameter(torch.empty(num_codes, code_width))
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        mean, deviation = (torch.tensor(numbers, dtype=self.positions.dtype)[:, None, None] for numbers in self.colours)
+        mean, deviation = (
+            torch.tensor(numbers, dtype=self.positions.dtype)[:, None, None] for numbers in self.color_stats
+        )
         x = self.patch_embed(((image + 1) / 2 - mean) / deviation)
         grid = x.shape[2:]
         side = math.isqrt(len(self.positions))
@@ -89,28 +91,28 @@ class SourceEncoder(nn.Module):
 
     def make_graph(self) -> Graph:
         """Return the graph of the encoder, for images of any size."""
-        image = Value("images", ("images", 3, "height", "width"))
-        latents = Value("pre_quant", ("images", self.code_width, "rows", "columns"))
+        image = TensorSpec("images", ("images", 3, "height", "width"))
+        latents = TensorSpec("pre_quant", ("images", self.code_width, "rows", "columns"))
         generator = np.random.default_rng(0)
-        shapes = [(2, 3, 4 * self.patch, 3 * self.patch), (1, 3, 2 * self.patch, 5 * self.patch)]
-        cases = named_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
-        codes = Value("codes", ("images", "cells"), "int64")
+        shapes = [(2, 3, 4 * self.patch_size, 3 * self.patch_size), (1, 3, 2 * self.patch_size, 5 * self.patch_size)]
+        cases = name_test_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
+        codes = TensorSpec("codes", ("images", "cells"), "int64")
         return Graph("vq_encoder", self, (image,), (codes, latents), cases)
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int, epsilon: float) -> None:
+class _TransformerBlock(nn.Module):
+    def __init__(self, width: int, num_heads: int, mlp_width: int, norm_eps: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width, epsilon)
-        self.norm2 = nn.LayerNorm(width, epsilon)
+        self.num_heads = num_heads
+        self.norm1 = nn.LayerNorm(width, norm_eps)
+        self.norm2 = nn.LayerNorm(width, norm_eps)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = nn.Linear(width, mlp_width)
+        self.fc2 = nn.Linear(mlp_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        joint = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        joint = self.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1))
         query, key, value = joint.permute(2, 0, 3, 1, 4)  # each [images, heads, cells, head width]
         mixed = F.scaled_dot_product_attention(query, key, value)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
@@ -118,36 +120,36 @@ class _Block(nn.Module):
         return x + hidden
 
 
-def load_source_encoder(
-    checkpoint: Checkpoint, config: Config, mean: list[float], deviation: list[float]
-) -> SourceEncoder:
+def load_source_image_encoder(
+    checkpoint: Checkpoint, config: Config, color_mean: list[float], color_std: list[float]
+) -> SourceImageEncoder:
     """Load the encoder, with sizes from the shapes and names of its weights.
 
     Args:
         checkpoint: weights `visual.*` and `vqmodel.*`, without the weights of the decoder.
         config: the section `vision_config` of config.json.
-        mean: mean of red, green and blue, 0 .. 1.
-        deviation: their standard deviation.
+        color_mean: mean of red, green and blue, 0 .. 1.
+        color_std: their standard deviation.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape, or a setting does not fit.
     """
-    config.expect("hidden_act", "gelu")
-    codes, code_width = checkpoint.shape("vqmodel.quantize.embedding.weight")
-    width, _, patch, _ = checkpoint.shape("visual.patch_embed.proj.weight", 4)
-    places, _ = checkpoint.shape("visual.embeddings.position_embedding.weight")
-    hidden, _ = checkpoint.shape("visual.blocks.0.mlp.fc1.weight")
-    heads = config.integer("num_heads") or 1
-    if width % heads:
-        raise config.error("num_heads", expected=f"a divisor of {width}, the width")
-    if math.isqrt(places) ** 2 != places:
-        raise checkpoint.error("visual.embeddings.position_embedding.weight", expected="the positions of a square")
-    depth = checkpoint.count("visual.blocks.")
-    with without_weights():
-        epsilon = config.number("layer_norm_eps", 1e-6)
-        sizes = (width, depth, heads, hidden, patch, places, codes, code_width)
-        encoder = SourceEncoder(*sizes, epsilon, (mean, deviation))
-    checkpoint.rename(_NAMES)
+    config.check_value("hidden_act", "gelu")
+    num_codes, code_width = checkpoint.shape("vqmodel.quantize.embedding.weight")
+    width, _, patch_size, _ = checkpoint.shape("visual.patch_embed.proj.weight", 4)
+    num_positions, _ = checkpoint.shape("visual.embeddings.position_embedding.weight")
+    mlp_width, _ = checkpoint.shape("visual.blocks.0.mlp.fc1.weight")
+    num_heads = config.get_integer("num_heads") or 1
+    if width % num_heads:
+        raise config.make_error("num_heads", expected=f"a divisor of {width}, the width")
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise checkpoint.make_error("visual.embeddings.position_embedding.weight", expected="the positions of a square")
+    num_blocks = checkpoint.count_layers("visual.blocks.")
+    with skip_weight_allocation():
+        norm_eps = config.get_number("layer_norm_eps", 1e-6)
+        sizes = (width, num_blocks, num_heads, mlp_width, patch_size, num_positions, num_codes, code_width)
+        encoder = SourceImageEncoder(*sizes, norm_eps, (color_mean, color_std))
+    checkpoint.rename_weights(_NAMES)
     checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}
     checkpoint.load_strict(encoder)
     return encoder

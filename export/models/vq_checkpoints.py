@@ -11,11 +11,11 @@ import yaml  # type: ignore[import-untyped]
 
 from ...engines.contracts import Progress
 from ...inputs import format_error
-from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, file_error, raises_checkpoint_error, read_text
+from ..checkpoints.deferred import skip_weight_allocation
+from ..checkpoints.files import Config, convert_to_checkpoint_error, make_file_error, read_text
 from ..checkpoints.folders import Checkpoint
 from ..progress import ignore_progress
-from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQConfig
+from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQTokenizerConfig
 
 CODEBOOK = "quantize.embedding.weight"
 _YAML_LIMIT = 1 << 14  # maximum bytes of a configuration, which is parsed slowly; published files have about a thousand
@@ -28,8 +28,8 @@ _VQGAN_PATTERNS = (
 )
 
 
-@raises_checkpoint_error
-def read_vq(
+@convert_to_checkpoint_error
+def read_llamagen_vq(
     path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
     """Read a tokenizer with LlamaGen's names of weights.
@@ -45,60 +45,60 @@ def read_vq(
         CheckpointError: the file cannot be read, or has no tokenizer with these names.
     """
     checkpoint = Checkpoint(path, "vq", progress, averaged)
-    checkpoint.read(keep=lambda name: name != "quantize.codebook_used")  # statistics of training
+    checkpoint.read_weights(name_filter=lambda name: name != "quantize.codebook_used")  # statistics of training
     if CODEBOOK not in checkpoint.weights:
         problem = f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
-        raise checkpoint.error(problem=problem)
-    return load_vq(checkpoint), checkpoint.sources
+        raise checkpoint.make_error(problem=problem)
+    return load_vq_tokenizer(checkpoint), checkpoint.sources
 
 
-def load_vq(
+def load_vq_tokenizer(
     checkpoint: Checkpoint,
-    build: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ,
-    groups: int = NORM_GROUPS,
+    make_vq: Callable[[VQTokenizerConfig], LlamaGenVQ] = LlamaGenVQ,
+    num_groups: int = NORM_GROUPS,
     **settings: Any,
 ) -> LlamaGenVQ:
     """Load a tokenizer, with sizes from the shapes and names of its weights.
 
     Args:
         checkpoint: weights with LlamaGen's names.
-        build: function that builds the tokenizer without weights.
-        groups: groups of channels of its norms.
-        settings: other fields of `VQConfig` that shapes and names do not tell.
+        make_vq: function that builds the tokenizer without weights.
+        num_groups: groups of channels of its norms.
+        settings: other fields of `VQTokenizerConfig` that shapes and names do not tell.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape.
     """
-    codes, code_width = checkpoint.shape(CODEBOOK)
+    num_codes, code_width = checkpoint.shape(CODEBOOK)
     latent_width = checkpoint.shape("encoder.conv_out.weight", 4)[0]
     encoder, decoder = (
         tuple(
             checkpoint.shape(f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4)[0]
-            for i in range(checkpoint.count(f"{part}.conv_blocks."))
+            for i in range(checkpoint.count_layers(f"{part}.conv_blocks."))
         )
         for part in ("encoder", "decoder")
     )
     stem = checkpoint.shape("encoder.conv_in.weight", 4)[0]
-    blocks = checkpoint.count("encoder.conv_blocks.0.res.")
+    blocks = checkpoint.count_layers("encoder.conv_blocks.0.res.")
     if not decoder or len(encoder) != len(decoder) or not blocks:
         counts = f"{len(encoder)} encoder and {len(decoder)} decoder levels of {blocks} blocks"
-        raise checkpoint.error(found=counts, expected="a LlamaGen VQ tokenizer with as many of both")
+        raise checkpoint.make_error(found=counts, expected="a LlamaGen VQ tokenizer with as many of both")
     for width in (stem, *encoder, *decoder):
-        if width % groups:
-            expected = f"a multiple of {groups}, the groups of its norms"
-            raise checkpoint.error(found=f"a level of width {width}", expected=expected)
+        if width % num_groups:
+            expected = f"a multiple of {num_groups}, the groups of its norms"
+            raise checkpoint.make_error(found=f"a level of width {width}", expected=expected)
     attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
-    with without_weights():
-        sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
-        vq = build(VQConfig(*sizes, groups=groups, **settings))
-    checkpoint.rename({"codebook": CODEBOOK})
+    with skip_weight_allocation():
+        sizes = (num_codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
+        vq = make_vq(VQTokenizerConfig(*sizes, num_groups=num_groups, **settings))
+    checkpoint.rename_weights({"codebook": CODEBOOK})
     numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
     checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # it is small
     checkpoint.load_strict(vq)
     return vq
 
 
-class VQGAN(NamedTuple):
+class LoadedVQGAN(NamedTuple):
     """A tokenizer that was read from its files.
 
     Args:
@@ -111,8 +111,8 @@ class VQGAN(NamedTuple):
     sources: list[tuple[str, Path]]
 
 
-@raises_checkpoint_error
-def read_vqgan(path: Path, progress: Progress = ignore_progress) -> VQGAN:
+@convert_to_checkpoint_error
+def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
     """Read a tokenizer in the layout of taming-transformers.
 
     Args:
@@ -123,13 +123,17 @@ def read_vqgan(path: Path, progress: Progress = ignore_progress) -> VQGAN:
     """
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():
-        raise file_error(path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
+        raise make_file_error(
+            path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file"
+        )
     checkpoint = Checkpoint(file, "vq", progress)
     vq = load_vqgan(checkpoint)
     settings = file.with_suffix(".yaml")
     if not settings.is_file():
-        return VQGAN(vq, None, checkpoint.sources)
-    return VQGAN(vq, _read_grid(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)])
+        return LoadedVQGAN(vq, None, checkpoint.sources)
+    return LoadedVQGAN(
+        vq, _read_training_grid_size(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)]
+    )
 
 
 def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
@@ -137,20 +141,20 @@ def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
 
     Args:
         checkpoint: the file or folder.
-        settings: other fields of `VQConfig`, as in `load_vq`.
+        settings: other fields of `VQTokenizerConfig`, as in `load_vq_tokenizer`.
 
     Raises:
         CheckpointError: the weights cannot be read, or have another layout.
     """
-    checkpoint.read(keep=lambda name: not name.startswith("loss."))  # networks of the training loss
-    if CODEBOOK not in checkpoint.weights or not checkpoint.count("encoder.down."):
+    checkpoint.read_weights(name_filter=lambda name: not name.startswith("loss."))  # networks of the training loss
+    if CODEBOOK not in checkpoint.weights or not checkpoint.count_layers("encoder.down."):
         problem = f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
-        raise checkpoint.error(problem=problem)
-    rename_vqgan(checkpoint)
-    return load_vq(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, **settings)
+        raise checkpoint.make_error(problem=problem)
+    rename_vqgan_weights(checkpoint)
+    return load_vq_tokenizer(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, **settings)
 
 
-def rename_vqgan(
+def rename_vqgan_weights(
     checkpoint: Checkpoint, coarsest_first: bool = False, patterns: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Rename weights from the names of taming-transformers to LlamaGen's.
@@ -160,7 +164,7 @@ def rename_vqgan(
             the order is reversed.
         patterns: regular expressions and replacements that first translate other names to taming-transformers'.
     """
-    last = max(map(checkpoint.count, ("decoder.up.", "decoder.up_block.up."))) - 1
+    last = max(map(checkpoint.count_layers, ("decoder.up.", "decoder.up_block.up."))) - 1
     file_names: dict[str, str] = {}  # names in the file by new name
     for name in checkpoint.weights:
         new = name
@@ -169,11 +173,11 @@ def rename_vqgan(
         if new.startswith("decoder.conv_blocks.") and not coarsest_first:
             new = re.sub(r"conv_blocks\.(\d+)", lambda match: f"conv_blocks.{last - int(match[1])}", new)
         file_names[new] = name
-    checkpoint.rename(file_names)
+    checkpoint.rename_weights(file_names)
 
 
-def _read_grid(path: Path, config: VQConfig) -> int:
-    text = read_text(path, _YAML_LIMIT)
+def _read_training_grid_size(yaml_path: Path, vq_config: VQTokenizerConfig) -> int:
+    text = read_text(yaml_path, _YAML_LIMIT)
     depth = 0
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
@@ -184,12 +188,14 @@ def _read_grid(path: Path, config: VQConfig) -> int:
                 raise ValueError(f"more than {_YAML_DEPTH} nested levels")
         content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise file_error(path, found=format_error(error), expected="YAML") from error
-    parameters = Config(path, content).section("model", "params")
-    parameters.check_sizes(n_embed=config.codes, embed_dim=config.code_width)
-    sizes = parameters.section("ddconfig")
-    sizes.check_sizes(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
-    pixels = sizes.integer("resolution")
-    if pixels is None or pixels % config.pixels_per_cell:
-        raise sizes.error("resolution", expected=f"a multiple of {config.pixels_per_cell} pixels")
-    return pixels // config.pixels_per_cell
+        raise make_file_error(yaml_path, found=format_error(error), expected="YAML") from error
+    parameters = Config(yaml_path, content).get_section("model", "params")
+    parameters.check_sizes(n_embed=vq_config.num_codes, embed_dim=vq_config.code_width)
+    sizes = parameters.get_section("ddconfig")
+    sizes.check_sizes(
+        z_channels=vq_config.latent_width, ch=vq_config.encoder_stem_width, num_res_blocks=vq_config.num_blocks
+    )
+    pixels = sizes.get_integer("resolution")
+    if pixels is None or pixels % vq_config.pixels_per_cell:
+        raise sizes.make_error("resolution", expected=f"a multiple of {vq_config.pixels_per_cell} pixels")
+    return pixels // vq_config.pixels_per_cell

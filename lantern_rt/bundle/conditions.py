@@ -34,7 +34,7 @@ class TokenLayout(FrozenModel):
     uncond_fill: TokenId | None = None
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
-    def ends(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def surrounding_tokens(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids before and behind the text in the conditional row of an image size."""
         return self.before, (*self.after, *size_tokens)
 
@@ -73,7 +73,7 @@ class ConditionSpec(FrozenModel):
     layout: TokenLayout | None = None
 
     @model_validator(mode="after")
-    def _check_sizes_of_kind(self) -> ConditionSpec:
+    def _check_fields_of_kind(self) -> ConditionSpec:
         for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
             if (getattr(self, field) is not None) != (self.kind == kind):
                 raise ValueError(f"`{field}` is required for kind `{kind}` and not allowed for other kinds")

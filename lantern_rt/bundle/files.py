@@ -27,17 +27,17 @@ from pydantic import ValidationError
 from ..errors import BundleError, RequestError
 from ..inputs import (
     convert_read_errors,
-    describe_error_fields,
+    describe_validation_error,
     format_error,
     format_value,
-    read_plain_file,
-    reraise_interruption,
+    read_regular_file,
+    reraise_signal_error,
     split_lines,
 )
-from ..runtime.heads import DraftHeads, head_shapes
-from .hub import HUB, fetch_bundle, list_link_roots
+from ..runtime.heads import DraftHeads, draft_head_shapes
+from .hub import HUB, fetch_bundle, list_allowed_link_folders
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
-from .onnx_scan import external_locations
+from .onnx_scan import list_external_files
 
 MANIFEST_FILE = "bundle.json"
 GRAPHS = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")  # Roles of files that a runtime loads.
@@ -55,12 +55,12 @@ class Bundle:
     manifest: Manifest
     digest: str
 
-    def path(self, role: str) -> Path:
+    def path(self, file_role: str) -> Path:
         """Return the file of a role (`target`, `vq_decoder`, ...)."""
-        entry = self.manifest.files.get(role)
+        entry = self.manifest.files.get(file_role)
         if entry is None:
             expected = f"one of {', '.join(sorted(self.manifest.files))}"
-            raise BundleError(f"no file `{role}`", field=f"bundle {self.folder}", expected=expected)
+            raise BundleError(f"no file `{file_role}`", field=f"bundle {self.folder}", expected=expected)
         return self.folder / entry.path
 
     def check_makes_images(self) -> None:
@@ -73,14 +73,14 @@ class Bundle:
     def code_embeddings(self) -> NDArray[np.float32]:
         """The target's input embeddings of codes, row end and learned vectors, float32 `[tokens, hidden_size]`."""
         path = self.path("code_embeddings")
-        tokens = self.manifest.num_embedded
+        tokens = self.manifest.num_embeddings
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32", "float16"))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
-            raise _file_error(path, "NaN or infinity", "finite numbers")
+            raise _make_file_error(path, "NaN or infinity", "finite numbers")
         return table.astype(np.float32, copy=False)
 
     @cached_property
-    def heads(self) -> DraftHeads | None:
+    def draft_heads(self) -> DraftHeads | None:
         """The draft heads, None if the bundle has none.
 
         Raises:
@@ -90,16 +90,16 @@ class Bundle:
         if manifest.heads is None:
             return None
         path = self.path("heads")
-        shapes = head_shapes(
+        shapes = draft_head_shapes(
             manifest.codebook_size, manifest.target.hidden_size, manifest.heads.rank, manifest.heads.units
         )
         arrays = {name: _read_array(path, name, shape, ("float16",)) for name, shape in shapes.items()}
         if not all(np.isfinite(array).all() for array in arrays.values()):
-            raise _file_error(path, "NaN or infinity", "finite numbers")
+            raise _make_file_error(path, "NaN or infinity", "finite numbers")
         return DraftHeads(**{name: array.astype(np.float32) for name, array in arrays.items()})
 
     @cached_property
-    def neighbors(self) -> NDArray[np.unsignedinteger[Any]]:
+    def neighbor_table(self) -> NDArray[np.unsignedinteger[Any]]:
         """The k nearest other codes of each code, `[codes, k]`, nearest first.
 
         Raises:
@@ -113,18 +113,18 @@ class Bundle:
         indices = _read_array(path, "indices", (codes, k), ("uint8", "uint16", "uint32", "uint64"))
         self_neighbors = np.flatnonzero((indices == np.arange(codes)[:, None]).any(1))
         if indices.max() >= codes:
-            raise _file_error(path, f"index {indices.max()}", f"0 .. {codes - 1}")
+            raise _make_file_error(path, f"index {indices.max()}", f"0 .. {codes - 1}")
         if self_neighbors.size:
-            raise _file_error(path, f"code {self_neighbors[0]} among its own neighbours", "other codes only")
+            raise _make_file_error(path, f"code {self_neighbors[0]} among its own neighbours", "other codes only")
         return indices
 
     @cached_property
-    def examples(self) -> list[str]:
+    def example_prompts(self) -> list[str]:
         """Example prompts, empty if the bundle has none."""
         if "prompts" not in self.manifest.files:
             return []
         with _convert_parse_errors(self.path("prompts"), "a text file of prompts"):
-            return split_lines(read_plain_file(self.path("prompts"), _MANIFEST_LIMIT).decode())
+            return split_lines(read_regular_file(self.path("prompts"), _MANIFEST_LIMIT).decode())
 
 
 def list_embedded_names() -> list[str]:
@@ -157,23 +157,25 @@ def open_bundle(
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
-    list_files = partial(_list_files, digest=digest)
-    folder = fetch_bundle(name, MANIFEST_FILE, list_files) if name.startswith(HUB) else _find_folder(path_or_name)
+    list_files = partial(_list_manifest_files, digest=digest)
+    folder = (
+        fetch_bundle(name, MANIFEST_FILE, list_files) if name.startswith(HUB) else _find_bundle_folder(path_or_name)
+    )
     text = _read_manifest_text(folder, digest)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
     hashed = {role for role in manifest.files if verify and role not in skipped_roles}
     done = 0
     total = sum(manifest.files[role].bytes for role in hashed)
 
-    def count(size: int) -> None:
+    def add_hashed_bytes(size: int) -> None:
         nonlocal done
         done += size
         if progress:
             progress(done, total)
 
-    count(0)
+    add_hashed_bytes(0)
     for role, entry in manifest.files.items():
-        _check_file(folder, role, entry, count if role in hashed else None)
+        _check_file(folder, role, entry, add_hashed_bytes if role in hashed else None)
     listed_files = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
@@ -186,7 +188,7 @@ def open_bundle(
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
 
 
-def _find_folder(path_or_name: str | Path) -> Path:
+def _find_bundle_folder(path_or_name: str | Path) -> Path:
     names = list_embedded_names()
     if isinstance(path_or_name, str) and path_or_name in names:
         return EMBEDDED / path_or_name
@@ -204,24 +206,24 @@ def _find_folder(path_or_name: str | Path) -> Path:
     raise BundleError(field=field, found=actual, expected=expected, remedy=remedy)
 
 
-def _list_files(folder: Path, digest: str | None) -> list[str]:
+def _list_manifest_files(folder: Path, digest: str | None) -> list[str]:
     manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder, digest))
     for role, entry in manifest.files.items():
-        _check_name(folder, role, entry.path)
+        _check_file_path(folder, role, entry.path)
     return [entry.path for entry in manifest.files.values()]
 
 
 def _read_manifest_text(folder: Path, digest: str | None) -> bytes:
     path = folder / MANIFEST_FILE
     try:
-        text = read_plain_file(path, _MANIFEST_LIMIT)
+        text = read_regular_file(path, _MANIFEST_LIMIT)
     except FileNotFoundError as error:
         raise BundleError(f"contains no {MANIFEST_FILE}", field=str(folder), expected="an exported bundle") from error
     except (OSError, ValueError) as error:
         raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
     actual = hashlib.sha256(text).hexdigest()
     if digest is not None and digest != actual:
-        raise _file_error(path, f"sha256 {actual[:12]}...", f"{digest[:12]}...")
+        raise _make_file_error(path, f"sha256 {actual[:12]}...", f"{digest[:12]}...")
     return text
 
 
@@ -240,7 +242,7 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        fields = describe_error_fields(error)
+        fields = describe_validation_error(error)
         upgrade = f"the bundle has format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
         place = f"{path}: field `{fields.pop('field') or 'manifest'}`"
         raise BundleError(**fields, field=place, remedy=upgrade if minor > our_minor else "") from error
@@ -250,48 +252,48 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     return manifest
 
 
-def _check_name(folder: Path, role: str, name: str) -> None:
-    invalid = "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000
-    if invalid or any(part in ("", ".", "..") for part in name.split("/")):
+def _check_file_path(folder: Path, file_role: str, path: str) -> None:
+    invalid = "\\" in path or ":" in path or not path.isprintable() or len(path) > 1000
+    if invalid or any(part in ("", ".", "..") for part in path.split("/")):
         raise BundleError(
-            field=f"{folder / MANIFEST_FILE}: file {format_value(role)}",
-            found=f"path {format_value(name)}",
+            field=f"{folder / MANIFEST_FILE}: file {format_value(file_role)}",
+            found=f"path {format_value(path)}",
             expected="a path inside the folder, with forward slashes",
         )
 
 
-def _check_file(folder: Path, role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
+def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
     """Raise BundleError unless a file is a plain file in the bundle's folder with the listed size and sha256.
 
     Args:
         entry: the file's entry in the manifest.
         progress: callback with the number of bytes hashed. None: the sha256 is not checked.
     """
-    _check_name(folder, role, entry.path)
+    _check_file_path(folder, file_role, entry.path)
     path = folder / entry.path
     try:
         real = path.resolve(strict=True)
-        if not any(real.is_relative_to(root.resolve()) for root in list_link_roots(folder)):
-            raise _file_error(path, "a link that leaves the bundle's folder", "a file in it")
+        if not any(real.is_relative_to(root.resolve()) for root in list_allowed_link_folders(folder)):
+            raise _make_file_error(path, "a link that leaves the bundle's folder", "a file in it")
         if not real.is_file():
-            raise _file_error(path, "a folder or device", "a file")
+            raise _make_file_error(path, "a folder or device", "a file")
         size = real.stat().st_size
         if size != entry.bytes:
-            raise _file_error(path, f"{size:,} bytes", f"{entry.bytes:,}")
+            raise _make_file_error(path, f"{size:,} bytes", f"{entry.bytes:,}")
         sha256 = entry.sha256 if progress is None else file_sha256(real, progress)
         if sha256 != entry.sha256:
-            raise _file_error(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
+            raise _make_file_error(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
     except FileNotFoundError as error:
-        raise _file_error(path, "no file", f"the file of {format_value(role)}") from error
+        raise _make_file_error(path, "no file", f"the file of {format_value(file_role)}") from error
     except (OSError, RuntimeError) as error:
-        reraise_interruption(error)
+        reraise_signal_error(error)
         raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
 
 
 def _check_external_files(path: Path, subfolder: PurePosixPath, listed_files: set[str]) -> None:
     """Raise BundleError if a graph in `subfolder` reads a file that the manifest does not list."""
     with _convert_parse_errors(path, "an ONNX graph"):
-        locations = external_locations(path)
+        locations = list_external_files(path)
     for location in sorted(locations):
         if str(subfolder / location) not in listed_files or "\\" in location:
             raise BundleError(
@@ -312,15 +314,15 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
         with _convert_parse_errors(path, f"a NumPy archive with `{name}`"), ZipFile(path) as archive:
             size = archive.getinfo(f"{name}.npy").file_size
             if size > math.prod(shape) * 8 + _HEADER_LIMIT:
-                raise _file_error(path, f"`{name}` of {size:,} bytes unpacked", f"an array {list(shape)}")
+                raise _make_file_error(path, f"`{name}` of {size:,} bytes unpacked", f"an array {list(shape)}")
             array = np.lib.format.read_array(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
     if array.shape != shape or array.dtype not in map(np.dtype, dtypes):
         actual = f"{name or 'array'} {array.dtype.name} {list(array.shape)}"
-        raise _file_error(path, actual, f"{' or '.join(dtypes)} {list(shape)}")
+        raise _make_file_error(path, actual, f"{' or '.join(dtypes)} {list(shape)}")
     return array
 
 
-def _file_error(path: Path, actual: str, expected: str) -> BundleError:
+def _make_file_error(path: Path, actual: str, expected: str) -> BundleError:
     return BundleError(field=str(path), found=actual, expected=expected, remedy=_EXPORT_AGAIN)
 
 

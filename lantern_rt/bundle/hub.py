@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 from ..errors import BundleError, LanternError
-from ..inputs import format_error, reraise_interruption
+from ..inputs import format_error, reraise_signal_error
 from . import DOWNLOAD_THREAD
 
 HUB = "hf:"  # Prefix of a reference.
@@ -32,12 +32,12 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
-def parse_reference(text: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
+def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
     """Split a reference into repository, file and revision; raise `error_class` if it is malformed."""
-    match = _REFERENCE.fullmatch(text)
+    match = _REFERENCE.fullmatch(reference)
     if match is None:
         expected = "hf:owner/name, hf:owner/name/file, either with @revision, or a path on this machine"
-        raise error_class(field=text, expected=expected)
+        raise error_class(field=reference, expected=expected)
     return match[1], match[2], match[3]
 
 
@@ -66,7 +66,7 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
     except LanternError:
         raise
     except Exception as error:  # The exceptions share no base class.
-        reraise_interruption(error)
+        reraise_signal_error(error)
         problem = "the hub cannot be reached"
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:
             from huggingface_hub import constants
@@ -79,11 +79,11 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
         raise error_class(f"{problem} ({format_error(_find_http_error(error))})", field=field, remedy=remedy) from error
 
 
-def download_files(repository: str, names: Iterable[str], revision: str | None) -> Path:
+def download_files(repository: str, file_names: Iterable[str], revision: str | None) -> Path:
     """Download files that are not in the hub's cache, all from the commit of the first file.
 
     Args:
-        names: names of one or more files, without `..`.
+        file_names: names of one or more files, without `..`.
         revision: branch, tag or commit; None: the default branch.
 
     Returns:
@@ -91,55 +91,55 @@ def download_files(repository: str, names: Iterable[str], revision: str | None) 
     """
     from huggingface_hub import hf_hub_download
 
-    _drop_invalid_digests()
-    for name in names:
-        path = Path(_wait_for(partial(hf_hub_download, repository, name, revision=revision)))
+    _install_digest_check()
+    for name in file_names:
+        path = Path(_run_interruptibly(partial(hf_hub_download, repository, name, revision=revision)))
         folder = path.parents[name.count("/")]
         revision = folder.name
     return folder
 
 
-def _wait_for(call: Callable[[], str]) -> str:
+def _run_interruptibly(function: Callable[[], str]) -> str:
     """Return the result of a call in a thread. Signals end the wait at once, but not the call, which may be in Rust."""
     result: Future[str] = Future()
 
-    def run() -> None:
+    def store_result() -> None:
         try:
-            result.set_result(call())
+            result.set_result(function())
         except BaseException as error:  # raised by `result`
             result.set_exception(error)
 
-    thread = Thread(target=run, name=DOWNLOAD_THREAD, daemon=True)
+    thread = Thread(target=store_result, name=DOWNLOAD_THREAD, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(1)  # Without a time limit, signals would not end it on Windows.
     return result.result()
 
 
-def _drop_invalid_digests() -> None:
+def _install_digest_check() -> None:
     """Make the client of `huggingface_hub`, which names files by digests in headers, drop invalid digests."""
     from huggingface_hub import get_session, set_client_factory
     from huggingface_hub.utils import _http
 
-    if _drop_headers in get_session().event_hooks["response"]:
+    if _drop_invalid_headers in get_session().event_hooks["response"]:
         return
     create_client = _http._GLOBAL_CLIENT_FACTORY  # A program may have set another; this has no public name.
 
     def create_checking_client() -> Any:
         client = create_client()
-        client.event_hooks["response"].append(_drop_headers)
+        client.event_hooks["response"].append(_drop_invalid_headers)
         return client
 
     set_client_factory(create_checking_client)
 
 
-def _drop_headers(response: Any) -> None:
+def _drop_invalid_headers(response: Any) -> None:
     for name in _DIGEST_HEADERS:
         if not _DIGEST.fullmatch(response.headers.get(name, "0")):
             del response.headers[name]
 
 
-def list_link_roots(folder: Path) -> list[Path]:
+def list_allowed_link_folders(folder: Path) -> list[Path]:
     """Return the folders that links in a bundle may lead to: the bundle's, and folders of files in the hub's cache."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]
@@ -147,12 +147,12 @@ def list_link_roots(folder: Path) -> list[Path]:
     return [folder, repository / "blobs", repository.parent / "blobs"]  # Repositories may share the latter.
 
 
-def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable[str]]) -> Path:
+def fetch_bundle(reference: str, manifest_name: str, list_files: Callable[[Path], Iterable[str]]) -> Path:
     """Download the files of a bundle that are not in the hub's cache.
 
     Args:
-        text: reference without a file.
-        manifest: name of the manifest file.
+        reference: reference without a file.
+        manifest_name: name of the manifest file.
         list_files: function from the folder of the manifest to the names of all other files, which are downloaded
             from the same commit.
 
@@ -162,11 +162,11 @@ def fetch_bundle(text: str, manifest: str, list_files: Callable[[Path], Iterable
     Raises:
         BundleError: the reference is malformed, the bundle does not exist, or the hub cannot be reached.
     """
-    repository, file, revision = parse_reference(text, BundleError)
+    repository, file, revision = parse_hub_reference(reference, BundleError)
     if file is not None:
-        raise BundleError(field=text, found=f"the file {file}", expected="a reference without a file")
+        raise BundleError(field=reference, found=f"the file {file}", expected="a reference without a file")
     with convert_hub_errors(
-        text, BundleError, f"try again, or download the files of {repository} and give their folder"
+        reference, BundleError, f"try again, or download the files of {repository} and give their folder"
     ):
-        folder = download_files(repository, [manifest], revision)
-        return download_files(repository, [manifest, *list_files(folder)], folder.name)
+        folder = download_files(repository, [manifest_name], revision)
+        return download_files(repository, [manifest_name, *list_files(folder)], folder.name)

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..errors import BundleError
-from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, Sjd
+from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, SpeculativeJacobi
 from ..runtime.layout import ImageLayout
 from ..runtime.raster import RasterLayout, RowEndLayout
 from .conditions import ConditionSpec
 from .decoder import EXPORT_AGAIN, Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
-from .order import OrderSpec
+from .order import GroupOrderSpec
 
 FORMAT_VERSION = "3.8"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
@@ -63,17 +63,17 @@ class _DecoderFields(FrozenModel):
         heads = self.architecture and self.architecture.num_heads
         return heads or self.hidden_size // self.head_dim
 
-    def require_architecture(self, graph: Path) -> Architecture:
+    def require_architecture(self, graph_path: Path) -> Architecture:
         """Return the architecture.
 
         Args:
-            graph: file of the decoder's graph, for the error.
+            graph_path: file of the decoder's graph, for the error.
 
         Raises:
             BundleError: the bundle has none.
         """
         if self.architecture is None:
-            raise BundleError(field=str(graph), found="no `architecture` in bundle.json", remedy=EXPORT_AGAIN)
+            raise BundleError(field=str(graph_path), found="no `architecture` in bundle.json", remedy=EXPORT_AGAIN)
         return self.architecture
 
 
@@ -114,7 +114,7 @@ class DrafterSpec(_DecoderFields):
     head_codes: Count | None = None
 
 
-class HeadsSpec(FrozenModel):
+class DraftHeadsSpec(FrozenModel):
     """Draft heads of windows and of trees with `drafter=heads`, see `runtime/heads.py`.
 
     Args:
@@ -162,7 +162,7 @@ class Size(FrozenModel):
         return self.first_codes + self.rows * self.columns
 
 
-class SourceSpec(FrozenModel):
+class SourceImageSpec(FrozenModel):
     """Prompts with a source image, whose codes come before the ids of the text.
 
     The graph `vq_encoder` computes the codes of the image at a smaller size.
@@ -177,7 +177,7 @@ class SourceSpec(FrozenModel):
     after: Annotated[tuple[TokenId, ...], Field(max_length=16)]
     pixels_per_cell: SmallCount
 
-    def count(self, size: Size) -> int:
+    def count_prompt_tokens(self, size: Size) -> int:
         """Return the number of ids before the text, for a source of a size."""
         return len(self.before) + size.rows * size.columns + len(self.after)
 
@@ -188,14 +188,14 @@ class DecodingDefaults(FrozenModel):
     methods: tuple[Method, ...] = ()
 
     @model_validator(mode="after")
-    def _check_one_per_name(self) -> DecodingDefaults:
+    def _check_unique_methods(self) -> DecodingDefaults:
         names = [config.method for config in self.methods]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"method {repeated} has defaults twice; expected each method once")
         return self
 
 
-class PresetFigures(FrozenModel):
+class PresetMeasurements(FrozenModel):
     """Measurements of a preset's method by `lantern-rt eval`.
 
     Args:
@@ -224,19 +224,19 @@ class Preset(FrozenModel):
 
     method: Method
     devices: Method | None = None
-    figures: PresetFigures | None = None
+    figures: PresetMeasurements | None = None
 
 
 # The default preset. On three CPUs it is within 4 % of the best window (docs/measurements.md). The method for devices
 # is not measured.
-STRICT = Preset(method=Sjd(window=7), devices=Sjd(window=15))
+STRICT = Preset(method=SpeculativeJacobi(window=7), devices=SpeculativeJacobi(window=15))
 
 
-def _with_strict(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
+def _add_strict_preset(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
     return {"strict": STRICT, **presets}
 
 
-class SourceRecord(FrozenModel):
+class CheckpointFileRecord(FrozenModel):
     """A checkpoint file that was exported; `origin` is the repository and revision it was downloaded from."""
 
     role: str
@@ -256,7 +256,7 @@ class Provenance(FrozenModel):
     """
 
     exporter: str
-    sources: tuple[SourceRecord, ...] = ()
+    sources: tuple[CheckpointFileRecord, ...] = ()
     licence: str
     weights: Literal["model", "ema"] | None = None
     calibration: str | None = None
@@ -289,17 +289,19 @@ class Manifest(FrozenModel):
     image_width: Pixels
     sizes: Annotated[tuple[Size, ...], Field(max_length=1024)] = ()
     row_end: TokenId | None = None
-    order: OrderSpec | None = None
-    source: SourceSpec | None = None
+    order: GroupOrderSpec | None = None
+    source: SourceImageSpec | None = None
     neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
-    heads: HeadsSpec | None = None
+    heads: DraftHeadsSpec | None = None
     condition: ConditionSpec
     vq_precision: Literal["fp32", "fp16", "int8"] = "fp32"
     sampling: Sampling
     decoding: DecodingDefaults
-    presets: Annotated[dict[Quality, Preset], AfterValidator(_with_strict)] = Field(default={}, validate_default=True)
+    presets: Annotated[dict[Quality, Preset], AfterValidator(_add_strict_preset)] = Field(
+        default={}, validate_default=True
+    )
     files: dict[str, FileEntry]
     provenance: Provenance
 
@@ -309,7 +311,7 @@ class Manifest(FrozenModel):
         return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
-    def _check_parts(self) -> Manifest:
+    def _check_consistency(self) -> Manifest:
         needed = {"target", "condition", "code_embeddings"}
         words = self.condition.kind in ("words", "text", "tokens")
         optional = {"drafter": self.drafter, "heads": self.heads, "neighbors": self.neighbors, "tokenizer": words}
@@ -334,12 +336,12 @@ class Manifest(FrozenModel):
         if self.row_end is not None and not first_row <= self.row_end < first_row + 1_000_000:
             limits = f"at least codebook_size, {first_row}, and below {first_row + 1_000_000}"
             raise ValueError(f"row_end must be {limits}, found {self.row_end}")
-        self._check_order()
+        self._check_group_order()
         self._check_sizes()
         self._check_first_grids()
         return self
 
-    def _check_order(self) -> None:
+    def _check_group_order(self) -> None:
         """Raise ValueError if an order does not fit the image, or stands beside parts for another order."""
         if self.order is None:
             return
@@ -354,7 +356,7 @@ class Manifest(FrozenModel):
 
     def _check_preset(self, quality: Quality, method: Method) -> None:
         """Raise ValueError if the bundle does not support a method of a preset."""
-        if problem := unsupported(self, method):
+        if problem := explain_unsupported(self, method):
             raise ValueError(f"preset {quality}, {method}: the bundle {problem}")
         if quality == "strict" and not method.exact:
             raise ValueError(f"preset strict, {method}, is not exact")
@@ -365,9 +367,9 @@ class Manifest(FrozenModel):
         layout = self.condition.layout
         if len({*names}) != len(names) or len({(size.rows, size.columns) for size in self.sizes}) != len(names):
             raise ValueError("`sizes` has a name or a grid twice; expected each once")
-        if self.sizes and not any(self._is_default(size) for size in self.sizes):
+        if self.sizes and not any(self._is_default_size(size) for size in self.sizes):
             raise ValueError(f"`sizes` lacks the default grid, {self.grid_rows} x {self.grid_columns}")
-        if large := next((size.name for size in self.sizes if max(self.pixels(size)) > MAX_PIXELS), None):
+        if large := next((size.name for size in self.sizes if max(self.size_in_pixels(size)) > MAX_PIXELS), None):
             raise ValueError(f"size {large} is wider or higher than {MAX_PIXELS} pixels")
         if layout is not None and layout.uncond == () and not all(size.tokens for size in self.all_sizes):
             raise ValueError("`uncond` and the tokens of a size are empty, but the unconditional row needs a token")
@@ -395,21 +397,21 @@ class Manifest(FrozenModel):
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
 
-    def _is_default(self, size: Size) -> bool:
+    def _is_default_size(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
 
     def size(self, name: str | None = None) -> Size:
         """Return a size by name, by default the size of the grid; raise KeyError if the bundle does not have it."""
         default = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
         by_name = {size.name: size for size in self.sizes or (default,)}
-        return next(filter(self._is_default, by_name.values())) if name is None else by_name[name]
+        return next(filter(self._is_default_size, by_name.values())) if name is None else by_name[name]
 
     @property
     def all_sizes(self) -> tuple[Size, ...]:
         """All image sizes, the default included."""
         return self.sizes or (self.size(),)
 
-    def pixels(self, size: Size) -> tuple[int, int]:
+    def size_in_pixels(self, size: Size) -> tuple[int, int]:
         """Return width and height in pixels of an image of this size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
@@ -428,7 +430,7 @@ class Manifest(FrozenModel):
         return max(self.layout(size).num_tokens for size in self.all_sizes)
 
     @property
-    def num_embedded(self) -> int:
+    def num_embeddings(self) -> int:
         """Number of rows of `code_embeddings`: the codes, then tokens up to the row end, or learned vectors."""
         vectors = 0 if self.order is None else self.order.vectors
         return max(self.codebook_size + vectors, (self.row_end or 0) + 1)
@@ -444,18 +446,20 @@ class Manifest(FrozenModel):
         return "vq_decoder" in self.files
 
     @property
-    def edits_images(self) -> bool:
+    def can_edit_images(self) -> bool:
         """Whether the bundle has an image encoder for edits."""
         return "vq_encoder" in self.files and self.source is None
 
 
-def unsupported(manifest: Manifest, method: MethodConfig) -> str | None:
+def explain_unsupported(manifest: Manifest, method: MethodConfig) -> str | None:
     """Return why a bundle cannot run a method, as the end of a sentence that begins with the bundle; None if it can."""
-    needs = method.needs
-    if needs.order != (manifest.order is not None):
-        return "draws one token after another" if needs.order else "draws groups of cells, in an order of its own"
-    if needs.drafters and not {*needs.drafters} & {*manifest.drafters}:
-        return f"has no drafter of the kind {' or '.join(needs.drafters)}"
-    if needs.neighbors > manifest.neighbors:
-        return f"has {manifest.neighbors} neighbors per code, but the method's bound reads {needs.neighbors}"
+    requirements = method.requirements
+    if requirements.order != (manifest.order is not None):
+        return (
+            "draws one token after another" if requirements.order else "draws groups of cells, in an order of its own"
+        )
+    if requirements.drafters and not {*requirements.drafters} & {*manifest.drafters}:
+        return f"has no drafter of the kind {' or '.join(requirements.drafters)}"
+    if requirements.neighbors > manifest.neighbors:
+        return f"has {manifest.neighbors} neighbors per code, but the method's bound reads {requirements.neighbors}"
     return None

@@ -38,7 +38,7 @@ _DTYPES = {  # Data types of weights in bundles, by number in TensorProto.
 }
 
 
-def external_locations(path: Path) -> set[str]:
+def list_external_files(path: Path) -> set[str]:
     """Return the external data files of an ONNX graph, as the graph names them.
 
     Raises:
@@ -46,7 +46,7 @@ def external_locations(path: Path) -> set[str]:
         OSError: the file cannot be read.
     """
     locations: set[str] = set()
-    with _open_mapped(path) as (data, model):
+    with _open_memory_mapped(path) as (data, model):
         messages = [("model", model)]
         graphs = 0
         while messages:
@@ -69,33 +69,34 @@ def external_locations(path: Path) -> set[str]:
     return locations
 
 
-class Weight(NamedTuple):
+class StoredTensor(NamedTuple):
     """An initialiser of a graph.
 
     Args:
         name: name of the initialiser, which ends in the type of its storage.
         dtype: name of the NumPy type or `int4`, empty for other types.
-        external: name of the file beside the graph, offset and length in bytes. None: the data are in `message`.
+        external_data: name of the file beside the graph, offset and length in bytes. None: the data are in
+            `tensor_message`.
     """
 
     name: str
-    message: bytes
+    tensor_message: bytes
     shape: tuple[int, ...]
     dtype: str
-    external: tuple[str, int, int] | None
+    external_data: tuple[str, int, int] | None
 
-    def array(self, folder: Path) -> NDArray[Any]:
+    def read_array(self, folder: Path) -> NDArray[Any]:
         """Read the values; int4 values are returned as int8, bfloat16 values as float32.
 
         Raises:
             ValueError: the data do not match shape or type.
             OSError: the data cannot be read.
         """
-        if self.external is None:
-            fields = _iter_fields(self.message, slice(0, len(self.message)))
-            data = next((self.message[value] for number, value in fields if number == 9), b"")
+        if self.external_data is None:
+            fields = _iter_fields(self.tensor_message, slice(0, len(self.tensor_message)))
+            data = next((self.tensor_message[value] for number, value in fields if number == 9), b"")
         else:
-            location, offset, length = self.external
+            location, offset, length = self.external_data
             with (folder / location).open("rb") as file:
                 file.seek(offset)
                 data = file.read(length)
@@ -111,82 +112,84 @@ class Weight(NamedTuple):
         return numbers.reshape(self.shape)
 
 
-def graph_weights(path: Path) -> dict[str, Weight]:
+def read_graph_weights(path: Path) -> dict[str, StoredTensor]:
     """Return the initialisers of a graph by name.
 
     Raises:
         ValueError: the file is not an ONNX graph.
         OSError: the file cannot be read.
     """
-    weights: dict[str, Weight] = {}
-    with _open_mapped(path) as (data, model):
-        for tensor in _nested_fields(data, model, 7, 5):  # graph, initializer
-            shape = tuple(_read_varints(data, _nested_fields(data, tensor, 1)))
-            dtype = _DTYPES.get(sum(_read_varints(data, _nested_fields(data, tensor, 2))), "")
-            (name,) = (data[value].decode() for value in _nested_fields(data, tensor, 8))
+    weights: dict[str, StoredTensor] = {}
+    with _open_memory_mapped(path) as (data, model):
+        for tensor in _iter_nested_fields(data, model, 7, 5):  # graph, initializer
+            shape = tuple(_read_varints(data, _iter_nested_fields(data, tensor, 1)))
+            dtype = _DTYPES.get(sum(_read_varints(data, _iter_nested_fields(data, tensor, 2))), "")
+            (name,) = (data[value].decode() for value in _iter_nested_fields(data, tensor, 8))
             entries: dict[str, str] = {}
-            for message in _nested_fields(data, tensor, 13):  # external_data
+            for message in _iter_nested_fields(data, tensor, 13):  # external_data
                 entry = {number: data[value].decode() for number, value in _iter_fields(data, message)}
                 entries[entry.get(1, "")] = entry.get(2, "")
-            external = None
+            external_data = None
             if "location" in entries:
-                external = (entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0)))
-            weights[name] = Weight(name, data[tensor], shape, dtype, external)
+                external_data = (entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0)))
+            weights[name] = StoredTensor(name, data[tensor], shape, dtype, external_data)
     return weights
 
 
 @contextmanager
-def _open_mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
+def _open_memory_mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
     if not path.stat().st_size:
         raise ValueError("the file is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data, slice(0, len(data))
 
 
-def _nested_fields(data: mmap.mmap | bytes, message: slice, first: int, *numbers: int) -> Iterator[slice]:
-    """Yield the fields with number `first`, or the fields nested in them with the path `numbers`."""
+def _iter_nested_fields(
+    data: mmap.mmap | bytes, message: slice, first_number: int, *nested_numbers: int
+) -> Iterator[slice]:
+    """Yield the fields with number `first_number`, or the fields nested in them with the path `nested_numbers`."""
     for number, value in _iter_fields(data, message):
-        if number == first:
-            yield from _nested_fields(data, value, *numbers) if numbers else (value,)
+        if number == first_number:
+            yield from _iter_nested_fields(data, value, *nested_numbers) if nested_numbers else (value,)
 
 
 def _iter_fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slice]]:
     """Yield number and bytes of each field of a message, without fields of fixed size."""
-    at = message.start
+    offset = message.start
     end = message.stop
-    while at < end:
-        tag, start = _read_varint(data, at, end)
+    while offset < end:
+        tag, start = _read_varint(data, offset, end)
         wire = tag & 7
         if wire == 0:
-            at = _read_varint(data, start, end)[1]
+            offset = _read_varint(data, start, end)[1]
         elif wire == 2:
             size, start = _read_varint(data, start, end)
-            at = start + size
+            offset = start + size
         elif wire in (1, 5):
-            at = start + (8 if wire == 1 else 4)
+            offset = start + (8 if wire == 1 else 4)
         else:
-            raise ValueError(f"not an ONNX file: wire type {wire} at byte {at}")
-        if at > end:
+            raise ValueError(f"not an ONNX file: wire type {wire} at byte {offset}")
+        if offset > end:
             raise ValueError("truncated, or not an ONNX file: a field extends past the end")
         if wire in (0, 2):
-            yield tag >> 3, slice(start, at)
+            yield tag >> 3, slice(start, offset)
 
 
 def _read_varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[int]:
     """Yield the integers in fields with one integer each, or many packed integers."""
     for field in fields:
-        at = field.start
-        while at < field.stop:
-            value, at = _read_varint(data, at, field.stop)
+        offset = field.start
+        while offset < field.stop:
+            value, offset = _read_varint(data, offset, field.stop)
             yield value
 
 
-def _read_varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
+def _read_varint(data: mmap.mmap | bytes, offset: int, end: int) -> tuple[int, int]:
     value = shift = 0
-    while at < end and shift < 70:
-        value |= (data[at] & 0x7F) << shift
+    while offset < end and shift < 70:
+        value |= (data[offset] & 0x7F) << shift
         shift += 7
-        at += 1
-        if data[at - 1] < 0x80:
-            return value, at
+        offset += 1
+        if data[offset - 1] < 0x80:
+            return value, offset
     raise ValueError("truncated, or not an ONNX file: an integer extends past the end")

@@ -16,7 +16,7 @@ Cell = Annotated[int, Field(ge=0, le=65_535)]
 Group = Annotated[tuple[Cell, ...], Field(min_length=1, max_length=MAX_GROUP)]
 
 
-class OrderSpec(FrozenModel):
+class GroupOrderSpec(FrozenModel):
     """An order in which an image is drawn in groups of cells, one group in a pass; see `runtime/groups.py`.
 
     Args:
@@ -33,7 +33,7 @@ class OrderSpec(FrozenModel):
     two_heads: bool = False
 
     @model_validator(mode="after")
-    def _check_groups(self) -> OrderSpec:
+    def _check_groups(self) -> GroupOrderSpec:
         sizes = [len(group) for group in self.groups]
         if sizes[0] != 1:
             raise ValueError(f"the first group has {sizes[0]} cells; expected one, which the prefill draws")
@@ -72,12 +72,12 @@ class OrderSpec(FrozenModel):
             raise ValueError(f"`order` lacks cell {missing}; expected every cell once")
         for before, group in pairwise(self.groups if self.two_heads else ()):
             for cell in group:
-                for neighbour in earlier_neighbours(cell, columns) or [cell]:
+                for neighbour in left_and_upper_neighbors(cell, columns) or [cell]:
                     if neighbour not in before:
                         problem = f"`order` draws cell {cell} from logits after cell {neighbour}"
                         raise ValueError(f"{problem}, which is not in the previous group")
 
 
-def earlier_neighbours(cell: int, columns: int) -> list[int]:
+def left_and_upper_neighbors(cell: int, columns: int) -> list[int]:
     """Return the left and the upper neighbour of a cell, as far as the grid has them."""
     return [cell - 1] * (cell % columns > 0) + [cell - columns] * (cell >= columns)

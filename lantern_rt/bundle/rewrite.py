@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from ..errors import BundleError, OutputError
 from ..methods import Quality
 from ..output.files import replace_file, write_output
-from ..runtime.heads import head_shapes
+from ..runtime.heads import draft_head_shapes
 from .files import MANIFEST_FILE, Bundle
-from .manifest import FORMAT_VERSION, FileEntry, HeadsSpec, Manifest, Preset
+from .manifest import FORMAT_VERSION, DraftHeadsSpec, FileEntry, Manifest, Preset
 
 
-def check_editable(bundle: Bundle) -> None:
+def check_bundle_writable(bundle: Bundle) -> None:
     """Raise OutputError if the bundle is in the hub's cache, which must stay as downloaded."""
     path = bundle.folder / MANIFEST_FILE
     if path.is_symlink():
@@ -41,16 +41,18 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
         BundleError: the manifest has changed since the bundle was opened.
         OutputError: the manifest cannot be written.
     """
-    return _rewrite(bundle, {"format_version": FORMAT_VERSION, "presets": {**bundle.manifest.presets, **presets}})
+    return _rewrite_manifest(
+        bundle, {"format_version": FORMAT_VERSION, "presets": {**bundle.manifest.presets, **presets}}
+    )
 
 
-def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bundle:
+def write_draft_heads(bundle: Bundle, head_arrays: Mapping[str, NDArray[np.float16]]) -> Bundle:
     """Add draft heads to a bundle, or replace its draft heads, atomically. The bundle's digest changes.
 
     All presets except `strict` are removed, since relaxed windows generate different images with other draft heads.
 
     Args:
-        tables: arrays of `DraftHeads` by name.
+        head_arrays: arrays of `DraftHeads` by name.
 
     Returns:
         The changed bundle.
@@ -60,23 +62,25 @@ def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bu
         OutputError: a file cannot be written.
     """
     manifest = bundle.manifest
-    spec = HeadsSpec(rank=tables["change"].shape[1], units=tables["left"].shape[1])
-    shapes = head_shapes(manifest.codebook_size, manifest.target.hidden_size, spec.rank, spec.units)
-    assert {name: table.shape for name, table in tables.items()} == shapes
+    spec = DraftHeadsSpec(rank=head_arrays["change"].shape[1], units=head_arrays["left"].shape[1])
+    shapes = draft_head_shapes(manifest.codebook_size, manifest.target.hidden_size, spec.rank, spec.units)
+    assert {name: table.shape for name, table in head_arrays.items()} == shapes
     buffer = io.BytesIO()
-    arrays: dict[str, Any] = {**tables}
+    arrays: dict[str, Any] = {**head_arrays}
     np.savez_compressed(buffer, **arrays)
     path = bundle.folder / f"heads-{hashlib.sha256(buffer.getvalue()).hexdigest()[:12]}.npz"
     write_output(path, buffer.getvalue(), force=True)
     files = {**manifest.files, "heads": FileEntry.from_file(path)}
     presets = {"strict": manifest.presets["strict"]}
-    changed = _rewrite(bundle, {"format_version": FORMAT_VERSION, "heads": spec, "files": files, "presets": presets})
+    changed = _rewrite_manifest(
+        bundle, {"format_version": FORMAT_VERSION, "heads": spec, "files": files, "presets": presets}
+    )
     if (old := manifest.files.get("heads")) and old.path != path.name:
         (bundle.folder / old.path).unlink(missing_ok=True)
     return changed
 
 
-def _rewrite(bundle: Bundle, changes: Mapping[str, Any]) -> Bundle:
+def _rewrite_manifest(bundle: Bundle, changes: Mapping[str, Any]) -> Bundle:
     path = bundle.folder / MANIFEST_FILE
     changed = bundle.manifest.model_copy(update=changes)
     text = (changed.model_dump_json(indent=2) + "\n").encode()

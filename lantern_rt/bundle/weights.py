@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from ..errors import BundleError
 from ..inputs import convert_read_errors
 from .decoder import EXPORT_AGAIN
-from .onnx_scan import Weight, graph_weights
+from .onnx_scan import StoredTensor, read_graph_weights
 
 INTEGERS = ("int8", "int4")
 _STORAGE = re.compile(r"\.(half|bfloat16|int8|int4)$")  # end of a stored weight's name, by the type of its storage
 
 
-class StoredWeights(dict[str, Weight]):
+class StoredWeights(dict[str, StoredTensor]):
     """Weights of a graph by the names that its module gives them; numbers are read on demand.
 
     Scales of an integer weight are the weight `{name}.scales`.
@@ -33,12 +33,12 @@ class StoredWeights(dict[str, Weight]):
     def __init__(self, path: Path) -> None:
         self._path = path
         with convert_read_errors(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
-            super().__init__({_STORAGE.sub("", name): weight for name, weight in graph_weights(path).items()})
-            for file, offset, size in filter(None, (weight.external for weight in self.values())):
+            super().__init__({_STORAGE.sub("", name): weight for name, weight in read_graph_weights(path).items()})
+            for file, offset, size in filter(None, (weight.external_data for weight in self.values())):
                 if offset + size > (path.parent / file).stat().st_size:
                     raise ValueError(f"{file} is too short")
 
-    def __missing__(self, name: str) -> Weight:
+    def __missing__(self, name: str) -> StoredTensor:
         raise BundleError(f"has no weight {name}", field=str(self._path), remedy=EXPORT_AGAIN)
 
     def float32(self, name: str) -> NDArray[np.float32]:
@@ -53,10 +53,10 @@ class StoredWeights(dict[str, Weight]):
             numbers *= scales
         return numbers
 
-    def count_floats(self) -> int:
+    def count_float_elements(self) -> int:
         """Return the total number of elements of the floating-point weights, scales included."""
         return sum(math.prod(weight.shape) for weight in self.values() if "float" in weight.dtype)
 
-    def _read_weight(self, weight: Weight) -> NDArray[np.float32]:
+    def _read_weight(self, weight: StoredTensor) -> NDArray[np.float32]:
         with convert_read_errors(self._path, "an ONNX graph", BundleError, EXPORT_AGAIN):
-            return weight.array(self._path.parent).astype(np.float32)
+            return weight.read_array(self._path.parent).astype(np.float32)

@@ -33,7 +33,7 @@ COMMANDS = {
 _REMEDIES = {"seed": "without it, a seed is drawn and printed", "size": "--scale 2 enlarges the image twice"}
 
 
-class _Command(TyperCommand):
+class _CliCommand(TyperCommand):
     """A command with a help section per group of options, whose errors name options.
 
     It replaces typer's panels, which import every command for the list of commands and read square brackets in help
@@ -46,11 +46,11 @@ class _Command(TyperCommand):
         except typer.BadParameter as error:
             from pydantic import ValidationError  # typer parses values with pydantic
 
-            from ..inputs import describe_error_fields
+            from ..inputs import describe_validation_error
 
             if not isinstance(error.__cause__, ValidationError) or error.param is None:
                 raise
-            fields = {**describe_error_fields(error.__cause__), "field": error.param.opts[-1]}
+            fields = {**describe_validation_error(error.__cause__), "field": error.param.opts[-1]}
             remedy = _REMEDIES.get(error.param.name or "", f"see `{ctx.command_path} --help`")
             raise RequestError(**fields, remedy=remedy) from error
 
@@ -82,7 +82,7 @@ class _Command(TyperCommand):
                 formatter.write_dl(sections[title])
 
 
-class _Program(TyperGroup):
+class _CliGroup(TyperGroup):
     """The program, which imports the module of a command only when the command is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -102,7 +102,7 @@ class _Program(TyperGroup):
         for step, examples in (steps or {name: module.EXAMPLES}).items():
             function = getattr(module, step)
             summary = (function.__doc__ or "").partition("\n")[0]  # typer would cut it at one line
-            command.command(step, cls=_Command, short_help=summary, epilog=_format_examples(examples))(function)
+            command.command(step, cls=_CliCommand, short_help=summary, epilog=_format_examples(examples))(function)
         if steps:
             examples = "\n".join(text.strip() for text in steps.values())
             command.callback(help=module.__doc__, epilog=_format_examples(examples))(lambda: None)
@@ -121,7 +121,7 @@ def _format_examples(commands: str) -> str:
 
 app = typer.Typer(
     name=PROGRAM,
-    cls=_Program,
+    cls=_CliGroup,
     help="Image generation with relaxed speculative decoding.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -141,7 +141,7 @@ def _print_version(requested: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _program(
+def _main_callback(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")

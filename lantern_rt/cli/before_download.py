@@ -9,12 +9,14 @@ from typing import Any
 
 from ..errors import RequestError
 from ..inputs import format_value
-from ..output.names import plan_outputs
-from ..published import find_model
+from ..output.names import choose_output_paths
+from ..published import find_published_model
 from ..requests import SUBJECTS, check_options
 
 
-def check_run(name: str, options: Mapping[str, Any], output: str | None, force: bool, suffix: str) -> list[Path]:
+def check_run_options(
+    name: str, options: Mapping[str, Any], output: str | None, force: bool, suffix: str
+) -> list[Path]:
     """Check the options of `run` before a published model is downloaded.
 
     Args:
@@ -29,7 +31,7 @@ def check_run(name: str, options: Mapping[str, Any], output: str | None, force: 
     Raises:
         LanternError: no bundle of the model takes an option, or a file cannot be read or written.
     """
-    model = find_model(name)
+    model = find_published_model(name)
     present = [subject for subject in SUBJECTS if subject in options]
     if present != [model.subject] and (present, model.subject) != (["token_ids"], "prompts"):
         wrong = next((subject for subject in present if subject != model.subject), None)
@@ -45,8 +47,10 @@ def check_run(name: str, options: Mapping[str, Any], output: str | None, force: 
     count = len(subject) if isinstance(subject, list) else 1
     settings = {key: value for key, value in options.items() if key not in (*SUBJECTS, "negative_prompt")}
     method = check_options(count, **settings)
-    if method is not None and (method.needs.order or (method.needs.drafters and "drafter" not in model.files)):
-        problem = f"{name} has no drafter" if method.needs.drafters else f"{name} draws one token after another"
+    if method is not None and (
+        method.requirements.order or (method.requirements.drafters and "drafter" not in model.files)
+    ):
+        problem = f"{name} has no drafter" if method.requirements.drafters else f"{name} draws one token after another"
         raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
     stems = ["image"] * (count * options.get("num_images", 1))
-    return [path for path, _ in plan_outputs(output, stems, force, lambda i, path: True, suffix)]
+    return [path for path, _ in choose_output_paths(output, stems, force, lambda i, path: True, suffix)]

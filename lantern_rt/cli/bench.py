@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..compare.bench import find_fastest, list_default_methods, run_bench, summarize
+from ..compare.bench import describe_fastest_method, list_default_methods, run_bench, summarize_runs
 from ..compare.prompts import read_bundle_prompts
 from ..compare.turns import parse_methods
 from ..engines.host import describe_processor
@@ -83,11 +83,11 @@ def bench(
     qualities = quality or ([] if method else [*opened.manifest.presets])
     methods = parse_methods(labels, {}, opened, qualities)
     prompt_set = read_bundle_prompts(opened, prompts)
-    pipeline = options.load(opened)
+    pipeline = options.load_pipeline(opened)
     with show_progress() as progress:
         runs = run_bench(pipeline, methods, prompt_set, batch, count, progress)
-    rows = [summarize(run, runs[0]) for run in runs]
-    facts = pipeline_facts(pipeline)
+    rows = [summarize_runs(run, runs[0]) for run in runs]
+    facts = describe_pipeline(pipeline)
     if json:
         print_json({**facts, "batch": batch, "rows": rows})
         return
@@ -99,10 +99,10 @@ def bench(
     print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
     print_table(WIDE_COLUMNS if wide else COLUMNS, rows)
     turns = f"{len(runs[0])} turns, batch size {batch}; speed-ups are medians over the turns"
-    print_text(turns, find_fastest(rows))
+    print_text(turns, describe_fastest_method(rows))
 
 
-def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:
+def describe_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     """Return versions, bundle, hardware and backends of a measurement, for JSON."""
     return {
         "lantern_rt": __version__,

@@ -50,9 +50,9 @@ def print_json(value: Any) -> None:
     print_text(json.dumps(value, allow_nan=False))
 
 
-def print_facts(facts: Facts) -> None:
+def print_sections(sections: Facts) -> None:
     """Print each section as a title and a table of names and values."""
-    for section, values in facts.items():
+    for section, values in sections.items():
         if not values:
             continue
         print_text(section, format_text_table(list(values.items())))
@@ -103,26 +103,26 @@ def print_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def show_progress(lines: bool = True) -> Iterator[ProgressCallback]:
+def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
     """Show tasks on stderr with `[done/total]` and the remaining time.
 
     A terminal shows bars. Other outputs get a line every five seconds, after the first two seconds.
 
     Args:
-        lines: whether other outputs also get a line when a task begins.
+        announce_tasks: whether other outputs also get a line when a task begins.
     """
     if sys.stderr.isatty():
         with progress_bars() as progress:
             yield progress
     else:
-        yield _ProgressLines(lines)
+        yield _ProgressPrinter(announce_tasks)
 
 
-class _ProgressLines:
+class _ProgressPrinter:
     """Progress callback that prints lines."""
 
-    def __init__(self, lines: bool) -> None:
-        self._lines = lines
+    def __init__(self, announce_tasks: bool) -> None:
+        self._announce_tasks = announce_tasks
         self._next = time.monotonic() + FIRST_LINE_SECONDS
         # By task, a time and the steps done then: at the first call, and at the last call with new steps.
         self._starts: dict[str, tuple[float, int]] = {}
@@ -133,7 +133,7 @@ class _ProgressLines:
         if task not in self._starts:
             self._starts[task] = (now, done)
             self._latest[task] = (now, done)
-            if self._lines:
+            if self._announce_tasks:
                 print_stderr(task.removesuffix(" (MB)"))
         if done > self._latest[task][1]:
             self._latest[task] = (now, done)

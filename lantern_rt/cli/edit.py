@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..inputs import check_int
-from ..output.names import plan_outputs
+from ..output.names import choose_output_paths
 from .console import print_stderr, print_text
 from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
 
@@ -91,15 +91,15 @@ def edit(
 
     Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
-    from ..edits import check_edits
+    from ..edits import check_supports_edits
     from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
     from ..requests import IMAGES_LIMIT, check_request, draw_seed
-    from .replay import holds_image
+    from .replay import png_contains_image
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
-    check_edits(opened.manifest)
+    check_supports_edits(opened.manifest)
     seed = draw_seed() if seed is None else seed
     chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
@@ -113,27 +113,33 @@ def edit(
         opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count * tries, **options
     )
 
-    def exists(i: int, path: Path) -> bool:
-        candidates = request.images[i * tries : (i + 1) * tries]
-        return any(holds_image(path, opened, replace(request, images=[candidate]), 1) for candidate in candidates)
+    def contains_candidate(image_index: int, path: Path) -> bool:
+        candidates = request.images[image_index * tries : (image_index + 1) * tries]
+        return any(
+            png_contains_image(path, opened, replace(request, images=[candidate]), 1) for candidate in candidates
+        )
 
-    outputs = plan_outputs(output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, exists)
+    outputs = choose_output_paths(
+        output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, contains_candidate
+    )
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:
         options |= {"tries": tries, "num_images": count, "progress": sys.stderr.isatty()}
-        _generate_edits(engine.load(opened, request.settings), image, options, outputs)
+        _generate_edits(engine.load_pipeline(opened, request.settings), image, options, outputs)
     print_text(*(path for path, _ in outputs))
 
 
-def _generate_edits(pipeline: Pipeline, image: Path, options: dict[str, Any], outputs: list[tuple[Path, bool]]) -> None:
+def _generate_edits(
+    pipeline: Pipeline, image_path: Path, options: dict[str, Any], planned_files: list[tuple[Path, bool]]
+) -> None:
     """Generate the images, and write the missing files. options: arguments of `Pipeline.edit`."""
     from ..output.files import write_output
     from ..output.images import encode_png
 
     began = time.perf_counter()
-    result = pipeline.edit(image, **options)
-    for (path, done), edited in zip(outputs, result.images, strict=True):
+    result = pipeline.edit(image_path, **options)
+    for (path, done), edited in zip(planned_files, result.images, strict=True):
         if not done:
             write_output(path, encode_png(edited, edited.info), False)
     print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s, seed {options['seed']}")

@@ -12,24 +12,30 @@ import typer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Preset
-from ..bundle.rewrite import check_editable
+from ..bundle.rewrite import check_bundle_writable
 from ..bundle.rewrite import write_presets as write_into_bundle
 from ..compare.evaluate import evaluate_methods
-from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
-from ..compare.presets import candidate_methods, choose_presets
+from ..compare.image_graph import (
+    EncoderFeatureModel,
+    ImageFeatureModel,
+    PromptAgreementModel,
+    compute_folder_features,
+    read_preprocessing,
+)
+from ..compare.presets import choose_presets, list_candidate_methods
 from ..compare.prompts import Prompts, read_bundle_prompts
-from ..compare.report import html_report, text_report
+from ..compare.report import format_html_report, format_text_report
 from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
 from ..engines.doctor import make_host_report
 from ..engines.host import count_usable_cores
 from ..errors import RequestError
 from ..methods import Quality
-from ..output.files import atomic_folder, check_new_folder
+from ..output.files import check_new_folder, write_folder_atomically
 from ..output.names import make_slug
 from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
-from .bench import pipeline_facts
+from .bench import describe_pipeline
 from .console import print_text, show_progress
 from .options import (
     BundleArgument,
@@ -40,7 +46,7 @@ from .options import (
     ProviderOption,
     QualitiesOption,
     ThreadsOption,
-    sampling_option,
+    make_sampling_option,
 )
 
 EXAMPLES = """
@@ -54,7 +60,7 @@ CountOption = Annotated[
     int | None,
     typer.Option(help="Number of images per method. [default: one per prompt]"),
 ]
-TemperatureOption = Annotated[float | None, sampling_option("temperature")]
+TemperatureOption = Annotated[float | None, make_sampling_option("temperature")]
 FeaturesOption = Annotated[
     Path | None,
     typer.Option(
@@ -117,56 +123,56 @@ def evaluate(
     opened = options.open_bundle(bundle)
     manifest = opened.manifest
     if write_presets:
-        check_editable(opened)
+        check_bundle_writable(opened)
     output = output or _choose_new_folder(f"eval-{make_slug(manifest.name)}")
     check_new_folder(output, False, _RESULT)
-    labels = method or ([] if quality else candidate_methods(manifest))
+    labels = method or ([] if quality else list_candidate_methods(manifest))
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
     prompt_set = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(prompt_set.items))
     if features is not None or agreement is not None or reference is not None:
         opened.check_makes_images()
-    feature_graph = _open_features(features, opened, threads)
-    agreement_graph = None if agreement is None else _open_agreement(agreement, prompt_set, opened, threads)
-    reference_features = None if reference is None else _read_reference(reference, feature_graph, manifest)
-    pipeline = options.load(opened)
+    feature_graph = _open_feature_graph(features, opened, threads)
+    agreement_graph = None if agreement is None else _open_agreement_graph(agreement, prompt_set, opened, threads)
+    reference_features = None if reference is None else _compute_reference_features(reference, feature_graph, manifest)
+    pipeline = options.load_pipeline(opened)
     with show_progress() as progress:
         report, images = evaluate_methods(
             pipeline, prompt_set, seeds, methods, progress, feature_graph, agreement_graph, reference_features
         )
-    facts = _describe_pipeline(pipeline)
+    facts = _describe_evaluation(pipeline)
     facts["reference"] = "ar, other seeds"
     if reference_features is not None:
         facts["reference"] = f"{reference}, {len(reference_features)} images"
-    page = html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
-    with atomic_folder(output, False, _RESULT) as folder:
+    page = format_html_report(report, images, facts, f"{manifest.name}: decoding methods compared")
+    with write_folder_atomically(output, False, _RESULT) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         (folder / "report.html").write_text(page, "utf-8")
         (folder / "eval.csv").write_text(format_csv_table(report["methods"]), "utf-8")
-    print_text(text_report(report, reference is not None), output / _RESULT, output / "report.html")
+    print_text(format_text_report(report, reference is not None), output / _RESULT, output / "report.html")
     if write_presets:
         _write_presets(opened, choose_presets(report, manifest))
 
 
-def _open_features(path: Path | None, bundle: Bundle, threads: int | None) -> Features | None:
+def _open_feature_graph(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:
     """Open the graph of image features, by default the bundle's VQ encoder; None if there is none."""
     if path is not None:
-        return Features(path, read_preprocessing(path), threads)
-    return EncoderFeatures(bundle, threads) if bundle.manifest.edits_images else None
+        return ImageFeatureModel(path, read_preprocessing(path), threads)
+    return EncoderFeatureModel(bundle, threads) if bundle.manifest.can_edit_images else None
 
 
-def _open_agreement(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> Agreement:
-    if prompts.kind != "prompts":
-        problem = f"bundle {bundle.manifest.name} takes {prompts.kind}, not prompts"
+def _open_agreement_graph(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> PromptAgreementModel:
+    if prompts.input_kind != "prompts":
+        problem = f"bundle {bundle.manifest.name} takes {prompts.input_kind}, not prompts"
         raise RequestError(problem, field="agreement", remedy="leave it out")
-    return Agreement(path, read_preprocessing(path), bundle, threads)
+    return PromptAgreementModel(path, read_preprocessing(path), bundle, threads)
 
 
-def _read_reference(folder: Path, features: Features | None, manifest: Manifest) -> Floats:
-    if features is None:
+def _compute_reference_features(folder: Path, feature_graph: ImageFeatureModel | None, manifest: Manifest) -> Floats:
+    if feature_graph is None:
         raise RequestError("no features to compare", field="reference", remedy="give --features")
-    with show_progress(lines=False) as progress:
-        return folder_features(features, folder, (manifest.image_width, manifest.image_height), progress)
+    with show_progress(announce_tasks=False) as progress:
+        return compute_folder_features(feature_graph, folder, (manifest.image_width, manifest.image_height), progress)
 
 
 def _choose_new_folder(name: str) -> Path:
@@ -191,10 +197,10 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
     )
 
 
-def _describe_pipeline(pipeline: Pipeline) -> dict[str, str]:
+def _describe_evaluation(pipeline: Pipeline) -> dict[str, str]:
     host = make_host_report().facts
     return {
-        **{name: str(value) for name, value in pipeline_facts(pipeline).items()},
+        **{name: str(value) for name, value in describe_pipeline(pipeline).items()},
         "host": f"{host['system']}, {count_usable_cores()} cores",
         "onnxruntime": host["onnxruntime"],
         "date": datetime.date.today().isoformat(),

@@ -10,11 +10,17 @@ import typer
 
 from ..engines.host import available_memory
 from ..errors import CheckpointError
-from ..export.registry import FAMILIES, check_family, detect_family, find_family, read_family
-from ..export.space import ExportSizes, check_bundle, estimate_sizes
+from ..export.registry import (
+    FAMILIES,
+    check_family_options,
+    detect_model_family,
+    load_model_family,
+    read_family_checkpoints,
+)
+from ..export.space import ExportSizes, check_disk_and_memory, estimate_export_sizes
 from ..inputs import require_library
-from ..memory import PeakMemory
-from ..published import find_model
+from ..memory import PeakMemoryMonitor
+from ..published import find_published_model
 from .console import format_bytes, print_stderr, print_text, show_progress
 from .options import ForceOption
 
@@ -144,43 +150,43 @@ def export(
         "weights": weights,
         "lora": lora or None,
     }
-    model = None if name is None else find_model(name)
+    model = None if name is None else find_published_model(name)
     if model is not None:
         options |= {key: value for key, value in model.export_options.items() if options[key] is None}
         family = family or model.family
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "export", "cpu,export")
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("loading PyTorch")
-        from ..export.graph.precision import read_precisions
-        from ..export.writer import check_bundle_output, export_model
+        from ..export.graph.precision import parse_precisions
+        from ..export.writer import check_output_folder, export_model
 
-        family = family or detect_family(options["target"])
-        check_family(family, options)
-    precisions = read_precisions(precision, drafter_precision, compute, vq_precision)
+        family = family or detect_model_family(options["target"])
+        check_family_options(family, options)
+    precisions = parse_precisions(precision, drafter_precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
-    check_bundle_output(output, force)  # before downloads
-    _check_download(output, estimate_sizes(find_family(family), options, precisions.target))
+    check_output_folder(output, force)  # before downloads
+    _check_download_size(output, estimate_export_sizes(load_model_family(family), options, precisions.target))
     start = time.perf_counter()
-    with PeakMemory() as peak, show_progress() as progress:
-        loaded = read_family(family, options, progress, model.cfg_scale if model else None)
+    with PeakMemoryMonitor() as peak, show_progress() as progress:
+        loaded = read_family_checkpoints(family, options, progress, model.cfg_scale if model else None)
         export_model(loaded, output, precisions=precisions, force=force, progress=progress)
-    _print_costs(output, time.perf_counter() - start, peak.bytes)
-    if loaded.fields["order"] is None:
+    _print_export_costs(output, time.perf_counter() - start, peak.bytes)
+    if loaded.manifest_fields["order"] is None:
         print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)
 
 
-def _check_download(output: Path, sizes: ExportSizes) -> None:
-    if sizes.download:
-        check_bundle(output, sizes.bundle, sizes.download)
+def _check_download_size(output: Path, sizes: ExportSizes) -> None:
+    if sizes.download_bytes:
+        check_disk_and_memory(output, sizes.bundle_bytes, sizes.download_bytes)
         free = format_bytes(available_memory())
-        needed = f"at least {format_bytes(sizes.bundle)} on disk, and as much memory to run ({free} free)"
-        print_stderr(f"downloads {format_bytes(sizes.download)} from the hub; the bundle needs {needed}")
+        needed = f"at least {format_bytes(sizes.bundle_bytes)} on disk, and as much memory to run ({free} free)"
+        print_stderr(f"downloads {format_bytes(sizes.download_bytes)} from the hub; the bundle needs {needed}")
 
 
-def _print_costs(output: Path, seconds: float, peak: int | None) -> None:
+def _print_export_costs(output: Path, seconds: float, peak_memory: int | None) -> None:
     size = sum(file.stat().st_size for file in output.iterdir())
-    memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB without mapped files"
+    memory = "" if peak_memory is None else f", peak memory {peak_memory / 1e9:.2f} GB without mapped files"
     print_stderr(f"wrote {format_bytes(size)} in {seconds:.0f} s{memory}")

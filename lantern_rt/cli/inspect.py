@@ -9,7 +9,7 @@ import typer
 from ..bundle.files import Bundle, list_embedded_names
 from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
 from ..errors import RequestError
-from .console import Facts, print_facts, print_json, print_text, show_progress
+from .console import Facts, print_json, print_sections, print_text, show_progress
 from .options import JsonOption, open_named_bundle
 
 EXAMPLES = """
@@ -36,26 +36,26 @@ def inspect(
     """
     if bundle not in list_embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
-        with show_progress(lines=False) as progress:
+        with show_progress(announce_tasks=False) as progress:
             progress("checking the engine files")
             engines.check_files()
         if json:
             print_json({"folder": str(engines.folder), "manifest": engines.manifest.model_dump(mode="json")})
         else:
-            print_facts({"engines": describe_engines(engines)})
+            print_sections({"engines": describe_engines(engines)})
         return
     opened = open_named_bundle(bundle)
     if words:
-        _print_words(opened)
+        _print_prompt_words(opened)
     elif json:
         size = sum(entry.bytes for entry in opened.manifest.files.values())
         head = {"folder": str(opened.folder), "digest": opened.digest, "bytes": size}
         print_json({**head, "manifest": opened.manifest.model_dump(mode="json")})
     else:
-        print_facts(describe_bundle(opened))
+        print_sections(describe_bundle(opened))
 
 
-def _print_words(bundle: Bundle) -> None:
+def _print_prompt_words(bundle: Bundle) -> None:
     from ..text.words import read_word_tokenizer
 
     kind = bundle.manifest.condition.kind

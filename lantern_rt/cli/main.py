@@ -16,7 +16,7 @@ from contextlib import suppress
 import typer
 
 from ..bundle import DOWNLOAD_THREAD
-from ..engines.system import start_threads
+from ..engines.system import check_thread_limit
 from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
 from .console import print_stderr
@@ -27,18 +27,18 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit. arguments: command line without the program; None: that of the process."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _handle_sigterm)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed; the next file opened must not get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
-        start_threads(min(os.cpu_count() or 1, 64))  # the number of threads that NumPy starts
+        check_thread_limit(min(os.cpu_count() or 1, 64))  # the number of threads that NumPy starts
     except EngineError:  # too few threads: OpenBLAS would raise SIGINT, PyTorch's OpenMP would exit
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
             os.environ.setdefault(name, "1")
     try:
         code = run_program(sys.argv[1:] if arguments is None else arguments)
-    except _Terminated as terminated:
+    except _TerminatedExit as terminated:
         code = terminated.code
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-class _Terminated(SystemExit):
+class _TerminatedExit(SystemExit):
     code: int
 
 
-def _terminate(number: int, _: object) -> None:
+def _handle_sigterm(signal_number: int, _: object) -> None:
     """Raise SystemExit, so that all cleanup runs; a further signal ends the program at once."""
-    signal.signal(number, signal.SIG_DFL)
-    raise _Terminated(128 + number)
+    signal.signal(signal_number, signal.SIG_DFL)
+    raise _TerminatedExit(128 + signal_number)
 
 
 def run_program(arguments: Sequence[str]) -> int:
@@ -65,15 +65,15 @@ def run_program(arguments: Sequence[str]) -> int:
     try:
         return _run_command(arguments)
     except KeyboardInterrupt:
-        return _report_failure("interrupted; no file is incomplete", INTERRUPTED)
+        return _print_failure("interrupted; no file is incomplete", INTERRUPTED)
     except LanternError as error:
-        return _report_failure(str(error))
+        return _print_failure(str(error))
     except BrokenPipeError:
         return 0
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
-        return _report_failure("the system cannot start more threads; raise `ulimit -u`")
+        return _print_failure("the system cannot start more threads; raise `ulimit -u`")
 
 
 def _run_command(arguments: Sequence[str]) -> int:
@@ -89,12 +89,12 @@ def _run_command(arguments: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):  # every usage error has it
             raise
         command_path = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        return _report_failure(f"{error.format_message()} (see `{command_path} --help`)")
+        return _print_failure(f"{error.format_message()} (see `{command_path} --help`)")
     return 0
 
 
-def _report_failure(message: str, code: int = FAILED) -> int:
+def _print_failure(message: str, exit_code: int = FAILED) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     print_stderr(f"lantern-rt: {' '.join(message.split())}")
-    return code
+    return exit_code

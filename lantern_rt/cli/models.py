@@ -10,7 +10,7 @@ import typer
 
 from ..errors import OutputError
 from ..inputs import format_error
-from ..published import cached_bundles, find_model, published_models
+from ..published import find_published_model, list_cached_bundles, load_published_models
 from .console import print_json, print_stderr, print_table
 from .options import JsonOption
 
@@ -43,13 +43,13 @@ def models(
     Memory is that of one image in int8. A finished bundle is downloaded in place of the checkpoint.
     """
     if remove is not None:
-        find_model(remove)
-        for folder in cached_bundles(remove):
+        find_published_model(remove)
+        for folder in list_cached_bundles(remove):
             _remove_folder(folder)
             print_stderr(f"removed {folder}")
         print_stderr("downloads stay in the hub's cache; `hf cache rm` removes them")
         return
-    rows = [_describe_model(name) for name in published_models()]
+    rows = [_describe_model(name) for name in load_published_models()]
     if json:
         print_json(
             {"models": [{key: value for key, value in row.items() if not key.endswith("_text")} for row in rows]}
@@ -69,8 +69,8 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _describe_model(name: str) -> dict[str, Any]:
-    model = find_model(name)
-    folders = [str(folder) for folder in cached_bundles(name)]
+    model = find_published_model(name)
+    folders = [str(folder) for folder in list_cached_bundles(name)]
     return {
         "name": name,
         **model.model_dump(),
@@ -88,6 +88,6 @@ def _describe_model(name: str) -> dict[str, Any]:
     }
 
 
-def format_count(parameters: int) -> str:
+def format_count(num_parameters: int) -> str:
     """Format a number of parameters, such as `111 M` or `7.0 B`."""
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+    return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.0f} M"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
+from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
-from ..methods import METHODS, SAMPLING, RequestSetting
+from ..methods import METHODS, SAMPLING, RequestSettingMarker
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -113,15 +113,15 @@ ExportOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
-def sampling_option(name: str) -> Any:
+def make_sampling_option(name: str) -> Any:
     """Return the option of a sampling setting, with the help text of the setting's declaration."""
     field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSetting))
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSettingMarker))
     text = f"{field.description} [default: the bundle's]"
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
 
-def _sampling_type(name: str) -> Any:
+def _get_sampling_type(name: str) -> Any:
     annotation = SAMPLING[name].annotation
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
@@ -153,11 +153,11 @@ REQUEST_OPTIONS: dict[str, Any] = {
     ],
     "quality": QualityOption,
     "method": MethodOption,
-    **{name: Annotated[_sampling_type(name) | None, sampling_option(name)] for name in SAMPLING},
+    **{name: Annotated[_get_sampling_type(name) | None, make_sampling_option(name)] for name in SAMPLING},
 }
 
 
-def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
+def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `**options` of a command by the options of requests, before `output`."""
     parameters: list[inspect.Parameter] = []
     signature = inspect.signature(command, eval_str=True)
@@ -184,18 +184,18 @@ class EngineOptions:
 
         if self.engines is not None:
             return False
-        chosen = Providers.parse(self.provider or ())
-        main = choose_providers(chosen, bundle).main
-        if main not in (DEFAULT_PROVIDER, chosen.main):
-            print_stderr(f"running on the GPU, provider {main}; --provider cpu for the CPU")
-        return main == DEFAULT_PROVIDER
+        chosen = ProviderChoice.parse(self.provider or ())
+        main_provider = choose_providers(chosen, bundle).main_provider
+        if main_provider not in (DEFAULT_PROVIDER, chosen.main_provider):
+            print_stderr(f"running on the GPU, provider {main_provider}; --provider cpu for the CPU")
+        return main_provider == DEFAULT_PROVIDER
 
     def check(self) -> None:
         """Check the options without a bundle. Raises: EngineError: a name, number or folder is invalid."""
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import choose_thread_count
 
-        Providers.parse(self.provider or ())
+        ProviderChoice.parse(self.provider or ())
         choose_thread_count(self.threads)
         if self.engines is not None:
             open_engine_folder(self.engines)
@@ -206,28 +206,30 @@ class EngineOptions:
 
         if self.engines is None:
             return open_named_bundle(name)
-        return open_named_bundle(name, open_engine_folder(self.engines).replaced_files())
+        return open_named_bundle(name, open_engine_folder(self.engines).list_replaced_files())
 
-    def load(self, bundle: Bundle, settings: GenerationSettings | None = None, prefix: int | None = None) -> Pipeline:
+    def load_pipeline(
+        self, bundle: Bundle, settings: GenerationSettings | None = None, max_prompt_tokens: int | None = None
+    ) -> Pipeline:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.
 
         Args:
             settings: settings of the request; None: several settings, of which the largest counts for memory.
-            prefix: number of tokens of the longest prompt, if known.
+            max_prompt_tokens: number of tokens of the longest prompt, if known.
 
         Raises:
             RequestError: there is too little memory. Only memory for ONNX Runtime on the CPU is estimated.
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
-        from ..memory import check_memory, choose_largest_settings
+        from ..memory import check_memory, choose_max_memory_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
-            check_memory(bundle, settings or choose_largest_settings(bundle.manifest), prefix)
-        with show_progress(lines=False) as progress:
+            check_memory(bundle, settings or choose_max_memory_settings(bundle.manifest), max_prompt_tokens)
+        with show_progress(announce_tasks=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
         if self.threads is not None and self.threads > (cores := count_usable_cores()):
@@ -235,31 +237,38 @@ class EngineOptions:
         return pipeline
 
 
-def download_published(name: str, yes: bool, export: bool) -> None:
+def download_published_model(name: str, skip_confirmation: bool, force_export: bool) -> None:
     """Download a published model that is not in the cache, after the user has agreed, and export it if need be.
 
     Args:
         name: name of a published model. For other bundles nothing is done.
-        yes: whether the user has agreed already.
-        export: whether to export it even if there is a finished bundle.
+        skip_confirmation: whether the user has agreed already.
+        force_export: whether to export it even if there is a finished bundle.
 
     Raises:
         RequestError: the user does not agree, or there is no terminal to ask in.
-        LanternError: the same as for `published.fetch_published`.
+        LanternError: the same as for `published.fetch_published_model`.
     """
-    from ..published import check_host, fetch_published, find_model, find_source, is_missing, models_cache_folder
+    from ..published import (
+        check_host_requirements,
+        fetch_published_model,
+        find_bundle_source,
+        find_published_model,
+        is_missing_from_cache,
+        models_cache_folder,
+    )
     from .console import format_bytes, print_stderr, show_progress
 
-    if not is_missing(name):
+    if not is_missing_from_cache(name):
         return
-    check_host(name, export)
-    source = find_source(name, export)
+    check_host_requirements(name, force_export)
+    source = find_bundle_source(name, force_export)
     bundle = f", and a bundle of at most this size into {models_cache_folder()}" if source.bundle_bytes else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
-        f"(licence: {find_model(name).licence}) into the hub's cache{bundle}"
+        f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"
     )
-    if not yes:
+    if not skip_confirmation:
         if not sys.stdin.isatty():
             raise RequestError(field="yes", found="no terminal to ask in", expected="--yes, to download it")
         if not typer.confirm("Download it?", default=True, err=True):
@@ -267,18 +276,18 @@ def download_published(name: str, yes: bool, export: bool) -> None:
                 field=name, found="your answer no", expected="the download", remedy="give another bundle"
             )
     with show_progress() as progress:
-        fetch_published(name, progress, export)
+        fetch_published_model(name, progress, force_export)
 
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
     """Open a bundle with progress on stderr. skipped_roles: files not to check, as in `bundle.files.open_bundle`."""
     from ..bundle import files
-    from ..published import find_bundle
+    from ..published import resolve_bundle_name
     from .console import show_progress
 
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
 
-        def report(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return files.open_bundle(find_bundle(name), skipped_roles=skipped_roles, progress=report)
+        return files.open_bundle(resolve_bundle_name(name), skipped_roles=skipped_roles, progress=report_progress)

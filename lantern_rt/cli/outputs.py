@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import RequestError
+from ..inputs import check_int
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -14,29 +15,29 @@ if TYPE_CHECKING:
     from ..results import StreamStep
 
 
-class Outputs(Protocol):
+class OutputFormat(Protocol):
     """Kind of the output files. suffix: ending of their names."""
 
     suffix: str
 
-    def holds(self, path: Path, request: Request, i: int) -> bool:
+    def contains_image(self, request: Request, image_index: int, path: Path) -> bool:
         """Return whether a file holds image i of a request, and is not to be written again.
 
         Args:
             path: path of the file, which exists.
-            i: index of the image.
+            image_index: index of the image.
         """
 
-    def content(self, request: Request, i: int, step: StreamStep) -> bytes:
+    def encode_file(self, request: Request, image_index: int, step: StreamStep) -> bytes:
         """Return the file of a complete image.
 
         Args:
-            i: index of the image.
+            image_index: index of the image.
             step: step that holds the image.
         """
 
 
-class ImageOutputs:
+class ImageOutputFormat:
     """PNG files. scale: factor by which to enlarge the images."""
 
     suffix = ".png"
@@ -45,19 +46,21 @@ class ImageOutputs:
         self._bundle = bundle
         self._scale = scale
 
-    def holds(self, path: Path, request: Request, i: int) -> bool:
-        from .replay import holds_image
+    def contains_image(self, request: Request, image_index: int, path: Path) -> bool:
+        from .replay import png_contains_image
 
-        return holds_image(path, self._bundle, replace(request, images=[request.images[i]]), self._scale)
+        return png_contains_image(
+            path, self._bundle, replace(request, images=[request.images[image_index]]), self._scale
+        )
 
-    def content(self, request: Request, i: int, step: StreamStep) -> bytes:
+    def encode_file(self, request: Request, image_index: int, step: StreamStep) -> bytes:
         from ..output.images import encode_png, enlarge
 
-        image = enlarge(step.image(i), self._scale)
+        image = enlarge(step.image(image_index), self._scale)
         return encode_png(image, image.info)
 
 
-class CodeOutputs:
+class CodeOutputFormat:
     """Files of codes, which are always written again. scale: 1."""
 
     suffix = ".npz"
@@ -65,48 +68,49 @@ class CodeOutputs:
     def __init__(self, bundle: Bundle, scale: int) -> None:
         self._bundle = bundle
 
-    def holds(self, path: Path, request: Request, i: int) -> bool:
+    def contains_image(self, request: Request, image_index: int, path: Path) -> bool:
         return False
 
-    def content(self, request: Request, i: int, step: StreamStep) -> bytes:
-        from ..results import encode_codes
+    def encode_file(self, request: Request, image_index: int, step: StreamStep) -> bytes:
+        from ..results import encode_codes_npz
 
-        return encode_codes(self._bundle, request.settings, request.images[i], step.codes[i])
+        return encode_codes_npz(self._bundle, request.settings, request.images[image_index], step.codes[image_index])
 
 
-def check_image_options(
-    makes_images: bool, name: str, codes: bool, scale: int, trace: Path | None
-) -> type[ImageOutputs | CodeOutputs]:
+def choose_output_format(
+    has_image_decoder: bool, bundle_name: str, codes_only: bool, scale: int, trace_path: Path | None
+) -> type[ImageOutputFormat | CodeOutputFormat]:
     """Return the kind of the output files.
 
     Args:
-        makes_images: whether the bundle has an image decoder; without, it gives nothing but codes.
-        name: name of the bundle in errors.
-        codes: whether the user asks for codes.
-        scale: factor by which to enlarge images.
-        trace: file of a trace, None without.
+        has_image_decoder: whether the bundle has an image decoder; without, it gives nothing but codes.
+        bundle_name: name of the bundle in errors.
+        codes_only: whether the user asks for codes.
+        scale: factor by which to enlarge images, 1 .. 16.
+        trace_path: file of a trace, None without.
 
     Raises:
-        RequestError: an option needs images.
+        RequestError: an option needs images, or `scale` is out of range.
     """
-    if makes_images and not codes:
-        return ImageOutputs
-    problem = f"{name} has no image decoder"
-    if makes_images:
+    check_int("scale", scale, 1, 1, 16)
+    if has_image_decoder and not codes_only:
+        return ImageOutputFormat
+    problem = f"{bundle_name} has no image decoder"
+    if has_image_decoder:
         problem = "is for images, not for --codes"
-        trace = None
-    if trace is not None or scale != 1:
-        raise RequestError(problem, field="scale" if trace is None else "trace", remedy="leave it out")
-    return CodeOutputs
+        trace_path = None
+    if trace_path is not None or scale != 1:
+        raise RequestError(problem, field="scale" if trace_path is None else "trace", remedy="leave it out")
+    return CodeOutputFormat
 
 
-def choose_outputs(bundle: Bundle, codes: bool, scale: int, trace: Path | None) -> Outputs:
-    """Return the output files of a bundle, see `check_image_options`.
+def make_output_format(bundle: Bundle, codes_only: bool, scale: int, trace_path: Path | None) -> OutputFormat:
+    """Return the output files of a bundle, see `choose_output_format`.
 
     Args:
-        codes: whether the user asks for codes.
+        codes_only: whether the user asks for codes.
         scale: factor by which to enlarge images.
-        trace: file of a trace, None without.
+        trace_path: file of a trace, None without.
     """
     name = f"bundle {bundle.manifest.name}"
-    return check_image_options(bundle.manifest.makes_images, name, codes, scale, trace)(bundle, scale)
+    return choose_output_format(bundle.manifest.makes_images, name, codes_only, scale, trace_path)(bundle, scale)

@@ -13,12 +13,12 @@ import typer
 from ..bundle.files import MANIFEST_FILE, Bundle
 from ..bundle.hub import HUB, REPOSITORY, convert_hub_errors
 from ..errors import OutputError, RequestError
-from ..inputs import convert_read_errors, format_value, read_plain_file
+from ..inputs import convert_read_errors, format_value, read_regular_file
 from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
 from .inspect import describe_bundle
 from .options import BundleArgument, EngineOptions, open_named_bundle
-from .replay import restore_settings
+from .replay import restore_recorded_settings
 
 EXAMPLES = """
 lantern-rt push bundles/llamagen-b owner/llamagen-b
@@ -50,7 +50,7 @@ def push(
     opened = open_named_bundle(bundle)
     if images:
         opened.check_makes_images()
-    samples = [_read_sample(path, opened) for path in images or ()]
+    samples = [_read_sample_image(path, opened) for path in images or ()]
     create_repository(repository, private=True)  # before images are generated
     if opened.manifest.makes_images:
         samples = samples or _generate_sample_images(opened)
@@ -66,14 +66,17 @@ def create_repository(repository: str, private: bool) -> None:
 
 
 def push_bundle(
-    opened: Bundle, repository: str, samples: Sequence[tuple[bytes, Mapping[Any, Any]]], notes: Sequence[str] = ()
+    bundle: Bundle,
+    repository: str,
+    sample_images: Sequence[tuple[bytes, Mapping[Any, Any]]],
+    card_notes: Sequence[str] = (),
 ) -> str:
     """Upload a bundle with its model card to a repository that exists.
 
     Args:
         repository: owner/name of the repository.
-        samples: PNG files for the card, each with its recipe.
-        notes: further paragraphs of the card.
+        sample_images: PNG files for the card, each with its recipe.
+        card_notes: further paragraphs of the card.
 
     Returns:
         The reference of the bundle, pinned to its commit.
@@ -83,22 +86,22 @@ def push_bundle(
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(samples, 1)}
-    for name in (MANIFEST_FILE, *(entry.path for entry in opened.manifest.files.values())):
-        files[name] = opened.folder / name
-    files["README.md"] = model_card(opened, repository, [texts for _, texts in samples], notes).encode()
+    files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(sample_images, 1)}
+    for name in (MANIFEST_FILE, *(entry.path for entry in bundle.manifest.files.values())):
+        files[name] = bundle.folder / name
+    files["README.md"] = make_model_card(bundle, repository, [texts for _, texts in sample_images], card_notes).encode()
     print_stderr(f"uploading {len(files)} files")
     additions = [CommitOperationAdd(name, content) for name, content in files.items()]
     with convert_hub_errors(repository, OutputError, "try again; uploaded files are not sent twice"):
-        commit = HfApi().create_commit(repository, additions, commit_message=f"Bundle {opened.digest[:12]}")
+        commit = HfApi().create_commit(repository, additions, commit_message=f"Bundle {bundle.digest[:12]}")
     return f"{HUB}{repository}@{commit.oid}"
 
 
-def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
+def _read_sample_image(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     recipe = read_recipe(path)
-    restore_settings(path, recipe, bundle)
+    restore_recorded_settings(path, recipe, bundle)
     with convert_read_errors(path, "an image", RequestError, REMEDY):
-        return read_plain_file(path, _MAX_IMAGE_BYTES), recipe.model_dump(exclude_none=True)
+        return read_regular_file(path, _MAX_IMAGE_BYTES), recipe.model_dump(exclude_none=True)
 
 
 def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
@@ -111,20 +114,22 @@ def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, An
     except RequestError as error:
         error.remedy = "generate images with `lantern-rt run`, and give them as arguments after the repository"
         raise
-    with EngineOptions().load(bundle) as pipeline, show_progress(lines=False) as progress:
+    with EngineOptions().load_pipeline(bundle) as pipeline, show_progress(announce_tasks=False) as progress:
         for step in pipeline.stream(**prompts.request(0, len(prompts.items), first_seed=0)):
             progress("generating images for the card", step.done, step.total)
         images = [step.image(i) for i in range(len(prompts.items))]
     return [(encode_png(image, image.info), image.info) for image in images]
 
 
-def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, Any]], notes: Sequence[str] = ()) -> str:
+def make_model_card(
+    bundle: Bundle, repository: str, sample_recipes: Sequence[Mapping[Any, Any]], card_notes: Sequence[str] = ()
+) -> str:
     """Create the README.md of a repository.
 
     Args:
         repository: owner/name of the repository.
-        samples: recipes of the images `samples/1.png` and so on; `codes`, if there, is the SHA-256 of the tokens.
-        notes: further paragraphs.
+        sample_recipes: recipes of the images `samples/1.png` and so on; `codes` is the SHA-256 of the tokens.
+        card_notes: further paragraphs.
     """
     manifest = bundle.manifest
     provenance = manifest.provenance
@@ -134,7 +139,7 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     captions = [
         f"{sample.get('prompt', 'class {}'.format(sample.get('class_id')))}, seed {sample['seed']}"
         + (f", {sample['method']}, codes {sample['codes']}" if "codes" in sample else "")
-        for sample in samples
+        for sample in sample_recipes
     ]
     subjects = {"class": "--class-id 0", "embeddings": "--embeddings FILE.npz"}
     subject = subjects.get(kind, '"a prompt"')
@@ -144,16 +149,18 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         f"pipeline_tag: {'unconditional-image-generation' if kind == 'class' else 'text-to-image'}",
         f"license: {licence if licence in _LICENCES else 'other'}",
         "---",
-        f"# {_escape_cell(manifest.name)}",
+        f"# {_escape_markdown_cell(manifest.name)}",
         "",
-        f"A bundle of lantern-rt: {_escape_cell(manifest.family)} on ONNX Runtime.",
+        f"A bundle of lantern-rt: {_escape_markdown_cell(manifest.family)} on ONNX Runtime.",
         "",
     ]
-    for note in notes:
-        lines += [_escape_cell(note), ""]
+    for note in card_notes:
+        lines += [_escape_markdown_cell(note), ""]
     for start in range(0, len(captions), _COLUMNS):
         numbers = range(start, min(start + _COLUMNS, len(captions)))
-        lines += _format_table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])
+        lines += _format_markdown_table(
+            [[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]]
+        )
     again = ""
     if manifest.makes_images:
         lines += ["Every image records its prompt, seed and settings: `--from` generates it again.", ""]
@@ -170,16 +177,20 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     ]
     for section, facts in describe_bundle(bundle).items():
         rows = [[fact, value] for fact, value in facts.items() if fact != "folder"]
-        lines += [f"## {_escape_cell(section)}", "", *_format_table([["field", "value"], *rows])] if rows else []
+        lines += (
+            [f"## {_escape_markdown_cell(section)}", "", *_format_markdown_table([["field", "value"], *rows])]
+            if rows
+            else []
+        )
     files = [[source.role, source.name, source.sha256, source.origin or ""] for source in provenance.sources]
-    lines += ["## sources", "", *_format_table([["role", "file", "sha256", "from"], *files])] if files else []
+    lines += ["## sources", "", *_format_markdown_table([["role", "file", "sha256", "from"], *files])] if files else []
     return "\n".join(lines)
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *others = (f"| {' | '.join(map(_escape_cell, row))} |" for row in rows)
+def _format_markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *others = (f"| {' | '.join(map(_escape_markdown_cell, row))} |" for row in rows)
     return [head, "|---" * len(rows[0]) + "|", *others, ""]
 
 
-def _escape_cell(text: str) -> str:
+def _escape_markdown_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

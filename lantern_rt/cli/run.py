@@ -9,15 +9,16 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import check_int, convert_read_errors, format_value, read_plain_file
-from ..output.files import check_output
-from ..output.names import make_slug, plan_outputs
+from ..inputs import convert_read_errors, format_value, read_regular_file
+from ..output.files import check_output_path
+from ..output.names import choose_output_paths, make_slug
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
     OUTPUT,
@@ -31,17 +32,17 @@ from .options import (
     ProviderOption,
     ThreadsOption,
     YesOption,
-    download_published,
-    with_request_options,
+    add_request_options,
+    download_published_model,
 )
-from .outputs import check_image_options, choose_outputs
+from .outputs import choose_output_format, make_output_format
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
     from ..prompts import ImageRequest
     from ..requests import Request
     from ..results import StreamStep
-    from .outputs import Outputs
+    from .outputs import OutputFormat
 
 _MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
@@ -122,7 +123,7 @@ ScaleOption = Annotated[
 ]
 
 
-@with_request_options
+@add_request_options
 def run(
     words: WordsArgument = None,
     prompt: PromptOption = None,
@@ -151,81 +152,88 @@ def run(
     Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
     statistics to stderr.
     """
-    from ..published import find_model, is_missing
-    from .before_download import check_run
-    from .replay import check_recorded, read_recorded_request
+    from ..published import find_published_model, is_missing_from_cache
+    from .before_download import check_run_options
+    from .replay import read_recorded_request, read_replay_recipe
 
-    check_int("scale", scale, 1, 1, 16)
-    name, prompts = _split_words(words or [], has_subject=bool(prompt or class_id or token_ids or embeddings or source))
+    name, prompts = _split_arguments(words or [], bool(prompt or class_id or token_ids or embeddings or source))
     subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
     subjects["prompts"] = [*prompts, *(prompt or [])] or None
     options = {name: value for name, value in (subjects | options | {"image": image}).items() if value is not None}
     count = options.get("num_images", 1)
-    engine = EngineOptions(threads, engines, provider)
-    if name is not None and (source or any(subjects.values())) and is_missing(name):
-        engine.check()
-        kind_of = check_image_options(find_model(name).makes_images, f"model {name}", codes, scale, trace)
+    engine_options = EngineOptions(threads, engines, provider)
+    if name is not None and (source or any(subjects.values())) and is_missing_from_cache(name):
+        engine_options.check()
+        file_type = choose_output_format(find_published_model(name).makes_images, f"model {name}", codes, scale, trace)
         if source is None:
-            check_trace(trace, check_run(name, options, output, force, kind_of.suffix), force)
+            check_trace_paths(trace, check_run_options(name, options, output, force, file_type.suffix), force)
         else:
-            check_recorded(source, options)
-        download_published(name, yes, export)
+            read_replay_recipe(source, options)
+        download_published_model(name, yes, export)
     if source is None:
-        bundle, request = _open_and_check(engine, name, options)
-        stems = [_file_stem(image, i // count, embeddings) for i, image in enumerate(request.images)]
+        bundle, request = _open_bundle_and_request(engine_options, name, options)
     else:
-        bundle, request = read_recorded_request(source, options, engine, name)
-        stems = [f"{source.stem}-again"]
-    kind = choose_outputs(bundle, codes, scale, trace)
-    outputs = plan_outputs(output, stems, force, lambda i, path: kind.holds(path, request, i), kind.suffix)
+        bundle, request = read_recorded_request(source, options, engine_options, name)
+    stems = _make_file_stems(request, count, embeddings) if source is None else [f"{source.stem}-again"]
+    output_format = make_output_format(bundle, codes, scale, trace)
+    contains_image = partial(output_format.contains_image, request)
+    outputs = choose_output_paths(output, stems, force, contains_image, output_format.suffix)
     paths = [path for path, _ in outputs]
-    trace_paths = check_trace(trace, paths, force)
+    trace_paths = check_trace_paths(trace, paths, force)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
     if len(pending) < len(paths):
         print_stderr(f"{len(paths) - len(pending)} of {len(paths)} images exist already; --force generates them again")
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
-        last = _generate_images(engine, bundle, request, kind, [outputs[i] for i in pending], trace_paths, force)
+        files = [outputs[i] for i in pending]
+        last_step = _generate_images(engine_options, bundle, request, output_format, files, trace_paths, force)
     if as_json:
-        _print_json(request, last, paths, count)
+        _print_results_json(request, last_step, paths, count)
     else:
         print_text(*paths)
 
 
-def check_trace(path: Path | None, outputs: list[Path], force: bool) -> tuple[Path, Path] | None:
+def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: bool) -> tuple[Path, Path] | None:
     """Return the two paths of a trace.
 
     Args:
-        path: path of NAME.npz; None: no trace.
-        outputs: paths of the images; the trace needs other paths.
+        trace_path: path of NAME.npz; None: no trace.
+        image_paths: paths of the images; the trace needs other paths.
         force: whether to replace existing files.
 
     Raises:
         OutputError: a path cannot be written.
     """
-    if path is None:
+    if trace_path is None:
         return None
-    if path.suffix != ".npz":
-        raise OutputError(field=f"trace {path}", found=f"the ending {path.suffix or 'none'}", expected=".npz")
-    paths = path, path.with_name(path.stem.removesuffix(".trace") + ".trace.png")
+    if trace_path.suffix != ".npz":
+        raise OutputError(
+            field=f"trace {trace_path}", found=f"the ending {trace_path.suffix or 'none'}", expected=".npz"
+        )
+    paths = trace_path, trace_path.with_name(trace_path.stem.removesuffix(".trace") + ".trace.png")
     for written in paths:
-        check_output(written, force)
-        if written.absolute() in [output.absolute() for output in outputs]:
+        check_output_path(written, force)
+        if written.absolute() in [output.absolute() for output in image_paths]:
             problem = "is the path of an image and of the trace"
             raise OutputError(problem, field=str(written), remedy="rename one of them")
     return paths
 
 
-def _print_json(request: Request, last: StreamStep, paths: list[Path], count: int) -> None:
+def _print_results_json(request: Request, last_step: StreamStep, paths: list[Path], images_per_prompt: int) -> None:
     images = [
-        {"codes": codes.tolist(), "seed": image.seed, **_label_field(image, i // count), "output": str(path)}
-        for i, (image, codes, path) in enumerate(zip(request.images, last.codes, paths, strict=True))
+        {
+            "codes": codes.tolist(),
+            "seed": image.seed,
+            **_make_label_field(image, i // images_per_prompt),
+            "output": str(path),
+        }
+        for i, (image, codes, path) in enumerate(zip(request.images, last_step.codes, paths, strict=True))
     ]
-    stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
+    stats = {name: value for name, value in vars(last_step.stats).items() if name not in ("images", "per_image")}
     print_json({"images": images, "stats": stats})
 
 
-def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[str]]:
+def _split_arguments(arguments: list[str], has_subject_option: bool) -> tuple[str | None, list[str]]:
     """Split the arguments into the bundle, if the first argument is a bundle, and the prompts.
 
     A single word beside an option such as --class-id is a bundle, whether the bundle exists or not.
@@ -234,93 +242,101 @@ def _split_words(words: list[str], has_subject: bool) -> tuple[str | None, list[
         RequestError: a prompt is not in quotes, or a bundle is misspelt.
     """
     bundle = None
-    if words and (_is_bundle(words[0]) or (has_subject and " " not in words[0].strip())):
-        bundle, *words = words
-    single = [word for word in words if " " not in word.strip()]
-    if len(words) > 1 and single:
-        actual = f"the single word {format_value(single[0])} among {len(words)}"
+    if arguments and (_is_bundle(arguments[0]) or (has_subject_option and " " not in arguments[0].strip())):
+        bundle, *arguments = arguments
+    single = [argument for argument in arguments if " " not in argument.strip()]
+    if len(arguments) > 1 and single:
+        actual = f"the single word {format_value(single[0])} among {len(arguments)}"
         expected = "a bundle's folder or name, then prompts in quotes"
         raise RequestError(field="prompt", found=actual, expected=expected)
-    return bundle, words
+    return bundle, arguments
 
 
-def _is_bundle(word: str) -> bool:
+def _is_bundle(argument: str) -> bool:
     from ..bundle.files import MANIFEST_FILE, list_embedded_names
     from ..bundle.hub import HUB
-    from ..published import published_models
+    from ..published import load_published_models
 
     with suppress(OSError, ValueError):  # too long for a path
         return (
-            word in list_embedded_names()
-            or word in published_models()
-            or word.startswith(HUB)
-            or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
+            argument in list_embedded_names()
+            or argument in load_published_models()
+            or argument.startswith(HUB)
+            or (argument != "" and (Path(argument) / MANIFEST_FILE).is_file())
         )
     return False
 
 
-def _open_and_check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
+def _open_bundle_and_request(
+    engine_options: EngineOptions, bundle_name: str | None, request_options: dict[str, Any]
+) -> tuple[Bundle, Request]:
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
     from ..requests import check_request, draw_seed
     from ..text.embeddings import read_embeddings
 
-    if not {"prompts", "class_ids", "token_ids", "embeddings"} & options.keys():
-        actual = "nothing to generate" if name is None else f"bundle {name} and nothing to generate"
+    if not {"prompts", "class_ids", "token_ids", "embeddings"} & request_options.keys():
+        actual = "nothing to generate" if bundle_name is None else f"bundle {bundle_name} and nothing to generate"
         raise RequestError(found=actual, remedy="give a prompt, --class-id or --embeddings, as the bundle requires")
-    if "token_ids" in options:
-        options = options | {"token_ids": _read_token_ids(options["token_ids"])}
-    if "embeddings" in options:
-        options = options | {"embeddings": read_embeddings(options["embeddings"])}
-    bundle = engine.open_bundle(name or "scenes")
-    if "image" in options and bundle.manifest.source is None:
+    if "token_ids" in request_options:
+        request_options = request_options | {"token_ids": _read_token_ids(request_options["token_ids"])}
+    if "embeddings" in request_options:
+        request_options = request_options | {"embeddings": read_embeddings(request_options["embeddings"])}
+    bundle = engine_options.open_bundle(bundle_name or "scenes")
+    if "image" in request_options and bundle.manifest.source is None:
         problem = f"bundle {bundle.manifest.name} takes no source image"
         raise RequestError(problem, field="image", remedy="leave it out; `lantern-rt edit` changes a part of an image")
-    options = {"seed": draw_seed()} | options
-    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **options)
+    request_options = {"seed": draw_seed()} | request_options
+    return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **request_options)
 
 
 def _read_token_ids(path: Path) -> Any:
     with convert_read_errors(path, "a JSON list of token ids", RequestError, "write it as [1, 2, 3]"):
-        ids = json.loads(read_plain_file(path, _MAX_ID_BYTES))
+        ids = json.loads(read_regular_file(path, _MAX_ID_BYTES))
         if not isinstance(ids, list):
             raise ValueError(format_value(ids))
         return ids
 
 
-def _label_field(image: ImageRequest, number: int) -> dict[str, Any]:
-    if image.label is None:
-        return {"embedding": number}
-    if isinstance(image.label, tuple):
-        return {"token_ids": image.label}
-    return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
+def _make_label_field(image_request: ImageRequest, prompt_index: int) -> dict[str, Any]:
+    subject = image_request.prompt_or_class_id
+    if subject is None:
+        return {"embedding": prompt_index}
+    if isinstance(subject, tuple):
+        return {"token_ids": subject}
+    return {"prompt" if isinstance(subject, str) else "class_id": subject}
 
 
-def _file_stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
-    if isinstance(image.label, str):
-        return f"{make_slug(image.label)}-seed{image.seed}"
-    if isinstance(image.label, tuple):
-        return f"tokens-{number}-seed{image.seed}"
-    if embeddings is None:
-        return f"class-{image.label}-seed{image.seed}"
-    return f"{make_slug(embeddings.stem)}-{number}-seed{image.seed}"
+def _make_file_stems(request: Request, images_per_prompt: int, embeddings_path: Path | None) -> list[str]:
+    images = enumerate(request.images)
+    return [_make_file_stem(image, i // images_per_prompt, embeddings_path) for i, image in images]
+
+
+def _make_file_stem(image_request: ImageRequest, prompt_index: int, embeddings_path: Path | None) -> str:
+    if isinstance(image_request.prompt_or_class_id, str):
+        return f"{make_slug(image_request.prompt_or_class_id)}-seed{image_request.seed}"
+    if isinstance(image_request.prompt_or_class_id, tuple):
+        return f"tokens-{prompt_index}-seed{image_request.seed}"
+    if embeddings_path is None:
+        return f"class-{image_request.prompt_or_class_id}-seed{image_request.seed}"
+    return f"{make_slug(embeddings_path.stem)}-{prompt_index}-seed{image_request.seed}"
 
 
 def _generate_images(
-    engine: EngineOptions,
+    engine_options: EngineOptions,
     bundle: Bundle,
     request: Request,
-    kind: Outputs,
-    outputs: list[tuple[Path, bool]],
+    output_format: OutputFormat,
+    planned_files: list[tuple[Path, bool]],
     trace_paths: tuple[Path, Path] | None,
     force: bool,
 ) -> StreamStep:
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
 
     Args:
-        engine: options that load the bundle's graphs.
-        outputs: path of each image, and whether the file exists with this image and is not to be written.
-        trace_paths: paths of a trace, from `check_trace`; None: no trace.
+        engine_options: options that load the bundle's graphs.
+        planned_files: path of each image, and whether the file exists with this image and is not to be written.
+        trace_paths: paths of a trace, from `check_trace_paths`; None: no trace.
         force: whether to replace existing files.
 
     Returns:
@@ -328,39 +344,39 @@ def _generate_images(
     """
     from ..output.files import write_output
 
-    prefix = max(len(real) for image in request.images for real in image.is_real)
-    pipeline = engine.load(bundle, request.settings, prefix=prefix)
+    max_prompt_tokens = max(len(real) for image in request.images for real in image.attention_masks)
+    pipeline = engine_options.load_pipeline(bundle, request.settings, max_prompt_tokens=max_prompt_tokens)
     began = time.perf_counter()
     if not bundle.manifest.makes_images:
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
-    pending = dict(enumerate(outputs))
-    trace = None if trace_paths is None else _TraceFiles(trace_paths, bundle, request)
-    with show_progress(lines=False) as progress:
+    pending = dict(enumerate(planned_files))
+    trace = None if trace_paths is None else _TraceWriter(trace_paths, bundle, request)
+    with show_progress(announce_tasks=False) as progress:
         for step in pipeline.decode(request):
             if trace is not None:
-                trace.steps.add(step)
+                trace.steps.add_step(step)
             progress("tokens", step.done, step.total)
-            for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
+            for i in [i for i in pending if len(step.codes[i]) * len(planned_files) == step.total]:
                 path, exists = pending.pop(i)
                 if not exists:  # else the image was generated only for its tokens
-                    write_output(path, kind.content(request, i, step), force)
+                    write_output(path, output_format.encode_file(request, i, step), force)
     if trace is not None:
         trace.write(force)
     assert step.stats is not None
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
         f"{step.settings.method}{quality}: {step.stats.tokens_per_forward_pass:.2f} tokens per pass, "
-        f"{len(outputs)} image{'s' * (len(outputs) > 1)} in {time.perf_counter() - began:.1f} s, "
+        f"{len(planned_files)} image{'s' * (len(planned_files) > 1)} in {time.perf_counter() - began:.1f} s, "
         f"seed {request.images[0].seed}"
     )
     return step
 
 
-class _TraceFiles:
+class _TraceWriter:
     """Files of a trace: the steps in NAME.npz, and an image of them in NAME.trace.png.
 
     Args:
-        paths: paths of both files, from `check_trace`.
+        paths: paths of both files, from `check_trace_paths`.
         bundle: bundle that generates the images.
         request: request whose steps are recorded.
     """
@@ -379,5 +395,5 @@ class _TraceFiles:
 
         path, image_path = self.paths
         write_output(path, self.steps.encode_npz(), force)
-        write_output(image_path, encode_png(self.steps.render(), {}), force)
+        write_output(image_path, encode_png(self.steps.render_image(), {}), force)
         print_stderr(f"trace: {path} and {image_path}")

@@ -21,7 +21,7 @@ from .options import (
     ProviderOption,
     ThreadsOption,
     YesOption,
-    download_published,
+    download_published_model,
 )
 
 if TYPE_CHECKING:
@@ -166,21 +166,22 @@ def serve(
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
-    _check_choices(methods or (), log_level, log_format)
+    _check_choice_options(methods or (), log_level, log_format)
     options = EngineOptions(threads, engines, provider)
-    _check_limits(api_key_file, cors or (), batch, waiting)
+    _check_limit_options(api_key_file, cors or (), batch, waiting)
     texts = bundles or ["scenes"]
-    opened = _open_available_models(texts, names or (), options)
-    aliases = _read_aliases(alias or (), [*opened])
+    opened = _open_available_bundles(texts, names or (), options)
+    aliases = _parse_aliases(alias or (), [*opened])
     missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
-    _read_sizes(map_size or (), [bundle for bundle in opened.values() if bundle], missing)
+    _parse_size_mappings(map_size or (), [bundle for bundle in opened.values() if bundle], missing)
     for text in missing:
-        download_published(text, yes, export)
+        download_published_model(text, yes, export)
     models = {
-        name: _open_model(text, bundle, options) for text, (name, bundle) in zip(texts, opened.items(), strict=True)
+        name: _open_fitting_bundle(text, bundle, options)
+        for text, (name, bundle) in zip(texts, opened.items(), strict=True)
     }
-    sizes = _read_sizes(map_size or (), [*models.values()])
-    limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
+    sizes = _parse_size_mappings(map_size or (), [*models.values()])
+    limits: dict[str, Any] = {"max_images_per_pass": batch, "max_queued_images": waiting, **asdict(options)}
     loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
     rules: dict[str, Any] = {"methods": methods or (), "max_n": max_n, "own_sampling": own_sampling}
     access = ServerLimits(deadline, api_key_file=api_key_file, aliases=aliases, mapped_sizes=sizes, **rules)
@@ -189,7 +190,7 @@ def serve(
         server.run()
 
 
-def _check_choices(methods: Sequence[str], log_level: str, log_format: str) -> None:
+def _check_choice_options(methods: Sequence[str], log_level: str, log_format: str) -> None:
     from ..serve.log import FORMATS, LEVELS
 
     selected = [("methods", name, METHODS) for name in methods]
@@ -198,46 +199,50 @@ def _check_choices(methods: Sequence[str], log_level: str, log_format: str) -> N
             raise RequestError(field=field, found=repr(value), expected=", ".join(known))
 
 
-def _check_limits(api_key_file: Path | None, origins: Sequence[str], batch: int | None, waiting: int) -> None:
+def _check_limit_options(
+    api_key_file: Path | None, allowed_origins: Sequence[str], max_images_per_pass: int | None, max_queued_images: int
+) -> None:
     """Check options that are used only after the bundles are open. Raises: RequestError: an option is invalid."""
-    from ..serve.app import read_origin
-    from ..serve.state import read_keys
+    from ..serve.app import normalize_origin
+    from ..serve.state import read_api_keys
 
     if api_key_file is not None:
-        read_keys(api_key_file)
-    for origin in origins:
-        read_origin(origin)
-    check_int("together", batch, 1, 1, 4096)
-    check_int("waiting", waiting, 64, 0, 1 << 20)
+        read_api_keys(api_key_file)
+    for origin in allowed_origins:
+        normalize_origin(origin)
+    check_int("max_images_per_pass", max_images_per_pass, 1, 1, 4096)
+    check_int("max_queued_images", max_queued_images, 64, 0, 1 << 20)
 
 
-def _read_aliases(options: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+def _parse_aliases(alias_options: Sequence[str], model_names: Sequence[str]) -> dict[str, str]:
     aliases: dict[str, str] = {}
-    for text in options:
+    for text in alias_options:
         name, _, model = text.partition("=")
-        if not name or name in models or model not in models:
-            expected = f"NAME=MODEL with a new name and one of the models {', '.join(models)}"
+        if not name or name in model_names or model not in model_names:
+            expected = f"NAME=MODEL with a new name and one of the models {', '.join(model_names)}"
             raise RequestError(field="alias", found=repr(text), expected=expected)
         aliases[name] = model
     return aliases
 
 
-def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], missing: Sequence[str] = ()) -> dict[str, str]:
+def _parse_size_mappings(
+    size_options: Sequence[str], bundles: Sequence[Bundle], missing_models: Sequence[str] = ()
+) -> dict[str, str]:
     """Return the sizes that requests may name, and the size of a model for each.
 
     Args:
-        options: `SIZE=SIZE` each.
+        size_options: `SIZE=SIZE` each.
         bundles: bundles whose sizes are known.
-        missing: names of published models that are not in the cache, of which the table lists some sizes.
+        missing_models: names of published models that are not in the cache, of which the table lists some sizes.
     """
-    from ..published import find_model
+    from ..published import find_published_model
 
-    tables = [find_model(name).sizes for name in missing]
+    tables = [find_published_model(name).sizes for name in missing_models]
     known = {entry.name for bundle in bundles for entry in bundle.manifest.all_sizes}
     known |= {size for text in tables for size in text.split(", ") if _SIZE.fullmatch(size)}
     lists_all = not any("," in text for text in tables)
     sizes: dict[str, str] = {}
-    for text in options:
+    for text in size_options:
         asked, _, size = text.partition("=")
         wrong = size not in {*known, "auto"} and (lists_all or not _SIZE.fullmatch(size))
         if not _SIZE.fullmatch(asked) or asked in known or wrong:
@@ -247,30 +252,30 @@ def _read_sizes(options: Sequence[str], bundles: Sequence[Bundle], missing: Sequ
     return sizes
 
 
-def _open_available_models(
-    bundles: Sequence[str], names: Sequence[str], options: EngineOptions
+def _open_available_bundles(
+    bundle_names: Sequence[str], model_names: Sequence[str], engine_options: EngineOptions
 ) -> dict[str, Bundle | None]:
     """Open bundles that are on this host, and check that the names of all models differ.
 
     Args:
-        bundles: folders or names of bundles.
-        names: name of each model; empty: the names of the bundles.
+        bundle_names: folders or names of bundles.
+        model_names: name of each model; empty: the names of the bundles.
 
     Returns:
         The bundles by the name of their model; None for a published model that is not in the cache.
     """
-    from ..published import is_missing
+    from ..published import is_missing_from_cache
 
-    options.check()
-    if options.engines is not None and len(bundles) > 1:
+    engine_options.check()
+    if engine_options.engines is not None and len(bundle_names) > 1:
         expected = "one bundle, from which the engines were built"
-        raise RequestError(field="engines", found=f"{len(bundles)} bundles", expected=expected)
-    if names and (len(names) != len(bundles) or "" in names):
-        raise RequestError(field="names", found=", ".join(map(repr, names)), expected="a name for each bundle")
+        raise RequestError(field="engines", found=f"{len(bundle_names)} bundles", expected=expected)
+    if model_names and (len(model_names) != len(bundle_names) or "" in model_names):
+        raise RequestError(field="names", found=", ".join(map(repr, model_names)), expected="a name for each bundle")
     models: dict[str, Bundle | None] = {}
-    for i, text in enumerate(bundles):
-        bundle = None if is_missing(text) else options.open_bundle(text)
-        name = names[i] if names else bundle.manifest.name if bundle else text
+    for i, text in enumerate(bundle_names):
+        bundle = None if is_missing_from_cache(text) else engine_options.open_bundle(text)
+        name = model_names[i] if model_names else bundle.manifest.name if bundle else text
         if name in models:
             problem = f"two bundles named {name}"
             remedy = "give each bundle a --name"
@@ -279,11 +284,11 @@ def _open_available_models(
     return models
 
 
-def _open_model(name: str, bundle: Bundle | None, options: EngineOptions) -> Bundle:
+def _open_fitting_bundle(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
     """Return a bundle, opened by its name if it was downloaded, and check that it alone fits into memory."""
-    from ..memory import check_memory, choose_largest_settings
+    from ..memory import check_memory, choose_max_memory_settings
 
-    bundle = bundle or options.open_bundle(name)
-    if options.runs_on_cpu(bundle):
-        check_memory(bundle, choose_largest_settings(bundle.manifest))
+    bundle = bundle or engine_options.open_bundle(name)
+    if engine_options.runs_on_cpu(bundle):
+        check_memory(bundle, choose_max_memory_settings(bundle.manifest))
     return bundle

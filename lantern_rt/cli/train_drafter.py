@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.rewrite import check_editable, write_heads
+from ..bundle.rewrite import check_bundle_writable, write_draft_heads
 from ..inputs import check_int, require_library
 from ..requests import resolve_settings
 from .console import format_bytes, print_stderr, print_text, show_progress
@@ -58,7 +58,7 @@ def data(
     """Generate training data with the bundle's target."""
     require_library("safetensors", "train-drafter data", "cpu,train")
     from ..compare.prompts import read_bundle_prompts
-    from ..train.drafter.data import estimate_bytes, write_shards
+    from ..train.drafter.data import estimate_shard_bytes, generate_shards
 
     check_int("count", count, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
@@ -68,10 +68,10 @@ def data(
     if size is not None:
         sizes = (manifest.size(resolve_settings(manifest, {"size": size}).size),)
     items = read_bundle_prompts(opened, prompts, manifest.condition.classes)
-    print_stderr(f"{count:,} images, up to {format_bytes(estimate_bytes(manifest, count, sizes))}")
-    pipeline = engine.load(opened)
-    with show_progress(lines=False) as progress:
-        for done in write_shards(pipeline, items, count, output, progress, sizes):
+    print_stderr(f"{count:,} images, up to {format_bytes(estimate_shard_bytes(manifest, count, sizes))}")
+    pipeline = engine.load_pipeline(opened)
+    with show_progress(announce_tasks=False) as progress:
+        for done in generate_shards(pipeline, items, count, output, progress, sizes):
             progress("images", min(done, count), count)
     print_text(output)
 
@@ -90,20 +90,20 @@ def fit(
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter fit", "cpu,train")
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("loading PyTorch")
-        from ..train.drafter.fit import DrafterTraining, TrainingOptions, check_device, describe_figures
-        from ..train.drafter.target import read_target
+        from ..train.drafter.fit import DrafterTrainer, TrainingOptions, check_device, format_metrics
+        from ..train.drafter.target import read_training_target
 
     check_device(device)
     opened = open_named_bundle(bundle)
-    target = read_target(opened)
+    target = read_training_target(opened)
     options = TrainingOptions(check_int("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("reading data")
-        fitting = DrafterTraining(data, target, options, output, device)
+        fitting = DrafterTrainer(data, target, options, output, device)
         figures = fitting.run(progress, print_stderr)
-    print_stderr(describe_figures(figures))
+    print_stderr(format_metrics(figures))
     print_text(output)
 
 
@@ -121,23 +121,23 @@ def heads(
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter heads", "cpu,train")
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("loading PyTorch")
-        from ..train.drafter.fit import check_device, describe_figures
-        from ..train.drafter.heads import fit_heads
-        from ..train.drafter.target import read_heads_target
+        from ..train.drafter.fit import check_device, format_metrics
+        from ..train.drafter.heads import train_draft_heads
+        from ..train.drafter.target import read_head_training_target
 
     check_device(device)
     check_int("steps", steps, 1, 1, 10**9)
     opened = open_named_bundle(bundle)
-    check_editable(opened)
-    target = read_heads_target(opened)
-    with show_progress(lines=False) as progress:
+    check_bundle_writable(opened)
+    target = read_head_training_target(opened)
+    with show_progress(announce_tasks=False) as progress:
         progress("reading data")
-        tables, figures = fit_heads(data, target, opened.manifest.sampling.cfg_scale, steps, progress, device)
-    changed = write_heads(opened, tables)
+        tables, figures = train_draft_heads(data, target, opened.manifest.sampling.cfg_scale, steps, progress, device)
+    changed = write_draft_heads(opened, tables)
     print_text(
-        f"overlap with the target: {describe_figures(figures)}",
+        f"overlap with the target: {format_metrics(figures)}",
         f"bundle {changed.manifest.name} was {opened.digest[:12]}, is {changed.digest[:12]}: "
         "run `lantern-rt eval --write-presets`, and build its engine folders again",
     )

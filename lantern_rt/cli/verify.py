@@ -17,12 +17,18 @@ from ..engines.engine_folder import open_engine_folder
 from ..errors import CheckpointError, ParityError, RequestError
 from ..inputs import require_library
 from ..output.tables import format_text_table
-from ..published import check_host, choose_default_precision, export_bundle, find_model, models_cache_folder
+from ..published import (
+    check_host_requirements,
+    choose_default_precision,
+    export_bundle,
+    find_published_model,
+    models_cache_folder,
+)
 from .console import print_stderr, print_text, show_progress
 from .options import BundleArgument, JsonOption, open_named_bundle
 
 if TYPE_CHECKING:
-    from ..export.verify import Verification
+    from ..export.verify import VerificationReport
 
 EXAMPLES = """
 lantern-rt verify scenes
@@ -68,19 +74,19 @@ def verify(
     opened = open_named_bundle(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("loading PyTorch")
-        from ..export.registry import read_family
+        from ..export.registry import read_family_checkpoints
         from ..export.verify import verify_bundle, verify_engines
 
-        options = _export_options(opened.manifest, checkpoints) if checkpoints else {}
+        options = _match_export_options(opened.manifest, checkpoints) if checkpoints else {}
     with show_progress() as progress:
         if engines:
             result, reason = verify_engines(opened, open_engine_folder(engines), progress)
             if reason:
                 print_stderr(f"note: the engines were not run: {reason}")
         elif options:
-            model = read_family(opened.manifest.family, options, progress)
+            model = read_family_checkpoints(opened.manifest.family, options, progress)
             result = verify_bundle(opened, model, options["target"], progress)
         else:
             result = verify_bundle(opened, progress=progress)
@@ -88,7 +94,7 @@ def verify(
         print_text(dumps(result.as_dict()))  # differences may be infinite
     else:
         print_text(f"{result.bundle} ({result.precision}) against {result.against}")
-        for title, rows in _result_tables(result):
+        for title, rows in _make_result_tables(result):
             print_text(f"\n{title}\n{format_text_table(rows)}")
         print_text("\npassed" if result.passed else "\nFAILED")
     if not result.passed:
@@ -103,9 +109,9 @@ def _compare_with_export(name: str) -> None:
         BundleError: the bundle is not in the cache.
         ParityError: files differ.
     """
-    find_model(name)
+    find_published_model(name)
     opened = open_named_bundle(name)
-    check_host(name, export=True)
+    check_host_requirements(name, force_export=True)
     with TemporaryDirectory(dir=models_cache_folder()) as folder, show_progress() as progress:
         made = open_bundle(export_bundle(name, Path(folder) / name, choose_default_precision(), progress))
     if opened.digest != made.digest:
@@ -116,9 +122,9 @@ def _compare_with_export(name: str) -> None:
     print_text(f"{name} equals its export: {opened.digest}")
 
 
-def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
+def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     """Match checkpoints with options of export. Raises: CheckpointError: the bundle has other checkpoints."""
-    from ..export.registry import CHECKPOINTS, FAMILIES, find_family
+    from ..export.registry import CHECKPOINTS, FAMILIES, load_model_family
 
     if manifest.family not in FAMILIES:
         expected = f"a bundle of {', '.join(FAMILIES)}"
@@ -136,24 +142,24 @@ def _export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any
         raise CheckpointError(field="checkpoints", found=", ".join(checkpoints), expected=expected)
     options: dict[str, Any] = dict(zip(roles, checkpoints, strict=False)) | {"weights": manifest.provenance.weights}
     adapters = checkpoints[len(roles) :]
-    options["lora"] = [_with_scale(text, scale) for text, scale in zip(adapters, scales, strict=True)] or None
-    if "grid" in find_family(manifest.family).options:
+    options["lora"] = [_append_lora_scale(text, scale) for text, scale in zip(adapters, scales, strict=True)] or None
+    if "grid" in load_model_family(manifest.family).export_options:
         options["grid"] = manifest.grid_rows
     return options
 
 
-def _with_scale(text: str, scale: str) -> str:
-    """Return an adapter with the scale of the bundle. Raises: CheckpointError: `text` has another scale."""
-    from ..export.checkpoints.lora import split_scale
+def _append_lora_scale(adapter: str, scale: str) -> str:
+    """Return an adapter with the scale of the bundle. Raises: CheckpointError: `adapter` has another scale."""
+    from ..export.checkpoints.lora import split_folder_and_scale
 
-    folder, user_scale = split_scale(text)
-    if folder != text and user_scale != float(scale):
+    folder, user_scale = split_folder_and_scale(adapter)
+    if folder != adapter and user_scale != float(scale):
         remedy = "give the scale that it was exported with, or none"
-        raise CheckpointError(field=text, found=f"scale {user_scale:g}", expected=scale, remedy=remedy)
+        raise CheckpointError(field=adapter, found=f"scale {user_scale:g}", expected=scale, remedy=remedy)
     return f"{folder}:{scale}"
 
 
-def _result_tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
+def _make_result_tables(result: VerificationReport) -> Iterator[tuple[str, list[list[str]]]]:
     for title, rows in (
         ("Token distributions", result.distributions),
         ("Images", result.pictures),

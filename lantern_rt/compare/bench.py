@@ -14,7 +14,7 @@ from ..methods import Quality
 from ..pipeline import Pipeline
 from .prompts import Prompts
 from .statistics import estimate_mean
-from .turns import ComparedMethod, Run, run_in_turns, tokens_per_pass
+from .turns import ComparedMethod, MethodRun, run_methods_in_turns, tokens_per_pass
 
 MIN_TURNS = 3
 METHODS = ("ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3", "lantern", "lantern++")
@@ -32,7 +32,7 @@ def run_bench(
     batch_size: int,
     min_images: int,
     progress: Progress,
-) -> list[list[Run]]:
+) -> list[list[MethodRun]]:
     """Run the methods in turns, after a warm-up turn that is discarded.
 
     Args:
@@ -47,12 +47,14 @@ def run_bench(
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
     by_turn = [
         [replace(run, images=[]) for run in runs]  # Images are made to be timed, not to be used.
-        for runs in run_in_turns(pipeline, methods, requests, progress=progress, total=(turns + 1) * batch_size)
+        for runs in run_methods_in_turns(
+            pipeline, methods, requests, progress=progress, total_images=(turns + 1) * batch_size
+        )
     ]
     return [list(runs) for runs in zip(*by_turn[1:], strict=True)]
 
 
-def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]) -> dict[str, Any]:
     """Summarize runs relative to plain decoding, as a JSON object.
 
     The speed-up is the median over turns, since both runs of a turn share the load of the host at that moment. Times
@@ -60,15 +62,15 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
 
     Args:
         runs: the runs of one method.
-        plain: the runs of plain decoding in the same turns.
+        baseline_runs: the runs of plain decoding in the same turns.
     """
     stats = [run.statistics for run in runs]
     total = sum(run.seconds for run in runs)
     method = runs[0].settings.method
     images_per_second = len(runs[0].codes) / statistics.median(run.seconds for run in runs)
-    speed_ups = [ar.seconds / run.seconds for run, ar in zip(runs, plain, strict=True)]
+    speed_ups = [ar.seconds / run.seconds for run, ar in zip(runs, baseline_runs, strict=True)]
     nats = [score.nats for run in runs for score in run.likelihoods]
-    plain_nats = [score.nats for run in plain for score in run.likelihoods]
+    plain_nats = [score.nats for run in baseline_runs for score in run.likelihoods]
     ratio, error = estimate_paired_ratio(nats, plain_nats)
     (passes,) = estimate_mean([tokens_per_pass(runs)], num_seeds=1)
     share = {
@@ -95,16 +97,18 @@ def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def find_fastest(rows: Sequence[Mapping[str, Any]]) -> str:
+def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a line that names the fastest exact method among a report's rows, and the option that selects it."""
-    best = max((row for row in rows if row["exact"]), key=lambda row: row["speed_up"])
+    best = max((row for row in report_rows if row["exact"]), key=lambda row: row["speed_up"])
     label = best["method"]
     option = "quality" if label in get_args(Quality) else "method"
     return f"fastest exact method: {label} ({best['speed_up']:.2f}); select it with --{option} {label}"
 
 
-def estimate_paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
+def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
     """Return the ratio of two sums over the same images (at least two), and its standard error."""
-    ratio = sum(scores) / sum(plain)
-    spread = statistics.stdev(score - ratio * reference for score, reference in zip(scores, plain, strict=True))
-    return ratio, spread * len(plain) ** 0.5 / sum(plain)
+    ratio = sum(scores) / sum(baseline_scores)
+    spread = statistics.stdev(
+        score - ratio * reference for score, reference in zip(scores, baseline_scores, strict=True)
+    )
+    return ratio, spread * len(baseline_scores) ** 0.5 / sum(baseline_scores)

@@ -19,19 +19,19 @@ from ..engines.contracts import Progress
 from ..errors import RequestError
 from ..output.images import make_blank_image
 from ..pipeline import Pipeline
-from .image_graph import Agreement, Features
+from .image_graph import ImageFeatureModel, PromptAgreementModel
 from .prompts import Prompts
 from .statistics import (
     RESAMPLES,
-    Figure,
     Floats,
     Ints,
+    MethodEstimates,
     estimate_interval,
     estimate_mean,
     fit_gaussian,
     frechet_distance,
 )
-from .turns import ComparedMethod, Run, add_likelihoods, run_in_turns, tokens_per_pass
+from .turns import ComparedMethod, MethodRun, add_likelihoods, run_methods_in_turns, tokens_per_pass
 
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
@@ -49,9 +49,9 @@ def evaluate_methods(
     num_seeds: int,
     methods: Sequence[ComparedMethod],
     progress: Progress,
-    features: Features | None = None,
-    agreement: Agreement | None = None,
-    real: Floats | None = None,
+    feature_model: ImageFeatureModel | None = None,
+    agreement_model: PromptAgreementModel | None = None,
+    real_features: Floats | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
     """Generate images with all methods and compare them with plain decoding.
 
@@ -59,9 +59,10 @@ def evaluate_methods(
         prompts: prompts of the images. Image n of every method has seed n.
         num_seeds: number of images per prompt.
         methods: the methods, plain decoding first.
-        features: graph of image features. None: the report has no Frechet distances.
-        agreement: graph of prompt agreement. None: the report has no agreement.
-        real: features `[n, width]` of real images, the reference of Frechet distances instead of plain decoding.
+        feature_model: graph of image features. None: the report has no Frechet distances.
+        agreement_model: graph of prompt agreement. None: the report has no agreement.
+        real_features: features `[n, width]` of real images, the reference of Frechet distances instead of plain
+            decoding.
 
     Returns:
         The report as a JSON object, and the images by label of every method whose images differ from plain
@@ -75,197 +76,230 @@ def evaluate_methods(
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
-    _try_graphs(
-        features, agreement, make_blank_image(manifest.image_width, manifest.image_height), max(labels, key=len)
+    _run_models_once(
+        feature_model,
+        agreement_model,
+        make_blank_image(manifest.image_width, manifest.image_height),
+        max(labels, key=len),
     )
     requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
-    turns = list(run_in_turns(pipeline, methods, requests, score=False, progress=progress, total=count))
-    runs = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
-    compared = _differing_runs(pipeline, runs, requests, progress)
-    drawn = compared if manifest.makes_images else {}
+    turns = list(
+        run_methods_in_turns(pipeline, methods, requests, with_likelihoods=False, progress=progress, total_images=count)
+    )
+    runs_by_method = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
+    compared_runs = _score_differing_runs(pipeline, runs_by_method, requests, progress)
+    drawn = compared_runs if manifest.makes_images else {}
     images = {label: [image for run in method_runs for image in run.images] for label, method_runs in drawn.items()}
-    figures = _figures_of_runs(list(compared.values()), num_seeds)
-    if agreement is not None:
-        figures["agreement"] = _agreement_figure(agreement, labels, num_seeds, images, progress)
+    metrics = _estimate_metrics(list(compared_runs.values()), num_seeds)
+    if agreement_model is not None:
+        metrics["agreement"] = _estimate_agreement(agreement_model, labels, num_seeds, images, progress)
     num_features = None
-    if features is not None:
-        sets = _read_features(features, images, progress)
+    if feature_model is not None:
+        sets = _compute_features(feature_model, images, progress)
         num_features = sets[0].shape[1]
-        if real is None:
-            images[REFERENCE] = _generate_reference(pipeline, methods[0], prompts, num_seeds, progress)
-        reference = features(images[REFERENCE]) if real is None else real
-        figures["frechet"] = frechet_figure(sets, reference, num_seeds, progress, paired=real is None)
+        if real_features is None:
+            images[REFERENCE] = _generate_reference_images(pipeline, methods[0], prompts, num_seeds, progress)
+        reference = feature_model(images[REFERENCE]) if real_features is None else real_features
+        metrics["frechet"] = estimate_frechet_distances(
+            sets, reference, num_seeds, progress, paired_reference=real_features is None
+        )
     return {
         "prompts": labels,
         "seeds_per_prompt": num_seeds,
         "images_per_method": count,
-        "features": None if features is None else {**features.facts, "num_features": num_features},
-        "agreement": None if agreement is None else agreement.facts,
-        "notes": _describe_run(len(labels), count, num_features, compared),
-        "methods": _method_entries(runs, compared, figures, num_seeds),
+        "features": None if feature_model is None else {**feature_model.facts, "num_features": num_features},
+        "agreement": None if agreement_model is None else agreement_model.facts,
+        "notes": _make_reliability_notes(len(labels), count, num_features, compared_runs),
+        "methods": _make_method_reports(runs_by_method, compared_runs, metrics, num_seeds),
     }, images
 
 
-def _try_graphs(features: Features | None, agreement: Agreement | None, image: Image, prompt: str) -> None:
+def _run_models_once(
+    feature_model: ImageFeatureModel | None, agreement_model: PromptAgreementModel | None, image: Image, prompt: str
+) -> None:
     """Run both graphs once, so that a graph that cannot run fails before images are generated."""
-    if features is not None:
-        features([image])
-    if agreement is not None:
-        agreement([image], [prompt])
+    if feature_model is not None:
+        feature_model([image])
+    if agreement_model is not None:
+        agreement_model([image], [prompt])
 
 
-def _read_features(features: Features, images: Mapping[str, list[Image]], progress: Progress) -> list[Floats]:
+def _compute_features(
+    feature_model: ImageFeatureModel, images: Mapping[str, list[Image]], progress: Progress
+) -> list[Floats]:
     sets: list[Floats] = []
     for method_images in images.values():
         progress("features", len(sets), len(images))
-        sets.append(features(method_images))
+        sets.append(feature_model(method_images))
     return sets
 
 
-def _differing_runs(
-    pipeline: Pipeline, runs: Mapping[str, list[Run]], requests: Sequence[dict[str, Any]], progress: Progress
-) -> dict[str, list[Run]]:
+def _score_differing_runs(
+    pipeline: Pipeline,
+    runs_by_method: Mapping[str, list[MethodRun]],
+    requests: Sequence[dict[str, Any]],
+    progress: Progress,
+) -> dict[str, list[MethodRun]]:
     """Return the runs of plain decoding and of methods with other images, with likelihoods, by label."""
-    plain, *_ = runs.values()
-    compared = {
+    baseline_runs, *_ = runs_by_method.values()
+    compared_runs = {
         label: method_runs
-        for label, method_runs in runs.items()
-        if method_runs is plain or not same_codes(method_runs, plain)
+        for label, method_runs in runs_by_method.items()
+        if method_runs is baseline_runs or not has_same_codes(method_runs, baseline_runs)
     }
-    for number, (label, method_runs) in enumerate(compared.items()):
-        progress("likelihoods", number, len(compared))
-        compared[label] = [add_likelihoods(pipeline, *pair) for pair in zip(method_runs, requests, strict=True)]
-    return compared
+    for number, (label, method_runs) in enumerate(compared_runs.items()):
+        progress("likelihoods", number, len(compared_runs))
+        compared_runs[label] = [add_likelihoods(pipeline, *pair) for pair in zip(method_runs, requests, strict=True)]
+    return compared_runs
 
 
-def _method_entries(
-    runs: Mapping[str, list[Run]], compared: Mapping[str, list[Run]], figures: Mapping[str, Figure], num_seeds: int
+def _make_method_reports(
+    runs_by_method: Mapping[str, list[MethodRun]],
+    compared_runs: Mapping[str, list[MethodRun]],
+    metrics: Mapping[str, MethodEstimates],
+    num_seeds: int,
 ) -> list[dict[str, Any]]:
     """Return the report of each method.
 
     Args:
-        runs: runs by label, plain decoding first.
-        compared: result of `_differing_runs`.
-        figures: figures of the compared methods, in their order, by name.
+        runs_by_method: runs by label, plain decoding first.
+        compared_runs: result of `_score_differing_runs`.
+        metrics: figures of the compared methods, in their order, by name.
         num_seeds: number of images per prompt.
     """
-    plain, *_ = runs
-    passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs.values()], num_seeds)
-    columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
+    plain, *_ = runs_by_method
+    passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs_by_method.values()], num_seeds)
+    columns = {label: {name: metric[i] for name, metric in metrics.items()} for i, label in enumerate(compared_runs)}
     return [
         {
             "method": label,
             "settings": method_runs[-1].settings.as_dict(),
             "seconds": sum(run.seconds for run in method_runs),
             "exact": method_runs[-1].settings.method.exact,
-            "same_images": label not in compared or label == plain,
+            "same_images": label not in compared_runs or label == plain,
             "tokens_per_forward_pass": speed["value"],
             "tokens_per_forward_pass_interval": {"low": speed["low"], "high": speed["high"]},
             "figures": columns.get(label),
         }
-        for (label, method_runs), speed in zip(runs.items(), passes, strict=True)
+        for (label, method_runs), speed in zip(runs_by_method.items(), passes, strict=True)
     ]
 
 
-def _generate_reference(
-    pipeline: Pipeline, plain: ComparedMethod, prompts: Prompts, num_seeds: int, progress: Progress
+def _generate_reference_images(
+    pipeline: Pipeline, baseline_method: ComparedMethod, prompts: Prompts, num_seeds: int, progress: Progress
 ) -> list[Image]:
     count = len(prompts.items) * num_seeds
 
-    def report_reference(_: str, done: int, total: int) -> None:
+    def report_reference_progress(_: str, done: int, total: int) -> None:
         progress(f"images of {REFERENCE}", done, total)
 
     requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed=count)
-    turns = run_in_turns(pipeline, [plain], requests, score=False, progress=report_reference, total=count)
+    turns = run_methods_in_turns(
+        pipeline,
+        [baseline_method],
+        requests,
+        with_likelihoods=False,
+        progress=report_reference_progress,
+        total_images=count,
+    )
     return [image for (run,) in turns for image in run.images]
 
 
-def same_codes(runs: Sequence[Run], plain: Sequence[Run]) -> bool:
+def has_same_codes(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]) -> bool:
     """Return whether an exact method generated the same codes as plain decoding."""
-    return runs[0].settings.method.exact and np.array_equal(_stack_codes(runs), _stack_codes(plain))
+    return runs[0].settings.method.exact and np.array_equal(_stack_codes(runs), _stack_codes(baseline_runs))
 
 
-def _stack_codes(runs: Sequence[Run]) -> Ints:
+def _stack_codes(runs: Sequence[MethodRun]) -> Ints:
     return np.array([codes for run in runs for codes in run.codes])  # [images, cells]
 
 
-def _agreement_figure(
-    agreement: Agreement,
-    labels: Sequence[str],
+def _estimate_agreement(
+    agreement_model: PromptAgreementModel,
+    prompt_labels: Sequence[str],
     num_seeds: int,
     images: Mapping[str, Sequence[Image]],
     progress: Progress,
-) -> Figure:
-    prompts = [label for label in labels for _ in range(num_seeds)]
+) -> MethodEstimates:
+    prompts = [label for label in prompt_labels for _ in range(num_seeds)]
     values: list[Floats] = []
     for method_images in images.values():
         progress("prompt agreement", len(values), len(images))
-        values.append(agreement(method_images, prompts))
+        values.append(agreement_model(method_images, prompts))
     return estimate_mean(values, num_seeds)
 
 
-def _figures_of_runs(methods: Sequence[Sequence[Run]], num_seeds: int) -> dict[str, Figure]:
-    scores = [[score for run in runs for score in run.likelihoods] for runs in methods]
-    codes = np.stack([_stack_codes(runs) for runs in methods])  # [methods, images, cells]
+def _estimate_metrics(runs_by_method: Sequence[Sequence[MethodRun]], num_seeds: int) -> dict[str, MethodEstimates]:
+    scores = [[score for run in runs for score in run.likelihoods] for runs in runs_by_method]
+    codes = np.stack([_stack_codes(runs) for runs in runs_by_method])  # [methods, images, cells]
     tvd = [
-        [image.realised_tvd / codes.shape[2] for run in runs for image in run.statistics.per_image] for runs in methods
+        [image.realised_tvd / codes.shape[2] for run in runs for image in run.statistics.per_image]
+        for runs in runs_by_method
     ]
     return {
-        "tokens_per_forward_pass": estimate_mean([tokens_per_pass(runs) for runs in methods], num_seeds),
+        "tokens_per_forward_pass": estimate_mean([tokens_per_pass(runs) for runs in runs_by_method], num_seeds),
         "tvd": estimate_mean(tvd, num_seeds),
         "same_tokens": estimate_mean(list((codes == codes[0]).mean(2)), num_seeds),
         "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], num_seeds),
     }
 
 
-def frechet_figure(
-    sets: Sequence[Floats], reference: Floats, num_seeds: int, progress: Progress, paired: bool = True
-) -> Figure:
+def estimate_frechet_distances(
+    feature_sets: Sequence[Floats],
+    reference_features: Floats,
+    num_seeds: int,
+    progress: Progress,
+    paired_reference: bool = True,
+) -> MethodEstimates:
     """Estimate the Frechet distance of every method's images to a reference.
 
     Args:
-        sets: features `[prompts x num_seeds, width]` of every method.
-        reference: features `[n, width]` of the reference images.
+        feature_sets: features `[prompts x num_seeds, width]` of every method.
+        reference_features: features `[n, width]` of the reference images.
         num_seeds: number of images per prompt.
-        paired: whether the reference has the same prompts and number of seeds, and is resampled with the methods.
+        paired_reference: whether the reference has the same prompts and number of seeds, and is resampled with the
+            methods.
     """
-    by_prompt = np.arange(len(sets[0])).reshape(-1, num_seeds)
-    whole = fit_gaussian(reference)
-    resamples = _RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES
+    by_prompt = np.arange(len(feature_sets[0])).reshape(-1, num_seeds)
+    whole = fit_gaussian(reference_features)
+    resamples = _RESAMPLES_WIDE if min(reference_features.shape) >= _WIDE else RESAMPLES
     evaluated = 0
 
-    def distances(sample: Ints) -> list[float]:
+    def compute_distances(prompt_indices: Ints) -> list[float]:
         nonlocal evaluated
         progress("Frechet distances", evaluated, resamples)
         evaluated += 1
-        images = by_prompt[sample].ravel()
-        target = fit_gaussian(reference[images]) if paired else whole
-        return [frechet_distance(fit_gaussian(features[images]), target) for features in sets]
+        images = by_prompt[prompt_indices].ravel()
+        target = fit_gaussian(reference_features[images]) if paired_reference else whole
+        return [frechet_distance(fit_gaussian(features[images]), target) for features in feature_sets]
 
-    return estimate_interval(distances, len(by_prompt), resamples, recenter=True)
+    return estimate_interval(compute_distances, len(by_prompt), resamples, recenter=True)
 
 
-def _describe_run(prompts: int, images: int, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:
+def _make_reliability_notes(
+    num_prompts: int, num_images: int, num_features: int | None, compared_runs: Mapping[str, Sequence[MethodRun]]
+) -> list[str]:
     """Return remarks on how far the figures can be trusted.
 
     Args:
-        images: number of images per method.
-        width: number of features per image, None without features.
-        compared: runs by label.
+        num_images: number of images per method.
+        num_features: number of features per image, None without features.
+        compared_runs: runs by label.
     """
     notes = []
-    if prompts < ENOUGH_PROMPTS:
-        notes.append(f"{prompts} prompts: intervals from fewer than {ENOUGH_PROMPTS} prompts are too narrow.")
-    if width is None:
+    if num_prompts < ENOUGH_PROMPTS:
+        notes.append(f"{num_prompts} prompts: intervals from fewer than {ENOUGH_PROMPTS} prompts are too narrow.")
+    if num_features is None:
         notes.append("No Frechet distance: the bundle has no vq_encoder and --features was not given.")
-    elif images < IMAGES_PER_FEATURE * width:
+    elif num_images < IMAGES_PER_FEATURE * num_features:
+        min_images = IMAGES_PER_FEATURE * num_features
         notes.append(
-            f"{images} images for {width} features, expected at least {IMAGES_PER_FEATURE * width}: the Frechet "
-            "distance of ar comes mostly from the small number of images and hides small differences."
+            f"{num_images} images for {num_features} features, expected at least {min_images}: the Frechet distance of "
+            "ar comes mostly from the small number of images and hides small differences."
         )
     notes += [
         f"{label}: TVD covers relaxed acceptance only; the deviation of this method is not measured."
-        for label, runs in compared.items()
+        for label, runs in compared_runs.items()
         if not runs[-1].settings.method.measures_distance
     ]
     return notes

@@ -20,7 +20,7 @@ from ..engines.contracts import Progress
 from ..engines.host import choose_thread_count
 from ..engines.ort.session import open_session
 from ..errors import EngineError, RequestError
-from ..inputs import convert_read_errors, format_error, open_plain_file, read_plain_file, reraise_interruption
+from ..inputs import convert_read_errors, format_error, open_regular_file, read_regular_file, reraise_signal_error
 from ..text.tokenizers import parse_tokenizer
 from .statistics import Floats, Ints
 
@@ -62,112 +62,116 @@ class Preprocessing(BaseModel):
         return sides[0]
 
 
-def read_preprocessing(graph: Path) -> Preprocessing:
+def read_preprocessing(graph_path: Path) -> Preprocessing:
     """Read the `preprocessor_config.json` beside a graph; or return the defaults if it is missing.
 
     Raises:
         RequestError: the file is invalid.
     """
-    path = graph.parent / PREPROCESSING_FILE
+    path = graph_path.parent / PREPROCESSING_FILE
     with convert_read_errors(
         path, f"a {PREPROCESSING_FILE}", RequestError, "correct it, or move it away from the graph"
     ):
         try:
-            text = read_plain_file(path, _FILE_LIMIT)
+            text = read_regular_file(path, _FILE_LIMIT)
         except (FileNotFoundError, NotADirectoryError):
             return Preprocessing()
         return Preprocessing.model_validate_json(text)
 
 
-def _disable_spinning(options: Any) -> None:
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+def _disable_thread_spinning(session_options: Any) -> None:
+    session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
-class ImageGraph(ABC):
+class OnnxImageModel(ABC):
     """An ONNX graph with one float32 input `[n, 3, height, width]`.
 
     Args:
         path: the graph file.
-        role: option that names the graph, `features` or `agreement`.
+        option_name: option that names the graph, `features` or `agreement`.
         threads: number of threads, by default one per core.
 
     Raises:
         RequestError: the file is not a graph with this input.
     """
 
-    def __init__(self, path: Path, role: str, preprocessing: Preprocessing, threads: int | None = None) -> None:
+    def __init__(self, path: Path, option_name: str, preprocessing: Preprocessing, threads: int | None = None) -> None:
         self.path = path
-        self.role = role
+        self.option_name = option_name
         self.preprocessing = preprocessing
         num_threads = choose_thread_count(threads)
         try:
-            with open_plain_file(path):
+            with open_regular_file(path):
                 sha256 = file_sha256(path)
-            self.session: Any = open_session(path, num_threads, _disable_spinning)
+            self.session: Any = open_session(path, num_threads, _disable_thread_spinning)
             inputs = self.session.get_inputs()
             images = [tensor for tensor in inputs if tensor.type == "tensor(float)" and len(tensor.shape) == 4]
         except EngineError:
             raise
         except Exception as error:
-            reraise_interruption(error)
-            raise self._error(f"cannot be loaded as an ONNX graph ({format_error(error)})") from error
+            reraise_signal_error(error)
+            raise self._make_error(f"cannot be loaded as an ONNX graph ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         images = [tensor for tensor in images if tensor.shape[1] == 3 or not isinstance(tensor.shape[1], int)]
         if len(images) != 1:
-            raise self._input_error("one float [n, 3, h, w]")
+            raise self._make_input_error("one float [n, 3, h, w]")
         (image,) = images
         self.text_inputs = [tensor for tensor in inputs if tensor is not image]  # All other inputs: token ids and mask.
         self.input = image.name
         self.height, self.width = (side if isinstance(side, int) else preprocessing.size for side in image.shape[2:])
         if preprocessing.size is not None and (self.height, self.width) != (preprocessing.size, preprocessing.size):
             expected = f"{self.height} x {self.width}, the input size of the graph"
-            raise self._error(found=f"images of size {preprocessing.size} in {PREPROCESSING_FILE}", expected=expected)
+            raise self._make_error(
+                found=f"images of size {preprocessing.size} in {PREPROCESSING_FILE}", expected=expected
+            )
 
-    def _error(self, problem: str = "", found: str = "", expected: str = "", remedy: str = "") -> RequestError:
-        field = f"{self.role} {self.path}"
+    def _make_error(self, problem: str = "", found: str = "", expected: str = "", remedy: str = "") -> RequestError:
+        field = f"{self.option_name} {self.path}"
         return RequestError(problem, field=field, found=found, expected=expected, remedy=remedy)
 
-    def _input_error(self, expected: str) -> RequestError:
+    def _make_input_error(self, expected: str) -> RequestError:
         inputs = ", ".join(f"{tensor.name} {tensor.type} {tensor.shape}" for tensor in self.session.get_inputs())
-        return self._error(found=f"inputs {inputs or 'none'}", expected=expected)
+        return self._make_error(found=f"inputs {inputs or 'none'}", expected=expected)
 
-    def _run(
-        self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output: str | None = None
+    def _run_batches(
+        self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output_name: str | None = None
     ) -> Floats:
-        """Run the graph in batches and return `_rows` of an output.
+        """Run the graph in batches and return `_extract_image_rows` of an output.
 
         Args:
             images: images of one size.
             extra_inputs: values `[images, length]` of the inputs other than the image, by name.
-            output: name of the output, by default the first.
+            output_name: name of the output, by default the first.
         """
         parts = []
         for start in range(0, len(images), BATCH):
             batch = slice(start, start + BATCH)
-            inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[batch]])}
+            inputs: dict[str, NDArray[Any]] = {
+                self.input: np.stack([self._preprocess_image(image) for image in images[batch]])
+            }
             inputs |= {name: values[batch] for name, values in (extra_inputs or {}).items()}
             try:
-                values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
+                values = np.asarray(self.session.run(output_name and [output_name], inputs)[0], np.float64)
             except Exception as error:
-                reraise_interruption(error)
+                reraise_signal_error(error)
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
                 remedy = f"export it with a dynamic batch size; {PREPROCESSING_FILE} beside it sets the image size"
                 remedy += f", truncation in {TOKENIZER_FILE} the number of tokens" if extra_inputs else ""
-                raise self._error(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
+                raise self._make_error(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
-                raise self._error("returned NaN or infinity")
-            parts.append(self._rows(values, len(images[batch])))
+                raise self._make_error("returned NaN or infinity")
+            parts.append(self._extract_image_rows(values, len(images[batch])))
         return np.concatenate(parts)
 
     @abstractmethod
-    def _rows(self, values: Floats, count: int) -> Floats:
-        """Return one row per image from the output of `count` images.
+    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+        """Return one row per image from the output of `num_images` images.
 
         Raises:
             RequestError: the output has another shape.
         """
 
-    def _pixels(self, image: Image) -> NDArray[Any]:
+    def _preprocess_image(self, image: Image) -> NDArray[Any]:
         size = (self.width or image.width, self.height or image.height)
         resized = image if image.size == size else image.resize(size, Resampling.BICUBIC)
         values = np.asarray(resized.convert("RGB"), np.float64) / 255
@@ -179,7 +183,7 @@ class ImageGraph(ABC):
 # ---------------------------------------------------------------- features
 
 
-class Features(ImageGraph):
+class ImageFeatureModel(OnnxImageModel):
     """Image features from a graph's first output.
 
     The output is `[n, features]`; `[n, tokens, features]` and `[n, features, h, w]` are averaged over tokens or cells.
@@ -188,33 +192,35 @@ class Features(ImageGraph):
         RequestError: the graph has other inputs, or its output has another shape.
     """
 
-    output: str | None = None
+    output_name: str | None = None
 
     def __init__(self, path: Path, preprocessing: Preprocessing, threads: int | None = None) -> None:
         super().__init__(path, "features", preprocessing, threads)
         if self.text_inputs:
-            raise self._input_error("one float [n, 3, h, w]")
+            raise self._make_input_error("one float [n, 3, h, w]")
 
     def __call__(self, images: Sequence[Image]) -> Floats:
         """Return features float64 `[images, features]` of images of one size."""
-        return self._run(images, output=self.output)
+        return self._run_batches(images, output_name=self.output_name)
 
-    def _rows(self, values: Floats, count: int) -> Floats:
-        if values.ndim not in (2, 3, 4) or len(values) != count:
+    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+        if values.ndim not in (2, 3, 4) or len(values) != num_images:
             expected = "[n, features], [n, tokens, features] or [n, features, h, w]"
-            raise self._error(found=f"an output {list(values.shape)} of {count} images", expected=expected)
+            raise self._make_error(found=f"an output {list(values.shape)} of {num_images} images", expected=expected)
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
 
 
-def folder_features(features: Features, folder: Path, size: tuple[int, int], progress: Progress) -> Floats:
+def compute_folder_features(
+    feature_model: ImageFeatureModel, folder: Path, image_size: tuple[int, int], progress: Progress
+) -> Floats:
     """Compute the features of all images in a folder.
 
     Args:
         folder: folder of PNG, JPEG or WebP files.
-        size: width and height in pixels to which images are cropped and resized.
+        image_size: width and height in pixels to which images are cropped and resized.
 
     Returns:
-        Features float64 `[images, features]`.
+        Features float64 `[images, feature_model]`.
 
     Raises:
         RequestError: the folder has fewer than two images, or an image cannot be read.
@@ -228,29 +234,29 @@ def folder_features(features: Features, folder: Path, size: tuple[int, int], pro
         progress("features of real images", number, len(files))
         with (
             convert_read_errors(path, "an image", RequestError, "remove it from the folder"),
-            open_plain_file(path) as file,
+            open_regular_file(path) as file,
         ):
-            image = ImageOps.fit(open_image(file).convert("RGB"), size, Resampling.BICUBIC)
-        rows.append(features([image]))
+            image = ImageOps.fit(open_image(file).convert("RGB"), image_size, Resampling.BICUBIC)
+        rows.append(feature_model([image]))
     return np.concatenate(rows)
 
 
-class EncoderFeatures(Features):
+class EncoderFeatureModel(ImageFeatureModel):
     """Image features from a bundle's graph `vq_encoder`.
 
     Each channel of the vectors before quantisation gives five features: the mean of every quarter of the image, and the
     standard deviation over the whole image. So few features need only a few hundred images.
     """
 
-    output = "pre_quant"
+    output_name = "pre_quant"
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         half = (0.5, 0.5, 0.5)
         super().__init__(bundle.path("vq_encoder"), Preprocessing(image_mean=half, image_std=half), threads)
         self.facts["name"] = "VQ encoder features"
 
-    def _rows(self, values: Floats, count: int) -> Floats:
-        super()._rows(values, count)  # Checks the shape.
+    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+        super()._extract_image_rows(values, num_images)  # Checks the shape.
         height = values.shape[2] // 2
         width = values.shape[3] // 2
         quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
@@ -260,7 +266,7 @@ class EncoderFeatures(Features):
 # ---------------------------------------------------------------- agreement with prompts
 
 
-class Agreement(ImageGraph):
+class PromptAgreementModel(OnnxImageModel):
     """Agreement of images with their prompts, from a graph with an int64 input `[n, length]` of token ids.
 
     The graph may have a second int64 input, an attention mask. Its first output is `[n]`, or `[n, n]` with a row per
@@ -282,7 +288,9 @@ class Agreement(ImageGraph):
         if len(texts) not in (1, 2) or any(
             tensor.type != "tensor(int64)" or len(tensor.shape) != 2 for tensor in texts
         ):
-            raise self._input_error("one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask")
+            raise self._make_input_error(
+                "one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask"
+            )
         if "mask" in texts[0].name:
             texts = texts[::-1]
         self.names = [tensor.name for tensor in texts]  # Token ids and, if the graph has it, the mask.
@@ -298,7 +306,7 @@ class Agreement(ImageGraph):
         with convert_read_errors(
             tokenizer, f"a {TOKENIZER_FILE}", RequestError, "put the one that belongs to the graph"
         ):
-            self.tokenizer = parse_tokenizer(read_plain_file(tokenizer, _FILE_LIMIT), truncation=True)
+            self.tokenizer = parse_tokenizer(read_regular_file(tokenizer, _FILE_LIMIT), keeps_truncation=True)
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
         """Return the agreement float64 `[images]` of each image with its prompt; higher is better."""
@@ -309,10 +317,12 @@ class Agreement(ImageGraph):
             indices = np.flatnonzero(lengths == length).tolist()
             ids = np.stack([tokens[i] for i in indices])  # [images, length]
             texts = dict(zip(self.names, (ids, np.ones_like(ids)), strict=False))
-            agreement[indices] = self._run([images[i] for i in indices], texts)
+            agreement[indices] = self._run_batches([images[i] for i in indices], texts)
         return agreement
 
-    def _rows(self, values: Floats, count: int) -> Floats:
-        if values.shape not in ((count,), (count, count)):
-            raise self._error(found=f"an output {list(values.shape)} of {count} images", expected="[n] or [n, n]")
+    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+        if values.shape not in ((num_images,), (num_images, num_images)):
+            raise self._make_error(
+                found=f"an output {list(values.shape)} of {num_images} images", expected="[n] or [n, n]"
+            )
         return values.diagonal() if values.ndim == 2 else values

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..bundle.manifest import Manifest, Preset, PresetFigures
+from ..bundle.manifest import Manifest, Preset, PresetMeasurements
 from ..completion import supported_methods
 from ..methods import MethodConfig, Quality
 from ..requests import resolve_settings
@@ -19,18 +19,18 @@ class QualityLimit(NamedTuple):
     """Maximum deviation of a quality from plain decoding. The whole 95 % interval must lie within the limit.
 
     Args:
-        excess_nll: nats per token in both directions, since tokens that are too likely are a deviation, too.
-        agreement: maximum loss of prompt agreement, in 0 .. 1.
+        max_excess_nll: nats per token in both directions, since tokens that are too likely are a deviation, too.
+        max_agreement_loss: maximum loss of prompt agreement, in 0 .. 1.
     """
 
-    excess_nll: float
-    agreement: float
+    max_excess_nll: float
+    max_agreement_loss: float
 
 
 LIMITS: dict[Quality, QualityLimit] = {"balanced": QualityLimit(0.04, 0.02), "fast": QualityLimit(0.12, 0.03)}
 
 
-def candidate_methods(manifest: Manifest) -> list[str]:
+def list_candidate_methods(manifest: Manifest) -> list[str]:
     """Return strings of relaxed methods that need no drafter: windows and rows, which are fast on every host."""
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
     relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS]
@@ -53,7 +53,7 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
     relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]
     candidates: dict[Quality, list[Any]] = {"strict": exact}
     candidates |= {
-        name: [entry for entry in relaxed if keeps_limit(entry["figures"], limit)] for name, limit in LIMITS.items()
+        name: [entry for entry in relaxed if is_within_limit(entry["figures"], limit)] for name, limit in LIMITS.items()
     }
     presets: dict[Quality, Preset] = {}
     for quality, allowed in candidates.items():
@@ -64,19 +64,19 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
     return presets
 
 
-def keeps_limit(figures: Mapping[str, Any], limit: QualityLimit) -> bool:
+def is_within_limit(metrics: Mapping[str, Any], limit: QualityLimit) -> bool:
     """Return whether a method's figures are within a limit."""
-    excess = figures["excess_nll"]["difference_to_ar"]
-    if max(-excess["low"], excess["high"]) > limit.excess_nll:
+    excess = metrics["excess_nll"]["difference_to_ar"]
+    if max(-excess["low"], excess["high"]) > limit.max_excess_nll:
         return False
-    return "agreement" not in figures or figures["agreement"]["difference_to_ar"]["low"] >= -limit.agreement
+    return "agreement" not in metrics or metrics["agreement"]["difference_to_ar"]["low"] >= -limit.max_agreement_loss
 
 
-def _make_preset(method: MethodConfig, entry: Mapping[str, Any], images: int) -> Preset:
-    figures = entry["figures"] or {}  # None if an exact method generated the images of `ar`.
+def _make_preset(method: MethodConfig, report_entry: Mapping[str, Any], images: int) -> Preset:
+    figures = report_entry["figures"] or {}  # None if an exact method generated the images of `ar`.
     agreement = figures.get("agreement")
-    measured = PresetFigures(
-        tokens_per_pass=entry["tokens_per_forward_pass"],
+    measured = PresetMeasurements(
+        tokens_per_pass=report_entry["tokens_per_forward_pass"],
         excess_nll=figures["excess_nll"]["difference_to_ar"]["value"] if figures else 0.0,
         agreement=None if agreement is None else 100 * agreement["difference_to_ar"]["value"],
         images=images,

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..errors import RequestError
-from ..inputs import check_int, convert_read_errors, read_plain_file, split_lines
-from ..prompts import load_bundle_tokenizer, prepare_prompts
+from ..inputs import check_int, convert_read_errors, read_regular_file, split_lines
+from ..prompts import build_prompt_requests, load_bundle_tokenizer
 from ..requests import check_request
 from ..text.embeddings import read_embeddings
 
@@ -26,46 +26,46 @@ class Prompts:
     """Prompts, class ids or text embeddings to generate images from.
 
     Args:
-        kind: parameter of a pipeline call: `prompts`, `class_ids` or `embeddings`.
+        input_kind: parameter of a pipeline call: `prompts`, `class_ids` or `embeddings`.
         items: texts, class ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
     """
 
-    kind: str
+    input_kind: str
     items: Sequence[Any]
 
     @property
     def labels(self) -> list[str]:
         """A text for each item."""
-        if self.kind == "embeddings":
+        if self.input_kind == "embeddings":
             return [f"embedding {i}" for i in range(len(self.items))]
         return [item if isinstance(item, str) else f"class {item}" for item in self.items]
 
-    def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
-        """Return keyword arguments of a pipeline call for batch `index`; prompts repeat forever, seeds never do.
+    def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
+        """Return keyword arguments of a pipeline call for batch `batch_index`; prompts repeat forever, seeds never do.
 
         Args:
-            index: number of the batch, from 0.
-            images: batch size.
+            batch_index: number of the batch, from 0.
+            batch_size: batch size.
             first_seed: seed of the first image of batch 0.
         """
-        return self._arguments(range(index * images, (index + 1) * images), 1, first_seed)
+        return self._make_call_arguments(range(batch_index * batch_size, (batch_index + 1) * batch_size), 1, first_seed)
 
-    def requests(self, images: int, num_seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
+    def requests(self, batch_size: int, num_seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
         """Yield keyword arguments of the pipeline calls that generate `num_seeds` images of every prompt.
 
         Args:
-            images: maximum batch size.
+            batch_size: maximum batch size.
             num_seeds: number of images per prompt.
         """
         count = len(self.items) * num_seeds
-        for start in range(0, count, images):
-            yield self._arguments(range(start, min(start + images, count)), num_seeds, first_seed)
+        for start in range(0, count, batch_size):
+            yield self._make_call_arguments(range(start, min(start + batch_size, count)), num_seeds, first_seed)
 
-    def _arguments(self, numbers: range, num_seeds: int, first_seed: int) -> dict[str, Any]:
-        chosen: Any = [self.items[number // num_seeds % len(self.items)] for number in numbers]
-        if self.kind == "embeddings":
+    def _make_call_arguments(self, image_indices: range, num_seeds: int, first_seed: int) -> dict[str, Any]:
+        chosen: Any = [self.items[number // num_seeds % len(self.items)] for number in image_indices]
+        if self.input_kind == "embeddings":
             chosen = tuple(map(np.stack, zip(*chosen, strict=True)))  # [images, tokens, dim], [images, tokens]
-        return {self.kind: chosen, "seed": [first_seed + number for number in numbers]}
+        return {self.input_kind: chosen, "seed": [first_seed + number for number in image_indices]}
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
@@ -105,7 +105,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     assert tokenizer is not None
     for line, prompt in prompts:
         try:
-            prepare_prompts(manifest.condition, tokenizer, manifest.size(), [prompt])
+            build_prompt_requests(manifest.condition, tokenizer, manifest.size(), [prompt])
         except RequestError as error:
             error.field = f"{path}:{line}"
             raise
@@ -119,7 +119,7 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
         RequestError: the file cannot be read or has no prompt.
     """
     with convert_read_errors(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
-        lines = [line.strip().strip("\0") for line in split_lines(read_plain_file(path, _PROMPTS_LIMIT).decode())]
+        lines = [line.strip().strip("\0") for line in split_lines(read_regular_file(path, _PROMPTS_LIMIT).decode())]
         if any("\0" in line for line in lines):
             raise ValueError("a character NUL in a line")  # UTF-16 without a byte order mark
     prompts = [(number, line) for number, line in enumerate(lines, 1) if line]

@@ -18,116 +18,118 @@ GRID_IMAGES = 24  # Maximum number of image rows.
 _MAX_SIDE = 256  # Maximum width and height of an image in the page, in pixels.
 
 
-class Column(NamedTuple):
+class ReportColumn(NamedTuple):
     """A column of the report: heading, number of decimals, and a hint how to read the figure."""
 
     heading: str
-    decimals: int
+    num_decimals: int
     hint: str
 
 
 COLUMNS = {
-    "tokens_per_forward_pass": Column("tokens per pass", 2, "more is faster"),
-    "tvd": Column("TVD per token", 4, "0 is exact"),
-    "same_tokens": Column("share of tokens as in ar's image", 3, "1: the same image"),
-    "excess_nll": Column("excess NLL", 4, "nats per token, as ar's"),
-    "agreement": Column("agreement", 4, "with prompts, more is better"),
-    "frechet": Column("Frechet distance", 4, "less is better, ar's own is the floor"),
+    "tokens_per_forward_pass": ReportColumn("tokens per pass", 2, "more is faster"),
+    "tvd": ReportColumn("TVD per token", 4, "0 is exact"),
+    "same_tokens": ReportColumn("share of tokens as in ar's image", 3, "1: the same image"),
+    "excess_nll": ReportColumn("excess NLL", 4, "nats per token, as ar's"),
+    "agreement": ReportColumn("agreement", 4, "with prompts, more is better"),
+    "frechet": ReportColumn("Frechet distance", 4, "less is better, ar's own is the floor"),
 }
 _ESSENTIAL = ("excess_nll", "agreement")
 
 
-def text_report(report: Mapping[str, Any], with_distance: bool = False) -> str:
+def format_text_report(report: Mapping[str, Any], show_frechet: bool = False) -> str:
     """Return lines of text: speed of every method, and its deviation from `ar`.
 
     Args:
-        with_distance: whether to show the Frechet distances, for users who gave real images.
+        show_frechet: whether to show the Frechet distances, for users who gave real images.
     """
-    wanted = (*_ESSENTIAL, "frechet") if with_distance else _ESSENTIAL
+    wanted = (*_ESSENTIAL, "frechet") if show_frechet else _ESSENTIAL
     columns = {name: column for name, column in _choose_columns(report).items() if name in wanted}
     rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]
     for method in report["methods"]:
         if method["figures"]:
-            cells = [_text_cell(method["figures"][name], name) for name in columns]
+            cells = [_format_text_cell(method["figures"][name], name) for name in columns]
         else:
             cells = ["exact: same images", *[""] * (len(columns) - 1)]
         rows.append((method["method"], f"{method['tokens_per_forward_pass']:.2f}", *cells))
-    title = "differences to ar" + " (Frechet: to the reference)" * with_distance
+    title = "differences to ar" + " (Frechet: to the reference)" * show_frechet
     lines = [f"{title}, +- half of the 95 % interval", format_text_table(rows)]
-    limits = ", ".join(f"{limit.excess_nll} for {quality}" for quality, limit in LIMITS.items())
+    limits = ", ".join(f"{limit.max_excess_nll} for {quality}" for quality, limit in LIMITS.items())
     lines.append(f"good: an interval of excess NLL within +- {limits}")
     return "\n".join([*lines, *(textwrap.fill(f"note: {note}", 80) for note in report["notes"])])
 
 
-def _text_cell(figure: Mapping[str, Any], name: str) -> str:
-    shown = figure if name == "frechet" else figure["difference_to_ar"]
+def _format_text_cell(estimate: Mapping[str, Any], metric_name: str) -> str:
+    shown = estimate if metric_name == "frechet" else estimate["difference_to_ar"]
     half = (shown["high"] - shown["low"]) / 2
-    return f"{shown['value']:{'' if name == 'frechet' else '+'}.3f} +- {half:.3f}"
+    return f"{shown['value']:{'' if metric_name == 'frechet' else '+'}.3f} +- {half:.3f}"
 
 
-def _exact_cell(method: Mapping[str, Any]) -> str:
-    passes = {"value": method["tokens_per_forward_pass"], **method["tokens_per_forward_pass_interval"]}
+def _format_exact_cell(method_entry: Mapping[str, Any]) -> str:
+    passes = {"value": method_entry["tokens_per_forward_pass"], **method_entry["tokens_per_forward_pass_interval"]}
     return f"exact: same images, {_format_interval(passes, '.2f')} tokens per pass"
 
 
-def _choose_columns(report: Mapping[str, Any]) -> dict[str, Column]:
+def _choose_columns(report: Mapping[str, Any]) -> dict[str, ReportColumn]:
     return {name: column for name, column in COLUMNS.items() if name in report["methods"][0]["figures"]}
 
 
-def _format_cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
-    figure = method["figures"][name]
-    decimals = COLUMNS[name].decimals
-    value = _format_interval(figure, f".{decimals}f")
-    difference = _format_interval(figure["difference_to_ar"], f"+.{decimals}f")
-    return value, "" if method["method"] == "ar" or name == "same_tokens" else f"against ar {difference}"
+def _format_metric_cells(method_entry: Mapping[str, Any], metric_name: str) -> tuple[str, str]:
+    estimate = method_entry["figures"][metric_name]
+    num_decimals = COLUMNS[metric_name].num_decimals
+    value = _format_interval(estimate, f".{num_decimals}f")
+    difference = _format_interval(estimate["difference_to_ar"], f"+.{num_decimals}f")
+    return value, "" if method_entry["method"] == "ar" or metric_name == "same_tokens" else f"against ar {difference}"
 
 
-def _format_interval(figure: Mapping[str, float], kind: str) -> str:
-    return f"{figure['value']:{kind}} ({figure['low']:{kind}} .. {figure['high']:{kind}})"
+def _format_interval(estimate: Mapping[str, float], number_format: str) -> str:
+    return (
+        f"{estimate['value']:{number_format}} ({estimate['low']:{number_format}} .. {estimate['high']:{number_format}})"
+    )
 
 
-def html_report(
-    report: Mapping[str, Any], images: Mapping[str, list[Image]], facts: Mapping[str, str], title: str
+def format_html_report(
+    report: Mapping[str, Any], images_by_method: Mapping[str, list[Image]], setup_facts: Mapping[str, str], title: str
 ) -> str:
     """Return the HTML page of an evaluation.
 
     Args:
-        images: images of every method, from `evaluate`.
-        facts: descriptions of bundle and host, by name.
+        images_by_method: images of every method, from `evaluate`.
+        setup_facts: descriptions of bundle and host, by name.
         title: heading of the page.
     """
     columns = _choose_columns(report)
     figures: list[tuple[str, ...]] = []
     for method in report["methods"]:
-        cells = [_exact_cell(method)]
+        cells = [_format_exact_cell(method)]
         if method["figures"]:
-            cells = ["{}<small>{}</small>".format(*_format_cells(method, name)) for name in columns]
+            cells = ["{}<small>{}</small>".format(*_format_metric_cells(method, name)) for name in columns]
         figures.append((escape(method["method"]), *cells))
     headings = [f"{column.heading}<small>{column.hint}</small>" for column in columns.values()]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     parts = [
-        format_html_table([(escape(name), escape(text)) for name, text in facts.items()]),
+        format_html_table([(escape(name), escape(text)) for name, text in setup_facts.items()]),
         f"<p>{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each; with 95 % bootstrap intervals, "
         "differences to ar paired by prompt.</p>",
         format_html_table(figures, ["method", *headings]),
-        f"<ul>{notes}</ul>{_format_image_grid(report, images)}",
+        f"<ul>{notes}</ul>{_format_image_grid(report, images_by_method)}",
     ]
     return format_html_page(title, "".join(parts))
 
 
-def _format_image_grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
-    if not images:
+def _format_image_grid(report: Mapping[str, Any], images_by_method: Mapping[str, list[Image]]) -> str:
+    if not images_by_method:
         return ""
     count = report["images_per_method"]
     rows = []
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:
         prompt = report["prompts"][i // report["seeds_per_prompt"]]
-        embedded = (_image_tag(method_images[i]) for method_images in images.values())
+        embedded = (_format_image_tag(method_images[i]) for method_images in images_by_method.values())
         rows.append((f"{escape(prompt)}<br>seed {i}", *embedded))
-    return format_html_table(rows, [escape(label) for label in ("prompt", *images)])
+    return format_html_table(rows, [escape(label) for label in ("prompt", *images_by_method)])
 
 
-def _image_tag(image: Image) -> str:
+def _format_image_tag(image: Image) -> str:
     small = image.copy()
     small.thumbnail((_MAX_SIDE, _MAX_SIDE))
     buffer = BytesIO()

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Gaussian = tuple[Floats, Floats]  # Mean [width] and covariance root [rows, width].
 Statistic = Callable[[Ints], Sequence[float] | Floats]  # Maps prompt indices to one number per method.
-Figure = list[dict[str, Any]]  # One estimate per method.
+MethodEstimates = list[dict[str, Any]]  # One estimate per method.
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
@@ -46,23 +46,25 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     return max(0.0, float(shift @ shift + spread - 2 * overlap))
 
 
-def estimate_interval(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, recenter: bool = False) -> Figure:
+def estimate_interval(
+    statistic: Statistic, num_prompts: int, num_resamples: int = RESAMPLES, recenter: bool = False
+) -> MethodEstimates:
     """Estimate a figure of every method with 95 % bootstrap intervals over prompts.
 
     All methods use the same resampled prompts, so their differences are paired.
 
     Args:
         statistic: function from prompt indices to the figure of every method, `ar` first.
-        prompts: number of prompts, at least 2.
-        resamples: number of bootstrap resamples.
+        num_prompts: number of prompts, at least 2.
+        num_resamples: number of bootstrap resamples.
         recenter: whether to shift the resampled values so that their mean is the estimate, and clip them at 0. Frechet
             distances need this, since repeated images increase them.
 
     Returns:
         For every method `value`, `low`, `high`, and `difference_to_ar` with the same keys.
     """
-    values = np.array(statistic(np.arange(prompts)), np.float64)  # [methods]
-    resampled = np.random.default_rng(0).integers(0, prompts, (resamples, prompts))
+    values = np.array(statistic(np.arange(num_prompts)), np.float64)  # [methods]
+    resampled = np.random.default_rng(0).integers(0, num_prompts, (num_resamples, num_prompts))
     resampled_values = np.array([statistic(sample) for sample in resampled], np.float64).T  # [methods, resamples]
     if recenter:
         resampled_values += (values - resampled_values.mean(1))[:, None]
@@ -77,7 +79,7 @@ def _compute_intervals(values: Floats, resampled_values: Floats) -> list[dict[st
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]
 
 
-def estimate_mean(values: Sequence[Sequence[float] | Floats], num_seeds: int) -> Figure:
+def estimate_mean(values: Sequence[Sequence[float] | Floats], num_seeds: int) -> MethodEstimates:
     """Estimate the mean of `values [methods, prompts x num_seeds]` for every method."""
     table = np.array(values, np.float64).reshape(len(values), -1, num_seeds).mean(2)  # [methods, prompts]
     return estimate_interval(lambda sample: table[:, sample].mean(1), table.shape[1])

@@ -41,13 +41,13 @@ class ComparedMethod:
 
 
 def parse_methods(
-    labels: Sequence[str], sampling: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
+    labels: Sequence[str], sampling_options: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
 ) -> list[ComparedMethod]:
     """Return the methods to compare: `ar` first, then `labels` and `qualities`.
 
     Args:
         labels: method strings such as `lantern++:lambda=3:tree=chain-4`.
-        sampling: guidance, temperature and filters of every method.
+        sampling_options: guidance, temperature and filters of every method.
         bundle: the bundle that must support the methods.
         qualities: names of presets.
 
@@ -60,14 +60,16 @@ def parse_methods(
         raise RequestError(field="method", found=f"{repeated!r} twice", expected="each method once")
     names = [PLAIN, *(name for name in names if name != PLAIN)]
     options = ["quality" if name in qualities else "method" for name in names]
-    methods = [ComparedMethod(name, {**sampling, option: name}) for name, option in zip(names, options, strict=True)]
+    methods = [
+        ComparedMethod(name, {**sampling_options, option: name}) for name, option in zip(names, options, strict=True)
+    ]
     for method in methods:
         resolve_settings(bundle.manifest, method.options)
     return methods
 
 
 @dataclass(frozen=True)
-class Run:
+class MethodRun:
     """The result of one pipeline call with one method.
 
     Args:
@@ -92,13 +94,15 @@ class Run:
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
-def tokens_per_pass(runs: Sequence[Run]) -> list[float]:
+def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
     """Return the tokens per target pass of every image, prefill included."""
     length = len(runs[0].codes[0])
     return [length / image.target_passes for run in runs for image in run.statistics.per_image]
 
 
-def run_method(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True) -> Run:
+def run_method(
+    pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True
+) -> MethodRun:
     """Run one method on one request and measure the time.
 
     Args:
@@ -111,10 +115,10 @@ def run_method(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str,
     images = [step.image(i) for i in range(len(step.codes))] if make_images else []
     seconds = time.perf_counter() - began
     assert step.stats is not None
-    return Run(method, step.settings, step.codes, images, step.stats, seconds)
+    return MethodRun(method, step.settings, step.codes, images, step.stats, seconds)
 
 
-def add_likelihoods(pipeline: Pipeline, run: Run, request: Mapping[str, Any]) -> Run:
+def add_likelihoods(pipeline: Pipeline, run: MethodRun, request: Mapping[str, Any]) -> MethodRun:
     """Return a copy of `run` with the target's likelihoods of its codes.
 
     Args:
@@ -125,33 +129,33 @@ def add_likelihoods(pipeline: Pipeline, run: Run, request: Mapping[str, Any]) ->
     return replace(run, likelihoods=pipeline.likelihoods(run.codes, **request, **sampling, method=PLAIN))
 
 
-def run_in_turns(
+def run_methods_in_turns(
     pipeline: Pipeline,
     methods: Sequence[ComparedMethod],
     requests: Iterable[Mapping[str, Any]],
     make_images: bool = True,
-    score: bool = True,
-    progress: Progress = lambda description, done, total: None,
-    total: int = 0,
-) -> Iterator[list[Run]]:
+    with_likelihoods: bool = True,
+    progress: Progress = lambda description, done, total_images: None,
+    total_images: int = 0,
+) -> Iterator[list[MethodRun]]:
     """Yield one list of runs per request, in the order of `methods`.
 
     Args:
         methods: the methods to run on every request.
         requests: keyword arguments of pipeline calls.
         make_images: whether to decode the codes to images.
-        score: whether to compute likelihoods after each turn.
-        total: number of images per method, for `progress`.
+        with_likelihoods: whether to compute likelihoods after each turn.
+        total_images: number of images per method, for `progress`.
     """
     count = len(methods)
     num_images = 0
-    progress("images", num_images, count * total)
+    progress("images", num_images, count * total_images)
     for turn, request in enumerate(requests):
-        run_of_method: dict[int, Run] = {}
+        run_of_method: dict[int, MethodRun] = {}
         for i in range(count):
             index = (turn + i) % count
             run_of_method[index] = run_method(pipeline, methods[index], request, make_images)
             num_images += len(run_of_method[index].codes)
-            progress("images", num_images, count * total)
+            progress("images", num_images, count * total_images)
         runs = [run_of_method[index] for index in range(count)]
-        yield [add_likelihoods(pipeline, unscored, request) for unscored in runs] if score else runs
+        yield [add_likelihoods(pipeline, unscored, request) for unscored in runs] if with_likelihoods else runs

@@ -67,23 +67,23 @@ def replace_file(path: Path, data: bytes) -> None:
         raise
 
 
-def check_output(path: Path, force: bool) -> None:
+def check_output_path(path: Path, force: bool) -> None:
     """Raise OutputError if `path` cannot be written as a file."""
     with convert_output_errors(path):
         if path.is_dir():
             raise OutputError(field=str(path), found="a folder", expected="a file name")
         if os.path.lexists(path) and not force:  # Also finds broken links.
             raise OutputError(field=str(path), found="a file", expected="none", remedy=_OTHER_NAME)
-        check_parent(path)
+        check_parent_writable(path)
 
 
-def check_new_folder(output: Path, force: bool, marker: str) -> None:
+def check_new_folder(output: Path, force: bool, marker_file: str) -> None:
     """Check that a folder can be created, or replaced if `force`.
 
     Args:
         output: path of the folder.
         force: whether an existing folder of this kind may be replaced.
-        marker: name of the file that identifies a folder of this kind.
+        marker_file: name of the file that identifies a folder of this kind.
 
     Raises:
         OutputError: the folder exists and may not be replaced, or cannot be created.
@@ -95,26 +95,26 @@ def check_new_folder(output: Path, force: bool, marker: str) -> None:
             problem = "is a mount point, which cannot be replaced"
             raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
         replaceable = output.is_dir() and not output.is_symlink()
-        if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
-            problem = f"has no {marker}, so --force does not replace it"
+        if not replaceable or (any(output.iterdir()) and not (output / marker_file).is_file()):
+            problem = f"has no {marker_file}, so --force does not replace it"
             raise OutputError(problem, field=str(output), remedy="give another name")
-    with convert_output_errors(output), tempfile.TemporaryFile(dir=resolve_existing_path(output.absolute().parent)):
+    with convert_output_errors(output), tempfile.TemporaryFile(dir=find_existing_ancestor(output.absolute().parent)):
         pass
 
 
-def check_disks(needed: Sequence[tuple[Path, int]], remedy: str) -> None:
+def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) -> None:
     """Check that some folders, which may be on one disk, have room for a number of bytes each.
 
     Args:
-        needed: folders, which need not exist, each with a number of bytes.
+        required_bytes: folders, which need not exist, each with a number of bytes.
 
     Raises:
         OutputError: a disk is too full.
     """
-    places = [resolve_existing_path(folder) for folder, _ in needed]
+    places = [find_existing_ancestor(folder) for folder, _ in required_bytes]
     disks = [place.stat().st_dev for place in places]
-    for (folder, _), place, disk in zip(needed, places, disks, strict=True):
-        size = sum(size for (_, size), other in zip(needed, disks, strict=True) if other == disk)
+    for (folder, _), place, disk in zip(required_bytes, places, disks, strict=True):
+        size = sum(size for (_, size), other in zip(required_bytes, disks, strict=True) if other == disk)
         free = shutil.disk_usage(place).free
         if free < size:
             actual = f"{free / 1e9:.2f} GB free on the disk"
@@ -131,20 +131,20 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
     Raises:
         OutputError: the file exists or cannot be written.
     """
-    with convert_output_errors(path), _make_parents(path):
+    with convert_output_errors(path), _make_parent_folders(path):
         if not force and os.path.lexists(path):
             raise OutputError("was created by another program meanwhile", field=str(path), remedy=_OTHER_NAME)
         replace_file(path, data)
 
 
 @contextmanager
-def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
+def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iterator[Path]:
     """Create a folder that is renamed to `output` on success, and removed with new parent folders on failure.
 
     Args:
         output: path of the folder.
         force: whether an existing folder of this kind may be replaced.
-        marker: name of the file that identifies a folder of this kind.
+        marker_file: name of the file that identifies a folder of this kind.
 
     Yields:
         The hidden folder to write to.
@@ -153,12 +153,12 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
         OutputError: the folder cannot be written or replaced.
     """
     output = output.resolve()
-    with convert_output_errors(output, (OSError,)), _make_parents(output), _hidden_folder(output) as work:
+    with convert_output_errors(output, (OSError,)), _make_parent_folders(output), _create_hidden_folder(output) as work:
         folder = work / "new"
         old = work / "old"
         folder.mkdir()
         yield folder
-        check_new_folder(output, force, marker)  # Another program may have created it.
+        check_new_folder(output, force, marker_file)  # Another program may have created it.
         if output.is_dir():
             output.rename(old)
         try:
@@ -169,14 +169,14 @@ def atomic_folder(output: Path, force: bool, marker: str) -> Iterator[Path]:
             raise
 
 
-def resolve_existing_path(path: Path) -> Path:
+def find_existing_ancestor(path: Path) -> Path:
     """Return `path` if it exists, also as a link that leads nowhere, or else the innermost existing folder above it."""
     path = path.resolve()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 @contextmanager
-def _make_parents(path: Path) -> Iterator[None]:
+def _make_parent_folders(path: Path) -> Iterator[None]:
     new = [folder for folder in path.parents if not folder.exists()]  # Innermost first.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -188,15 +188,15 @@ def _make_parents(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _hidden_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder beside `path`, on the same disk, after removing the folders of killed programs."""
-    name = f".{path.name[:100]}."
-    for abandoned in path.parent.glob(f"{glob.escape(name)}*.partial"):
+def _create_hidden_folder(output_path: Path) -> Iterator[Path]:
+    """Create a temporary folder beside `output_path`, on the same disk, and remove folders of killed programs."""
+    name = f".{output_path.name[:100]}."
+    for abandoned in output_path.parent.glob(f"{glob.escape(name)}*.partial"):
         with suppress(OSError), _lock_folder(abandoned) as locked:
             if locked:
                 shutil.rmtree(abandoned, ignore_errors=True)
     with (
-        tempfile.TemporaryDirectory(".partial", name, path.parent, ignore_cleanup_errors=True) as work,
+        tempfile.TemporaryDirectory(".partial", name, output_path.parent, ignore_cleanup_errors=True) as work,
         _lock_folder(Path(work)),
     ):
         yield Path(work)
@@ -227,7 +227,7 @@ def _lock_folder(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def check_parent(path: Path) -> None:
+def check_parent_writable(path: Path) -> None:
     """Try to create a file in the folder of `path`, since permissions alone do not show whether that works.
 
     Raises:
@@ -243,11 +243,11 @@ def check_parent(path: Path) -> None:
 
 @contextmanager
 def convert_output_errors(
-    path: Path, errors: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
+    path: Path, error_types: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
 ) -> Iterator[None]:
     """Convert errors of the system, such as a name that is too long, to an OutputError about `path`."""
     try:
         yield
-    except errors as error:
+    except error_types as error:
         problem = f"cannot be written ({format_error(error)})"
         raise OutputError(problem, field=str(path), remedy="give another path") from error

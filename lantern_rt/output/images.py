@@ -16,7 +16,7 @@ from ..errors import BundleError
 GREY = (128, 128, 128)  # Colour of cells that are not decoded yet.
 
 
-class RecordedImage(Image.Image):
+class ImageWithRecipe(Image.Image):
     """An image whose `info` records how it was generated; `save` writes the record into PNG files."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
@@ -24,11 +24,11 @@ class RecordedImage(Image.Image):
         super().save(fp, format, **{"pnginfo": _make_text_chunks(self.info), **params})
 
 
-def attach_record(image: Image.Image, texts: Mapping[Any, str]) -> RecordedImage:
-    """Return a copy of the image with `texts` as its record."""
-    copy = RecordedImage()
+def attach_recipe(image: Image.Image, text_chunks: Mapping[Any, str]) -> ImageWithRecipe:
+    """Return a copy of the image with `text_chunks` as its record."""
+    copy = ImageWithRecipe()
     copy.__setstate__(image.__getstate__())
-    copy.info = {**texts}
+    copy.info = {**text_chunks}
     return copy
 
 
@@ -50,11 +50,13 @@ def make_blank_image(width: int, height: int) -> Image.Image:
     return Image.new("RGB", (width, height), GREY)
 
 
-def grey_out(image: Image.Image, known: NDArray[np.bool_]) -> Image.Image:
-    """Return the image with the cells grey that are not `known [rows, columns]`."""
+def grey_out_cells(image: Image.Image, decoded_cells: NDArray[np.bool_]) -> Image.Image:
+    """Return the image with the cells grey that are not `decoded_cells [rows, columns]`."""
     pixels = np.array(image)
-    row, column = (np.arange(size) * cells // size for size, cells in zip(pixels.shape, known.shape, strict=False))
-    pixels[~known[row][:, column]] = GREY
+    row, column = (
+        np.arange(size) * cells // size for size, cells in zip(pixels.shape, decoded_cells.shape, strict=False)
+    )
+    pixels[~decoded_cells[row][:, column]] = GREY
     return Image.fromarray(pixels)
 
 
@@ -65,16 +67,16 @@ def enlarge(image: Image.Image, scale: int) -> Image.Image:
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
-def encode_png(image: Image.Image, texts: Mapping[Any, Any]) -> bytes:
-    """Encode a PNG file with a text chunk per string in `texts`; equal input gives equal bytes."""
+def encode_png(image: Image.Image, text_chunks: Mapping[Any, Any]) -> bytes:
+    """Encode a PNG file with a text chunk per string in `text_chunks`; equal input gives equal bytes."""
     buffer = BytesIO()
-    image.save(buffer, "PNG", pnginfo=_make_text_chunks(texts))
+    image.save(buffer, "PNG", pnginfo=_make_text_chunks(text_chunks))
     return buffer.getvalue()
 
 
-def _make_text_chunks(texts: Mapping[Any, Any]) -> PngInfo:
+def _make_text_chunks(text_chunks: Mapping[Any, Any]) -> PngInfo:
     info = PngInfo()
-    for key, text in texts.items():
+    for key, text in text_chunks.items():
         if isinstance(key, str) and isinstance(text, str):
             info.add_text(key, text)  # Pillow writes iTXt if Latin-1 does not suffice.
     return info

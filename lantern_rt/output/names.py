@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from ..errors import OutputError
-from .files import check_output, check_parent, convert_output_errors
+from .files import check_output_path, check_parent_writable, convert_output_errors
 
 SLUG_LIMIT = 60  # Maximum number of characters.
 
@@ -22,9 +22,9 @@ def make_slug(text: str) -> str:
     return name or "image"
 
 
-def plan_outputs(
+def choose_output_paths(
     output: str | None,
-    stems: Sequence[str],
+    file_stems: Sequence[str],
     force: bool,
     holds_image: Callable[[int, Path], bool] = lambda i, path: False,
     suffix: str = ".png",
@@ -34,7 +34,7 @@ def plan_outputs(
     Args:
         output: a file with the suffix (for one image), or a folder, which may be new inside an existing folder. None:
             the current folder.
-        stems: file names in a folder, without suffix; -2, -3, ... are appended if another file has the name.
+        file_stems: file names in a folder, without suffix; -2, -3, ... are appended if another file has the name.
         force: whether existing files may be replaced.
         holds_image: function of i and an existing file that returns whether the file holds image i.
 
@@ -48,17 +48,17 @@ def plan_outputs(
     with convert_output_errors(folder):
         if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
             if folder.suffix.lower() == suffix:
-                return [_choose_path(folder, stems, force, holds_image)]
+                return [_choose_single_path(folder, file_stems, force, holds_image)]
             if folder.suffix:
                 raise OutputError(
                     field=output, found=f"the ending {folder.suffix}", expected=f"a {suffix} file or a folder"
                 )
         new = not os.path.lexists(folder)
         if new:
-            check_parent(folder)
+            check_parent_writable(folder)
         outputs: list[tuple[Path, bool]] = []
         used: set[Path] = set()
-        for i, stem in enumerate(stems):
+        for i, stem in enumerate(file_stems):
             for number in count(1):
                 path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{suffix}"
                 if path in used:
@@ -70,16 +70,16 @@ def plan_outputs(
             outputs.append((path, exists))
     for path, exists in outputs:
         if not new and not exists:
-            check_output(path, force)
+            check_output_path(path, force)
     return outputs
 
 
-def _choose_path(
-    path: Path, stems: Sequence[str], force: bool, holds_image: Callable[[int, Path], bool]
+def _choose_single_path(
+    path: Path, file_stems: Sequence[str], force: bool, holds_image: Callable[[int, Path], bool]
 ) -> tuple[Path, bool]:
-    if len(stems) > 1:
-        raise OutputError(field=str(path), found=f"one file name for {len(stems)} images", expected="a folder")
+    if len(file_stems) > 1:
+        raise OutputError(field=str(path), found=f"one file name for {len(file_stems)} images", expected="a folder")
     if path.is_file() and not force and holds_image(0, path):
         return path, True
-    check_output(path, force)
+    check_output_path(path, force)
     return path, False

@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
 
 from ..errors import RequestError
-from ..inputs import describe_error_fields, format_error, format_value, open_plain_file, reraise_interruption
+from ..inputs import describe_validation_error, format_error, format_value, open_regular_file, reraise_signal_error
 from ..methods import FrozenModel, MethodName
 
 TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
@@ -49,7 +49,7 @@ class Recipe(FrozenModel, strict=True):
     bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
     @model_validator(mode="after")
-    def _check_one_method(self) -> Recipe:
+    def _check_methods_agree(self) -> Recipe:
         method = self.settings.get("method")
         if method != self.method:
             raise ValueError(
@@ -64,7 +64,7 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         RequestError: the file is not a PNG, is too large, or contains no recipe.
     """
-    texts = {name: text for name, text in _read_texts(path).items() if name in Recipe.model_fields}
+    texts = {name: text for name, text in _read_text_chunks(path).items() if name in Recipe.model_fields}
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
             actual = f"{len(text):,} characters"
@@ -73,19 +73,19 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
-        fields = describe_error_fields(error)
+        fields = describe_validation_error(error)
         field = fields.pop("field")
         place = f"{path}: text chunk {field}" if field else str(path)
         raise RequestError(**fields, field=place, remedy=REMEDY) from error
 
 
-def _read_texts(path: Path) -> dict[str, str]:
+def _read_text_chunks(path: Path) -> dict[str, str]:
     """Return the text chunks of a recipe. Pillow limits their decompressed size to 64 MiB."""
     try:
-        with open_plain_file(path) as file:
-            image = PngImageFile(BytesIO(_without_pixels(file)))
+        with open_regular_file(path) as file:
+            image = PngImageFile(BytesIO(_strip_pixel_chunks(file)))
     except Exception as error:  # Pillow may raise any exception for a damaged file.
-        reraise_interruption(error)
+        reraise_signal_error(error)
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
         raise RequestError(problem, field=str(path), remedy=REMEDY) from error
     if image.width * image.height > PIXELS_LIMIT:
@@ -94,7 +94,7 @@ def _read_texts(path: Path) -> dict[str, str]:
     return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
 
 
-def _without_pixels(file: BinaryIO) -> bytes:
+def _strip_pixel_chunks(file: BinaryIO) -> bytes:
     """Return the header and recipe chunks of a PNG. Some programs write text chunks after the pixels."""
     data = file.read(33)  # Signature and header.
     for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # Length, type, and name of a text.

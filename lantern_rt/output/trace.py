@@ -1,7 +1,7 @@
 """Traces of decoding: every draft tree, the accepted path in it, and an image that summarizes them.
 
-`Trace` collects the steps of decoding. `encode_npz` returns all data; `render` shows the grid, where the colour of each
-cell is the number of draft tokens that were accepted by the pass that committed the cell.
+`Trace` collects the steps of decoding. `encode_npz` returns all data; `render_image` shows the grid, where the colour
+of each cell is the number of draft tokens that were accepted by the pass that committed the cell.
 
 In the .npz file a *part* is the effect of one step on one image, in order of time. Lists of different lengths are
 concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from ..runtime.decode import Step
+from ..runtime.decode import DecodeStep
 from ..runtime.tree import DraftTree
 
 Ints = NDArray[np.int64]
@@ -53,28 +53,29 @@ _PAPER = (255, 255, 255)
 
 
 class TraceStep(NamedTuple):
-    """Effect of one step on one image. `tree_tokens`, `tree_parents` and `path` are empty if nothing was drafted.
+    """Effect of one step on one image. `tree_tokens`, `tree_parents` and `accepted_path` are empty if nothing was
+    drafted.
 
     Args:
         codes: committed tokens.
         tree_tokens: token of each node of the draft tree.
         tree_parents: parent of each node, -1 for the root.
-        path: accepted nodes, starting with the root.
+        accepted_path: accepted nodes, starting with the root.
         relaxed: whether exact acceptance would have rejected each accepted node.
         p: probability of each accepted node under the target.
         q: probability of each accepted node under the drafter.
         seconds: duration of the step.
     """
 
-    step: int
-    image: int
+    step_index: int
+    image_index: int
     codes: Ints
     tree_tokens: Ints
     tree_parents: Ints
-    path: Ints
-    relaxed: list[bool]
-    p: list[float]
-    q: list[float]
+    accepted_path: Ints
+    relaxed_flags: list[bool]
+    target_probs: list[float]
+    draft_probs: list[float]
     seconds: float
 
 
@@ -83,29 +84,29 @@ class Trace:
     """Collects the steps of decoding.
 
     Args:
-        rows: number of grid rows.
-        columns: number of grid columns.
-        parts: collected effects of steps on images.
-        steps: number of collected steps.
+        grid_rows: number of grid rows.
+        grid_columns: number of grid columns.
+        trace_steps: collected effects of steps on images.
+        num_steps: number of collected steps.
     """
 
-    rows: int
-    columns: int
-    parts: list[TraceStep] = field(default_factory=list)
-    steps: int = 0
-    _since: float = field(init=False, default_factory=time.perf_counter)
+    grid_rows: int
+    grid_columns: int
+    trace_steps: list[TraceStep] = field(default_factory=list)
+    num_steps: int = 0
+    _last_step_time: float = field(init=False, default_factory=time.perf_counter)
 
-    def add(self, step: Step) -> None:
+    def add_step(self, step: DecodeStep) -> None:
         """Record the tree and accepted path of a step, without whole distributions."""
         now = time.perf_counter()
-        seconds = now - self._since
-        self._since = now
+        seconds = now - self._last_step_time
+        self._last_step_time = now
         for part in step.parts:
             path: list[int] = [] if part.acceptance is None else part.acceptance.path
             target_p = () if part.acceptance is None else part.acceptance.target_probabilities
-            self.parts.append(
+            self.trace_steps.append(
                 TraceStep(
-                    self.steps,
+                    self.num_steps,
                     part.sequence,
                     part.codes,
                     _EMPTY if part.tree is None else part.tree.tokens,
@@ -117,52 +118,61 @@ class Trace:
                     seconds,
                 )
             )
-        self.steps += 1
+        self.num_steps += 1
 
     def encode_npz(self) -> bytes:
         """Return the .npz file that the module's docstring describes."""
-        trees = [part.tree_tokens for part in self.parts]
-        paths = [part.path for part in self.parts]
+        trees = [part.tree_tokens for part in self.trace_steps]
+        paths = [part.accepted_path for part in self.trace_steps]
         arrays: dict[str, Any] = {
             "format": FORMAT,
-            "grid": [self.rows, self.columns],
-            "codes": self._cells(lambda part: part.codes),
-            "part_step": [part.step for part in self.parts],
-            "part_image": [part.image for part in self.parts],
-            "part_committed": [len(part.codes) for part in self.parts],
-            "part_bonus": [part.codes[-1] if len(part.codes) >= max(len(part.path), 1) else -1 for part in self.parts],
+            "grid": [self.grid_rows, self.grid_columns],
+            "codes": self._fill_cells(lambda part: part.codes),
+            "part_step": [part.step_index for part in self.trace_steps],
+            "part_image": [part.image_index for part in self.trace_steps],
+            "part_committed": [len(part.codes) for part in self.trace_steps],
+            "part_bonus": [
+                part.codes[-1] if len(part.codes) >= max(len(part.accepted_path), 1) else -1
+                for part in self.trace_steps
+            ],
             "tree_offsets": np.cumsum([0, *map(len, trees)]),
             "tree_tokens": np.concatenate([_EMPTY, *trees]),
-            "tree_parents": np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)]),
+            "tree_parents": np.concatenate([_EMPTY, *(part.tree_parents for part in self.trace_steps)]),
             "path_offsets": np.cumsum([0, *map(len, paths)]),
             "path_nodes": np.concatenate([_EMPTY, *paths]),
         }
         int64: dict[str, Any] = {name: np.array(values, np.int64) for name, values in arrays.items()}
         measured: dict[str, Any] = {
-            "part_seconds": np.array([part.seconds for part in self.parts], np.float64),
-            "path_relaxed": np.array([relaxed for part in self.parts for relaxed in part.relaxed], np.bool_),
-            "path_p": np.array([p for part in self.parts for p in part.p], np.float64),
-            "path_q": np.array([q for part in self.parts for q in part.q], np.float64),
+            "part_seconds": np.array([part.seconds for part in self.trace_steps], np.float64),
+            "path_relaxed": np.array(
+                [relaxed_flags for part in self.trace_steps for relaxed_flags in part.relaxed_flags], np.bool_
+            ),
+            "path_p": np.array(
+                [target_probs for part in self.trace_steps for target_probs in part.target_probs], np.float64
+            ),
+            "path_q": np.array(
+                [draft_probs for part in self.trace_steps for draft_probs in part.draft_probs], np.float64
+            ),
         }
         buffer = BytesIO()
         np.savez_compressed(buffer, **int64, **measured)
         return buffer.getvalue()
 
-    def accepted_per_cell(self) -> Ints:
+    def accepted_tokens_per_cell(self) -> Ints:
         """Return the number of draft tokens accepted by the pass that committed each cell, int64 `[images, cells]`."""
-        return self._cells(lambda part: max(len(part.path) - 1, 0))
+        return self._fill_cells(lambda part: max(len(part.accepted_path) - 1, 0))
 
-    def render(self) -> Image.Image:
+    def render_image(self) -> Image.Image:
         """Draw the grid of every image, at most eight side by side, above a legend of the colours."""
-        cells = self.accepted_per_cell()
+        cells = self.accepted_tokens_per_cell()
         largest = max(int(cells.max(initial=0)), 1)
         steps = np.linspace(0, len(_COLOURS) - 1, largest + 1)
         shades = [np.interp(steps, range(len(_COLOURS)), channel) for channel in _COLOURS.T]
         colours = np.array(
             [*np.rint(np.stack(shades, 1)), _PAPER, _MISSING], np.uint8
         )  # Index -1 is missing, -2 paper.
-        height = self.rows + 1
-        width = self.columns + 1
+        height = self.grid_rows + 1
+        width = self.grid_columns + 1
         legend_row = 2 + height * -(-len(cells) // _GRIDS_PER_ROW)
         legend = np.arange(largest + 1)
         total_width = max(1 + width * min(len(cells), _GRIDS_PER_ROW), _MIN_WIDTH)
@@ -171,7 +181,9 @@ class Trace:
         for i, values in enumerate(cells):
             y = 1 + i // _GRIDS_PER_ROW * height
             x = 1 + i % _GRIDS_PER_ROW * width
-            canvas[y : y + self.rows, x : x + self.columns] = values.reshape(self.rows, self.columns)
+            canvas[y : y + self.grid_rows, x : x + self.grid_columns] = values.reshape(
+                self.grid_rows, self.grid_columns
+            )
         canvas[legend_row + line, 1 + column] = legend
         pixels = colours[canvas].repeat(_CELL, 0).repeat(_CELL, 1)
         pixels[::_CELL] = _PAPER  # Lines between cells.
@@ -185,15 +197,15 @@ class Trace:
             draw.text((x * _CELL + 4, y * _CELL + 2), f"{value}", "black", font)
         return image
 
-    def _cells(self, value: Callable[[TraceStep], Ints | int]) -> Ints:
+    def _fill_cells(self, get_value: Callable[[TraceStep], Ints | int]) -> Ints:
         """Return a value per part, in the cells that the part committed, `[images, cells]`; -1 elsewhere."""
-        images = 1 + max((part.image for part in self.parts), default=-1)
-        cells = np.full((images, self.rows * self.columns), -1, np.int64)
+        images = 1 + max((part.image_index for part in self.trace_steps), default=-1)
+        cells = np.full((images, self.grid_rows * self.grid_columns), -1, np.int64)
         committed = [0] * images
-        for part in self.parts:
-            start = committed[part.image]
-            committed[part.image] += len(part.codes)
-            cells[part.image, start : committed[part.image]] = value(part)
+        for part in self.trace_steps:
+            start = committed[part.image_index]
+            committed[part.image_index] += len(part.codes)
+            cells[part.image_index, start : committed[part.image_index]] = get_value(part)
         return cells
 
 
@@ -205,6 +217,6 @@ def _sampling_probability(tree: DraftTree, node: int) -> float:
     q = tree.proposal(parent)
     if q is None:
         return 1.0
-    siblings = tree.structure.children[parent]
+    siblings = tree.tree_structure.children[parent]
     before = sum(float(q[tree.tokens[sibling]]) for sibling in siblings[: siblings.index(node)])
     return float(q[tree.tokens[node]]) / (1 - before)

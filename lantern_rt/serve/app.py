@@ -32,7 +32,7 @@ from ..inputs import format_value
 from .codes import CodesRequest
 from .images import ImagesEndpoint
 from .log import RequestRecord
-from .protocol import EditRequest, Figures, HttpError, ImagesRequest
+from .protocol import EditRequest, GenerationStats, HttpError, ImagesRequest
 from .state import ServerState
 
 LINGER_SECONDS = 3.0  # time to drain an unread body, so the client can read the response
@@ -50,54 +50,57 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def make_app(
-    state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = (), hosts: Collection[str] = ()
+    state: ServerState,
+    lifespan: Lifespan | None = None,
+    allowed_origins: Sequence[str] = (),
+    allowed_hosts: Collection[str] = (),
 ) -> Starlette:
     """Create the application.
 
     Args:
         state: state that requests share.
         lifespan: context that fills `state.backends` and closes the backends.
-        origins: sites whose pages may send requests (CORS), as in `read_origin`.
-        hosts: accepted names of the server besides addresses; empty: any name.
+        allowed_origins: sites whose pages may send requests (CORS), as in `normalize_origin`.
+        allowed_hosts: accepted names of the server besides addresses; empty: any name.
 
     Raises:
         RequestError: an origin is invalid.
     """
-    origins = [read_origin(origin) for origin in origins]
-    info = _InfoRoutes(state)
+    allowed_origins = [normalize_origin(origin) for origin in allowed_origins]
+    info = _InfoEndpoints(state)
     routes = [
         *(Route(path, ImagesEndpoint(state, kind), methods=["POST"]) for path, kind in _ENDPOINTS.items()),
-        Route("/v1/models", info.models),
-        Route("/v1/models/{name:path}", info.model),
-        Route("/livez", info.live),
-        Route("/readyz", info.ready),
-        Route("/health", info.ready),
-        Route("/metrics", info.metrics),
-        Route("/openapi.json", info.openapi),
-        Route("/docs", info.docs),
-        Route("/", info.page),
+        Route("/v1/models", info.list_models),
+        Route("/v1/models/{name:path}", info.get_model),
+        Route("/livez", info.get_liveness),
+        Route("/readyz", info.get_readiness),
+        Route("/health", info.get_readiness),
+        Route("/metrics", info.get_metrics),
+        Route("/openapi.json", info.get_openapi),
+        Route("/docs", info.get_docs),
+        Route("/", info.get_page),
         Mount("/page", StaticFiles(directory=PAGE_FOLDER)),
     ]
-    middleware = [Middleware(_RequestGuard, state, origins, hosts)]
-    if origins:
+    middleware = [Middleware(_RequestGuardMiddleware, state, allowed_origins, allowed_hosts)]
+    if allowed_origins:
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=origins,
+                allow_origins=allowed_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],  # OpenAI's client sends a dozen extra headers
                 expose_headers=["retry-after", "x-request-id"],
             )
         )
     handlers: dict[Any, Any] = {
-        HTTPException: _routing_error,
-        HttpError: _error_response,
-        Exception: _error_response,
+        HTTPException: _handle_routing_error,
+        HttpError: _handle_error,
+        Exception: _handle_error,
     }
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
-def read_origin(text: str) -> str:
+def normalize_origin(text: str) -> str:
     """Normalize an origin as browsers do: lower case, without default port and final slash."""
     with suppress(ValidationError):
         origin = str(AnyUrl(text)).removesuffix("/")
@@ -108,57 +111,58 @@ def read_origin(text: str) -> str:
     raise RequestError(field="cors", found=format_value(text), expected="an origin such as https://ui.example, or *")
 
 
-class _InfoRoutes:
+class _InfoEndpoints:
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
-    async def models(self, http: HttpRequest) -> Response:
-        self._state.check_key(http)
-        names = [*self._state.backends, *(self._state.limits.aliases if self._state.backends else ())]
-        models = [self._describe(name) for name in names]
+    async def list_models(self, http_request: HttpRequest) -> Response:
+        self._state.check_api_key(http_request)
+        names = [*self._state.backends, *(self._state.server_limits.aliases if self._state.backends else ())]
+        models = [self._describe_model(name) for name in names]
         return JSONResponse({"object": "list", "data": models})
 
-    async def model(self, http: HttpRequest) -> Response:
-        self._state.check_key(http)
-        self._state.check_open()
-        return JSONResponse(self._describe(http.path_params["name"]))
+    async def get_model(self, http_request: HttpRequest) -> Response:
+        self._state.check_api_key(http_request)
+        self._state.check_accepting_requests()
+        return JSONResponse(self._describe_model(http_request.path_params["name"]))
 
-    def _describe(self, name: str) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
         backend = self._state.find_backend(name)
-        limits = self._state.limits
+        server_limits = self._state.server_limits
         entry = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
         facts = backend.describe()
-        methods = [method for method in facts["methods"] if method in (limits.methods or facts["methods"])]
-        return {"id": name, **entry, "lantern": {**facts, "methods": methods, "max_n": limits.max_n}}
+        methods = [method for method in facts["methods"] if method in (server_limits.methods or facts["methods"])]
+        return {"id": name, **entry, "lantern": {**facts, "methods": methods, "max_n": server_limits.max_n}}
 
-    async def live(self, http: HttpRequest) -> Response:
+    async def get_liveness(self, http_request: HttpRequest) -> Response:
         failed = self._state.status == "failed"
         return JSONResponse({"status": "failed" if failed else "live"}, 503 if failed else 200)
 
-    async def ready(self, http: HttpRequest) -> Response:
+    async def get_readiness(self, http_request: HttpRequest) -> Response:
         status = self._state.status
-        return JSONResponse({"status": status, **self._state.identity}, 200 if status == "ready" else 503)
+        return JSONResponse({"status": status, **self._state.version_info}, 200 if status == "ready" else 503)
 
-    async def metrics(self, http: HttpRequest) -> Response:
+    async def get_metrics(self, http_request: HttpRequest) -> Response:
         return Response(
-            self._state.metrics.format_text(self._state.backends.values()), media_type="text/plain; version=0.0.4"
+            self._state.metrics.format_prometheus_text(self._state.backends.values()),
+            media_type="text/plain; version=0.0.4",
         )
 
-    async def openapi(self, http: HttpRequest) -> Response:
+    async def get_openapi(self, http_request: HttpRequest) -> Response:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
         schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest, CodesRequest)}
-        document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(Figures).json_schema()}
+        document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(GenerationStats).json_schema()}
         return JSONResponse(document)
 
-    async def docs(self, http: HttpRequest) -> Response:
+    async def get_docs(self, http_request: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "docs.html")
 
-    async def page(self, http: HttpRequest) -> Response:
+    async def get_page(self, http_request: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "index.html")
 
 
-class _RequestGuard:
+class _RequestGuardMiddleware:
     """Middleware that rejects requests from pages of other sites, and adds request ids and security headers.
 
     It logs and counts requests for images and rejected requests. Health checks with status 503 are not logged.
@@ -167,11 +171,13 @@ class _RequestGuard:
     response.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, origins: Sequence[str], hosts: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, state: ServerState, allowed_origins: Sequence[str], allowed_hosts: Collection[str]
+    ) -> None:
         self._app = app
         self._state = state
-        self._origins = origins
-        self._hosts = hosts
+        self._allowed_origins = allowed_origins
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -213,7 +219,7 @@ class _RequestGuard:
             makes_images = scope["method"] == "POST"
             if makes_images or (record.status >= 400 and record.status != 503):
                 self._state.metrics.count_request(record)
-                record.write()
+                record.write_to_log()
         if closing:
             with suppress(TimeoutError, asyncio.CancelledError):  # the server is stopping
                 async with asyncio.timeout(LINGER_SECONDS):
@@ -227,35 +233,35 @@ class _RequestGuard:
         remedy = "allow a site with `lantern-rt serve --cors ORIGIN`"
         host = headers.get("host", "").lower()
         # DNS rebinding: another site can point its name to this server, and browsers then trust its pages as ours.
-        if host and self._hosts and not self._names_server(host):
+        if host and self._allowed_hosts and not self._is_own_host(host):
             return HttpError(
                 403, field="host", found=format_value(host), expected="localhost or an address", remedy=remedy
             )
         origin = headers.get("origin", "").lower()
         same = origin in ("", f"http://{host}", f"https://{host}")
         site = headers.get("sec-fetch-site", "none" if same else "cross-site")  # programs do not send this header
-        foreign = site not in ("same-origin", "none") and {origin, "*"}.isdisjoint(self._origins)
+        foreign = site not in ("same-origin", "none") and {origin, "*"}.isdisjoint(self._allowed_origins)
         if foreign and method not in ("GET", "HEAD", "OPTIONS"):
             return HttpError(
                 403, field="origin", found=format_value(origin or site), expected="a page of this server", remedy=remedy
             )
         return None
 
-    def _names_server(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-            return name in self._hosts or name.endswith(".localhost") or bool(ip_address(name))
+            return name in self._allowed_hosts or name.endswith(".localhost") or bool(ip_address(name))
         return False
 
 
-async def _error_response(http: HttpRequest, error: Exception) -> Response:
+async def _handle_error(http_request: HttpRequest, error: Exception) -> Response:
     http_error = HttpError.from_exception(error)
     return JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
 
 
-async def _routing_error(http: HttpRequest, error: Exception) -> Response:
+async def _handle_routing_error(http_request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    route = f"{http.method} {http.url.path}"
+    route = f"{http_request.method} {http_request.url.path}"
     if error.status_code == 405:
         http_error = HttpError(405, "the HTTP method is not allowed", field=route)
     else:

@@ -19,7 +19,7 @@ from ..results import StreamStep
 from ..runtime.drafting import SequenceStep
 from ..runtime.engine import Bools
 from ..text.words import WordTokenizer
-from .protocol import Completion, Event, Figures, GenerationRequest
+from .protocol import Completion, Event, GenerationRequest, GenerationStats
 
 ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to clients
 
@@ -27,8 +27,8 @@ ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to cli
 class BackendLoad(NamedTuple):
     """Number of images being generated and number of queued images."""
 
-    running: int
-    waiting: int
+    num_running: int
+    num_queued: int
 
 
 class ImageBackend(Protocol):
@@ -37,7 +37,7 @@ class ImageBackend(Protocol):
     name: str
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the model can generate images."""
 
     def describe(self) -> dict[str, Any]:
@@ -71,20 +71,20 @@ class LocalBackend:
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
         self.name = name or self.manifest.name
-        self._description = self._describe()
+        self._description = self._make_description()
 
     @property
-    def alive(self) -> bool:
-        return self.pipeline.service.open
+    def is_alive(self) -> bool:
+        return self.pipeline.service.is_open
 
     def describe(self) -> dict[str, Any]:
         return self._description
 
-    def _describe(self) -> dict[str, Any]:
+    def _make_description(self) -> dict[str, Any]:
         manifest = self.manifest
         tokenizer = load_bundle_tokenizer(self.pipeline.pipeline.bundle)
         size = manifest.size().name
-        methods = {name: method for name in METHODS if (method := self._resolve_if_accepted(method=name))}
+        methods = {name: method for name in METHODS if (method := self._find_accepted_method(method=name))}
         return {
             "version": __version__,
             "bundle": manifest.name,
@@ -98,70 +98,75 @@ class LocalBackend:
             "classes": manifest.condition.classes,
             "methods": [*methods],
             "parameters": {name: str(method).partition(":")[2] for name, method in methods.items()},
-            "qualities": [name for name in manifest.presets if self._resolve_if_accepted(quality=name)],
+            "qualities": [name for name in manifest.presets if self._find_accepted_method(quality=name)],
             "sampling": manifest.sampling.model_dump(),
-            "examples": self.pipeline.pipeline.bundle.examples[:8],
+            "examples": self.pipeline.pipeline.bundle.example_prompts[:8],
             "words": tokenizer.words if isinstance(tokenizer, WordTokenizer) else (),
-            "edits": manifest.edits_images,
+            "edits": manifest.can_edit_images,
             "sources": manifest.source is not None,
             "images": manifest.makes_images,
         }
 
-    def _resolve_if_accepted(self, **options: str) -> MethodConfig | None:
+    def _find_accepted_method(self, **options: str) -> MethodConfig | None:
         """Return the method that a request with these options gets; None if the request is rejected."""
         try:
-            method = self.pipeline.pipeline.adapt_settings(resolve_settings(self.manifest, options)).method
-            self.pipeline.service.check_nodes(method)
+            method = self.pipeline.pipeline.adapt_settings_to_engines(resolve_settings(self.manifest, options)).method
+            self.pipeline.service.check_node_limit(method)
         except LanternError:
             return None
         return method
 
     def measure_load(self) -> BackendLoad:
         service = self.pipeline.service
-        running = service.running
-        return BackendLoad(running, max(0, service.images - running))
+        num_running_images = service.num_running_images
+        return BackendLoad(num_running_images, max(0, service.num_images - num_running_images))
 
     async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         began = time.perf_counter()
-        request = request.fit(self.pipeline.pipeline.bundle)
+        request = request.adapt_to_bundle(self.pipeline.pipeline.bundle)
         image_seconds = 0.0  # time to decode and encode partial images
         num_sent = 0  # partial images sent, spaced evenly by tokens
-        num_partial = request.num_partial
-        every_step = bool(request.steps or num_partial)
+        num_partial_images = request.num_partial_images
+        every_step = bool(request.steps or num_partial_images)
         deadline = math.inf if request.deadline is None else request.deadline
-        updates = self.pipeline.stream_updates(**request.options(), steps=every_step, caller=caller, deadline=deadline)
+        updates = self.pipeline.stream_updates(
+            **request.pipeline_options(), wants_all_steps=every_step, caller=caller, deadline=deadline
+        )
         async with aclosing(updates):
             queued, _ = await anext(updates)
             yield ADMITTED
-            images = queued.prepared.images
+            prepared_request = queued.prepared_request
+            images = prepared_request.images
             edit = images[0].edit
-            preserved = None if edit is None or edit.preserved is None else edit.preserved >= 0  # [cells]
+            preserved_codes = None if edit is None else edit.preserved_codes
+            preserved_mask = None if preserved_codes is None else preserved_codes >= 0  # [cells]
             async for _, step in updates:
                 assert step is not None
                 last = step
                 size = step.settings.image_size(self.manifest)
                 if request.steps:
-                    yield step_event(step, size, preserved)
+                    yield make_step_event(step, size, preserved_mask)
                 done = step.done
                 total = step.total
-                if preserved is not None:
-                    done = int((step.cells[0] >= 0)[~preserved].sum())
-                    total = int((~preserved).sum())
-                due = min(num_partial, done * (num_partial + 1) // total)
+                if preserved_mask is not None:
+                    done = int((step.cells[0] >= 0)[~preserved_mask].sum())
+                    total = int((~preserved_mask).sum())
+                due = min(num_partial_images, done * (num_partial_images + 1) // total)
                 if due > num_sent and step.stats is None:
                     num_sent = due
                     before = time.perf_counter()
-                    file = await request.encode(self.pipeline, queued.prepared, step, 0)
-                    event = request.event("partial_image", size, step.codes[0], file)
+                    file_bytes = await request.encode_file(self.pipeline, prepared_request, step, 0)
+                    image_event = request.image_event("partial_image", size, step.codes[0], file_bytes)
                     image_seconds += time.perf_counter() - before
-                    yield event | {"partial_image_index": num_sent - 1}
+                    yield image_event | {"partial_image_index": num_sent - 1}
             before = time.perf_counter()
-            files = [await request.encode(self.pipeline, queued.prepared, last, i) for i in range(len(images))]
+            files = [await request.encode_file(self.pipeline, prepared_request, last, i) for i in range(len(images))]
             now = time.perf_counter()
-            num_preserved = 0 if preserved is None else int(preserved.sum()) * len(images)
+            num_preserved = 0 if preserved_mask is None else int(preserved_mask.sum()) * len(images)
+            new_tokens = last.total - num_preserved
             stats = last.stats
             assert stats is not None
-            figures = Figures(
+            generation_stats = GenerationStats(
                 model=self.name,
                 method=str(last.settings.method),
                 quality=last.settings.quality,
@@ -169,16 +174,16 @@ class LocalBackend:
                 seeds=[image.seed for image in images],
                 tokens_per_forward_pass=stats.tokens_per_forward_pass,
                 target_passes=sum(image.target_passes for image in stats.per_image),
-                realised_tvd_per_token=stats.realised_tvd * len(images) / (last.total - num_preserved),
+                realised_tvd_per_token=stats.realised_tvd * len(images) / new_tokens,
                 seconds=now - began,
                 queue_seconds=queued.queue_seconds or 0.0,
                 picture_seconds=image_seconds + now - before,
             )
-            tokens = sum(int(image.is_real[0].sum()) for image in images)
-            yield Completion(files, last.codes, size, tokens, last.total - num_preserved, figures, num_preserved)
+            prompt_tokens = sum(int(image.attention_masks[0].sum()) for image in images)
+            yield Completion(files, last.codes, size, prompt_tokens, new_tokens, generation_stats, num_preserved)
 
 
-def step_event(step: StreamStep, size: Size, preserved: Bools | None = None) -> Event:
+def make_step_event(step: StreamStep, size: Size, preserved_mask: Bools | None = None) -> Event:
     """Create the event of one step for the first image.
 
     `kinds` has one letter per new token. `done` counts all tokens so far, including the new tokens, so a client can
@@ -187,12 +192,12 @@ def step_event(step: StreamStep, size: Size, preserved: Bools | None = None) -> 
     Args:
         step: state after the step.
         size: size of the image, whose smaller first grid comes first in `kinds`.
-        preserved: cells whose tokens an edit preserves, bool `[cells]`; None without an edit.
+        preserved_mask: cells whose tokens an edit preserves, bool `[cells]`; None without an edit.
     """
     part = step.parts[0]
-    kinds = token_kinds(part)
-    if preserved is not None:
-        new = preserved[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
+    kinds = classify_new_tokens(part)
+    if preserved_mask is not None:
+        new = preserved_mask[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
         kinds = "".join("k" if is_preserved else kind for kind, is_preserved in zip(kinds, new, strict=True))
     return {
         "type": "lantern.step",
@@ -202,12 +207,12 @@ def step_event(step: StreamStep, size: Size, preserved: Bools | None = None) -> 
         "columns": size.columns,
         "first_codes": size.first_codes,
         "kinds": kinds,
-        "drafted": 0 if part.tree is None else part.tree.nodes - 1,
+        "drafted": 0 if part.tree is None else part.tree.num_nodes - 1,
         "method": str(step.settings.method),
     }
 
 
-def token_kinds(part: SequenceStep) -> str:
+def classify_new_tokens(sequence_step: SequenceStep) -> str:
     """Return the origin of each new token, as one letter per token.
 
     - `d`: drafted and accepted
@@ -215,11 +220,11 @@ def token_kinds(part: SequenceStep) -> str:
     - `x`: sampled by the target after a draft token was rejected
     - `n`: sampled by the target without a draft token, or preserved
     """
-    tree = part.tree
-    acceptance = part.acceptance
+    tree = sequence_step.tree
+    acceptance = sequence_step.acceptance
     if tree is None or acceptance is None:
-        return "n" * len(part.codes)
+        return "n" * len(sequence_step.codes)
     letters = ["r" if node in acceptance.relaxed_nodes else "d" for node in acceptance.path[1:]]
     if acceptance.bonus_token is not None:
-        letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
-    return "".join(letters).ljust(len(part.codes), "n")
+        letters.append("x" if tree.tree_structure.children[acceptance.path[-1]] else "n")
+    return "".join(letters).ljust(len(sequence_step.codes), "n")

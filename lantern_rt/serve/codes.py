@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import Base64Bytes
 from starlette.responses import Response
 
-from ..results import encode_codes, split_grids
+from ..results import encode_codes_npz, split_codes_by_grid
 from .protocol import GenerationRequest, HttpError
 
 if TYPE_CHECKING:
@@ -33,31 +33,38 @@ class CodesRequest(GenerationRequest):
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | ({} if self.image is None else {"image": self.image})
+    def pipeline_options(self) -> dict[str, Any]:
+        return super().pipeline_options() | ({} if self.image is None else {"image": self.image})
 
-    def fit(self, bundle: Bundle) -> Self:
+    def adapt_to_bundle(self, bundle: Bundle) -> Self:
         if self.image is not None and bundle.manifest.source is None:
             problem = f"model {bundle.manifest.name} takes no source image"
             raise HttpError(400, problem, field="image", remedy="leave it out")
         return self
 
-    def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
-        first, grid = split_grids(size, codes)
+    def image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
+        first, grid = split_codes_by_grid(size, codes)
         return {"codes": grid.tolist(), "first_codes": first.tolist()}
 
 
 class CodesFileRequest(CodesRequest):
     """The same with a response of one .npz file, as `lantern-rt run --codes` writes it."""
 
-    def check(self) -> None:
-        super().check()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.stream or (self.n or 1) > 1:
             field = "stream" if self.stream else "n"
             raise HttpError(400, "does not fit into one file", field=field, remedy=f"accept JSON, or leave {field} out")
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
-        return encode_codes(prepared.bundle, prepared.settings, prepared.images[i], step.codes[i])
+    async def encode_file(
+        self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
+    ) -> bytes:
+        return encode_codes_npz(
+            prepared_request.bundle,
+            prepared_request.settings,
+            prepared_request.images[image_index],
+            step.codes[image_index],
+        )
 
-    def response(self, completions: Sequence[Completion]) -> Response:
-        return Response(completions[0].files[0], media_type=NPZ)
+    def make_response(self, completions: Sequence[Completion]) -> Response:
+        return Response(completions[0].encoded_files[0], media_type=NPZ)

@@ -26,7 +26,7 @@ MAX_CONNECTIONS = max(8, min(4096, _MAX_FILES // 2))
 BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the first of them can be closed
 
 
-class _BoundedParser(h11.Connection):
+class _ChunkLimitedParser(h11.Connection):
     """Parser of HTTP that rejects a body in many small chunks."""
 
     def next_event(self) -> Any:
@@ -42,34 +42,34 @@ class _BoundedParser(h11.Connection):
         return event
 
 
-class Connection(H11Protocol):
+class LimitedConnection(H11Protocol):
     """HTTP connection. Above the limit, the connection that was idle longest is closed, so health checks get in."""
 
-    warned = False  # whether the log mentions the limit
+    has_warned = False  # whether the log mentions the limit
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn = _BoundedParser(h11.SERVER)
+        self.conn = _ChunkLimitedParser(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._idle_since = self.loop.time()
-        self._check_headers()
+        self._check_header_timeout()
         if len(self.connections) > MAX_CONNECTIONS:
-            if not Connection.warned:
+            if not LimitedConnection.has_warned:
                 _LOG.warning("more than %d connections: closing idle connections", MAX_CONNECTIONS)
-            Connection.warned = True
+            LimitedConnection.has_warned = True
             idle = [
                 connection
                 for connection in self.connections
-                if isinstance(connection, Connection)
+                if isinstance(connection, LimitedConnection)
                 and not connection.transport.is_closing()
-                and (connection._idle or connection.cycle.more_body)
+                and (connection._is_idle or connection.cycle.more_body)
             ]
             min(idle, key=lambda connection: connection._idle_since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._idle and not self.conn.trailing_data[0]:
+        if self._is_idle and not self.conn.trailing_data[0]:
             self._idle_since = self.loop.time()  # the first bytes of a request
         super().data_received(data)
 
@@ -84,12 +84,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     @property
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _check_headers(self) -> None:
+    def _check_header_timeout(self) -> None:
         """Close the connection if headers take too long. Uvicorn's keep-alive timeout applies between requests."""
-        self._timer = self.loop.call_later(HEADER_SECONDS / 4, self._check_headers)
-        awaits_headers = self._idle and (self.cycle is None or self.conn.trailing_data[0])
+        self._timer = self.loop.call_later(HEADER_SECONDS / 4, self._check_header_timeout)
+        awaits_headers = self._is_idle and (self.cycle is None or self.conn.trailing_data[0])
         if awaits_headers and self._idle_since + HEADER_SECONDS < self.loop.time():
             self.transport.abort()

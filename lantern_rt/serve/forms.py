@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
-from ..inputs import describe_error_fields, format_error
+from ..inputs import describe_validation_error, format_error
 from .protocol import EditRequest, HttpError
 
 FORM = "multipart/form-data"
@@ -22,18 +22,18 @@ LIMITS = {"MAX_HEADER_COUNT": 4, "MAX_HEADER_SIZE": 1 << 10, "MAX_MEMORY_FILE_SI
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # our log has one line per request
 
 
-class FormReader:
+class FormBodyParser:
     """Incremental parser of one form. Its methods raise `HttpError` if the form is malformed or too large.
 
     Args:
         content_type: header of the request, with the boundary between parts.
-        max_text: maximum number of bytes of a text field.
-        model: class of the request.
+        max_text_bytes: maximum number of bytes of a text field.
+        request_class: class of the request.
     """
 
-    def __init__(self, content_type: str, max_text: int, model: type[EditRequest] = EditRequest) -> None:
-        self._max_text = max_text
-        self._model = model
+    def __init__(self, content_type: str, max_text_bytes: int, request_class: type[EditRequest] = EditRequest) -> None:
+        self._max_text_bytes = max_text_bytes
+        self._request_class = request_class
         self._values: dict[str, bytes] = {}
         self._complete = False
         self._tail = b""
@@ -42,25 +42,27 @@ class FormReader:
         # No client sends a boundary within a part, after which the parser would slow down to single bytes.
         self._misplaced = re.compile(re.escape(self._delimiter) + rb"(?:[^\r-]|\r[^\n]|-[^-])")
         try:
-            self._parser = FormParser(FORM, self._add_part, self._add_part, self._end_part, boundary, config=LIMITS)
+            self._parser = FormParser(
+                FORM, self._add_part, self._add_part, self._mark_complete, boundary, config=LIMITS
+            )
         except FormParserError as error:
-            raise _malformed_error(format_error(error)) from error
+            raise _make_malformed_error(format_error(error)) from error
 
     def write(self, data: bytes) -> None:
         """Parse the next bytes of the form."""
         window = self._tail + data
         self._tail = window[-len(self._delimiter) - 1 :]
         if self._misplaced.search(window):
-            raise _malformed_error("a boundary within a part")
+            raise _make_malformed_error("a boundary within a part")
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise _malformed_error(format_error(error)) from error
+            raise _make_malformed_error(format_error(error)) from error
 
-    def request(self) -> EditRequest:
+    def parse_request(self) -> EditRequest:
         """Return the request, once all bytes are parsed."""
         if not self._complete:
-            raise _malformed_error("an incomplete form")
+            raise _make_malformed_error("an incomplete form")
         # Browsers send an empty part for every input that was not filled.
         filled = {name: value for name, value in self._values.items() if value}
         files: dict[str, Any] = {name: filled.pop(name) for name in FILES if name in filled}
@@ -68,9 +70,9 @@ class FormReader:
             raise HttpError(400, field="image", found="none", expected="a PNG, JPEG or WebP file")
         texts = {name: value.decode("utf-8", "replace") for name, value in filled.items()}
         try:
-            return self._model.model_validate_strings(texts).model_copy(update=files)
+            return self._request_class.model_validate_strings(texts).model_copy(update=files)
         except ValidationError as error:
-            fields: dict[str, Any] = describe_error_fields(error)
+            fields: dict[str, Any] = describe_validation_error(error)
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:
@@ -83,16 +85,16 @@ class FormReader:
         if name in self._values:
             raise HttpError(400, field=name, found="more than one", expected="one")
         if len(self._values) == MAX_PARTS:
-            raise _malformed_error(f"more than {MAX_PARTS} parts")
+            raise _make_malformed_error(f"more than {MAX_PARTS} parts")
         content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
         assert isinstance(content, BytesIO)
         self._values[name] = content.getvalue()
-        if name not in FILES and len(self._values[name]) > self._max_text:
-            raise HttpError(413, field=name, expected=f"at most {self._max_text:,} bytes")
+        if name not in FILES and len(self._values[name]) > self._max_text_bytes:
+            raise HttpError(413, field=name, expected=f"at most {self._max_text_bytes:,} bytes")
 
-    def _end_part(self) -> None:
+    def _mark_complete(self) -> None:
         self._complete = True
 
 
-def _malformed_error(fault: str) -> HttpError:
-    return HttpError(400, field="body", found=fault, expected=f"{FORM} with its boundary")
+def _make_malformed_error(problem: str) -> HttpError:
+    return HttpError(400, field="body", found=problem, expected=f"{FORM} with its boundary")

@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .backend import ImageBackend
-from .bodies import BODIES, BodyKind
+from .bodies import BODY_FORMATS, BodyFormat
 from .log import RequestRecord
-from .protocol import Call, Completion, Event, GenerationRequest, HttpError
+from .protocol import Completion, Event, GenerationRequest, HttpError, ParsedBody
 from .state import DISCONNECTED, ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
@@ -33,27 +33,27 @@ _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """ASGI application of one endpoint. kind: one of `BODIES`."""
+    """ASGI application of one endpoint. endpoint_name: a name in `BODY_FORMATS`."""
 
-    def __init__(self, state: ServerState, kind: str = "generations") -> None:
+    def __init__(self, state: ServerState, endpoint_name: str = "generations") -> None:
         self._state = state
-        self._bodies = BODIES[kind]
+        self._body_format = BODY_FORMATS[endpoint_name]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.active_requests += 1
         try:
-            await _RequestHandler(self._state, HttpRequest(scope, receive), send, self._bodies).run()
+            await _RequestHandler(self._state, HttpRequest(scope, receive), send, self._body_format).run()
         finally:
             self._state.active_requests -= 1
 
 
 class _RequestHandler:
-    def __init__(self, state: ServerState, http: HttpRequest, send: Send, bodies: BodyKind) -> None:
+    def __init__(self, state: ServerState, http_request: HttpRequest, send: Send, body_format: BodyFormat) -> None:
         self._state = state
-        self._bodies = bodies
-        self._http = http
+        self._body_format = body_format
+        self._http_request = http_request
         self._send = send
-        self._record: RequestRecord = http.state.record
+        self._record: RequestRecord = http_request.state.record
         self._quality = ""
         self._completion: Completion | None = None
         self._failure: Exception | None = None  # error that a stream has already sent
@@ -61,16 +61,16 @@ class _RequestHandler:
     async def run(self) -> None:
         status = DISCONNECTED
         try:
-            completions = await self._handle()
+            completions = await self._handle_request()
             status = 200
             for completion in completions:
                 self._state.metrics.count_completion(completion)
-            figures = [completion.figures for completion in completions]
-            self._record.facts = {
-                "method": figures[0].method,
-                "images": sum(len(each.seeds) for each in figures),
-                "queue_seconds": round(max(each.queue_seconds for each in figures), 4),
-                "tokens_per_forward_pass": round(fmean(each.tokens_per_forward_pass for each in figures), 3),
+            generation_stats = [completion.generation_stats for completion in completions]
+            self._record.log_fields = {
+                "method": generation_stats[0].method,
+                "images": sum(len(each.seeds) for each in generation_stats),
+                "queue_seconds": round(max(each.queue_seconds for each in generation_stats), 4),
+                "tokens_per_forward_pass": round(fmean(each.tokens_per_forward_pass for each in generation_stats), 3),
             }
         except (ClientDisconnect, ConnectionError, SendTimeoutError):
             pass
@@ -84,74 +84,79 @@ class _RequestHandler:
             clear_frames(error.__traceback__)  # the frames hold the body
             may_quote_prompt = status == 400 and http_error.field in ("prompt", "input_ids", "body", "")
             text = f"{http_error.field or 'request'}: rejected" if may_quote_prompt else str(http_error)
-            self._record.facts = {"error": text}
+            self._record.log_fields = {"error": text}
             if self._failure is None:
-                await self._respond(JSONResponse(http_error.body(), http_error.status, headers=http_error.headers))
+                await self._send_response(
+                    JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
+                )
             del http_error  # its traceback refers to this frame
         finally:  # also if this task is cancelled: the server stops, or the client of Ray Serve disconnected
             self._record.status = status
 
-    async def _handle(self) -> Sequence[Completion]:
+    async def _handle_request(self) -> Sequence[Completion]:
         state = self._state
-        limits = state.limits
-        state.check_open()
+        server_limits = state.server_limits
+        state.check_accepting_requests()
         record = self._record
-        record.key = state.check_key(self._http)
-        kind = self._bodies.media_type
-        max_size = self._bodies.max_bytes(limits)
-        headers = self._http.headers
+        record.key_name = state.check_api_key(self._http_request)
+        kind = self._body_format.media_type
+        max_size = self._body_format.max_bytes(server_limits)
+        headers = self._http_request.headers
         content_type = headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != kind:
             raise HttpError(415, field="content-type", found=repr(content_type[:80]), expected=kind)
         size = int(headers.get("content-length", max_size))
         if size > max_size:
-            raise _too_large_error(max_size)
-        with state.body_memory.reserve((record.key or record.client, kind), size):
-            call = await self._read_body(max_size)
-            requests = state.resolve_requests(call.parts)
+            raise _make_too_large_error(max_size)
+        with state.body_memory.reserve((record.key_name or record.client, kind), size):
+            parsed_body = await self._read_body(max_size)
+            requests = state.resolve_requests(parsed_body.generation_requests)
             request = requests[0]
             self._quality = request.quality or ""
             backend = state.find_backend(request.model)
             record.model = backend.name
             async with AsyncExitStack() as stack:
                 updates = [
-                    await stack.enter_async_context(aclosing(self._generate(backend, each))) for each in requests
+                    await stack.enter_async_context(aclosing(self._generate_updates(backend, each)))
+                    for each in requests
                 ]
-                await self._run_until_disconnect(_gather_all([anext(each) for each in updates]))  # admitted or rejected
+                await self._run_until_disconnect(
+                    _gather_or_cancel([anext(each) for each in updates])
+                )  # admitted or rejected
                 if request.stream:
-                    return [await self._stream(request, updates[0])]
+                    return [await self._send_event_stream(request, updates[0])]
                 completions = await self._run_until_disconnect(
-                    _gather_all([_collect_completion(each) for each in updates])
+                    _gather_or_cancel([_await_completion(each) for each in updates])
                 )
-        await self._respond(call.response(completions))
+        await self._send_response(parsed_body.make_response(completions))
         return completions
 
-    async def _read_body(self, max_size: int) -> Call:
-        with closing(self._bodies.make_reader(self._http.headers, self._state.limits)) as reader:
-            await self._receive(reader.write, max_size)
-            return reader.request()
+    async def _read_body(self, max_bytes: int) -> ParsedBody:
+        with closing(self._body_format.make_parser(self._http_request.headers, self._state.server_limits)) as parser:
+            await self._receive_chunks(parser.write, max_bytes)
+            return parser.parse_request()
 
-    async def _receive(self, write: Callable[[bytes], None], max_size: int) -> None:
-        timeout = self._state.limits.body_timeout
+    async def _receive_chunks(self, write_chunk: Callable[[bytes], None], max_bytes: int) -> None:
+        timeout = self._state.server_limits.body_timeout
         size = 0
         try:
             async with asyncio.timeout(timeout):
-                async for chunk in self._http.stream():
+                async for chunk in self._http_request.stream():
                     size += len(chunk)
-                    if size > max_size:
-                        raise _too_large_error(max_size)
-                    write(chunk)
+                    if size > max_bytes:
+                        raise _make_too_large_error(max_bytes)
+                    write_chunk(chunk)
         except TimeoutError as error:
             raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
 
-    async def _generate(
+    async def _generate_updates(
         self, backend: ImageBackend, request: GenerationRequest
     ) -> AsyncGenerator[Event | Completion, None]:
         assert request.deadline is not None
         remaining = request.deadline - (time.perf_counter() - self._record.start_time)
         end = asyncio.get_running_loop().time() + remaining
         timed_request = request.model_copy(update={"deadline": remaining})
-        async with aclosing(backend.generate(timed_request, self._record.key or self._record.client)) as updates:
+        async with aclosing(backend.generate(timed_request, self._record.key_name or self._record.client)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -163,25 +168,25 @@ class _RequestHandler:
                     raise HttpError(504, problem, "deadline_exceeded", field="deadline") from error
                 yield update
 
-    async def _stream(
+    async def _send_event_stream(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> Completion:
-        events = self._stream_events(request, updates)
+        events = self._format_stream_events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
-        await response(self._http.scope, self._http.receive, self._send)
+        await response(self._http_request.scope, self._http_request.receive, self._send)
         if self._failure is not None:
             raise self._failure
         if self._completion is None:
             raise ClientDisconnect
         return self._completion
 
-    async def _stream_events(
+    async def _format_stream_events(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
         """Yield server-sent events. An error is the last event and has no name, as OpenAI's client expects."""
         try:
             async for update in updates:
-                event = request.final_event(update) if isinstance(update, Completion) else update
+                event = request.make_final_event(update) if isinstance(update, Completion) else update
                 yield {"event": event["type"], "data": json.dumps(event)}
                 if isinstance(update, Completion):
                     self._completion = update
@@ -189,10 +194,10 @@ class _RequestHandler:
             self._failure = error
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
-    async def _run_until_disconnect(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`, or cancel it if the client disconnects. Raises: ClientDisconnect."""
-        result = asyncio.ensure_future(work)
-        disconnect = asyncio.create_task(_wait_for_disconnect(self._http.receive))
+    async def _run_until_disconnect(self, awaitable: Awaitable[T]) -> T:
+        """Return the result of `awaitable`, or cancel it if the client disconnects. Raises: ClientDisconnect."""
+        result = asyncio.ensure_future(awaitable)
+        disconnect = asyncio.create_task(_wait_for_disconnect(self._http_request.receive))
         try:
             await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
@@ -203,17 +208,17 @@ class _RequestHandler:
                 task.cancel()
             await asyncio.gather(result, disconnect, return_exceptions=True)
 
-    async def _respond(self, response: Response) -> None:
-        await response(self._http.scope, self._http.receive, self._send)
+    async def _send_response(self, response: Response) -> None:
+        await response(self._http_request.scope, self._http_request.receive, self._send)
 
 
-def _too_large_error(max_size: int) -> HttpError:
-    return HttpError(413, field="body", expected=f"at most {max_size:,} bytes")
+def _make_too_large_error(max_bytes: int) -> HttpError:
+    return HttpError(413, field="body", expected=f"at most {max_bytes:,} bytes")
 
 
-async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:
+async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Return the results of all works. If one fails, cancel the others before its error is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -222,7 +227,7 @@ async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _collect_completion(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
     async for update in updates:
         last = update
     assert isinstance(last, Completion)

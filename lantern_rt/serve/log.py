@@ -27,9 +27,9 @@ class RequestRecord:
         client: address of the client.
         path: path of the URL.
         status: HTTP status; 500 until a response begins.
-        key: name of the API key.
+        key_name: name of the API key.
         model: name of the model.
-        facts: further fields of the line in the log.
+        log_fields: further fields of the line in the log.
         start_time: time at which the request began, by `time.perf_counter`.
     """
 
@@ -37,23 +37,23 @@ class RequestRecord:
     client: str
     path: str
     status: int = 500
-    key: str = ""
+    key_name: str = ""
     model: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    log_fields: dict[str, Any] = field(default_factory=dict)
     start_time: float = field(default_factory=time.perf_counter)
 
-    def write(self) -> None:
+    def write_to_log(self) -> None:
         """Print the request to the log, without its prompt."""
         line = {
             "request_id": self.request_id,
             "client": self.client,
-            "key": self.key,
+            "key": self.key_name,
             "path": self.path,
             "status": self.status,
             "model": self.model,
             "seconds": round(time.perf_counter() - self.start_time, 4),
         }
-        _LOG.info("request", extra={"facts": line | self.facts})
+        _LOG.info("request", extra={"facts": line | self.log_fields})
 
 
 class LogFormatter(logging.Formatter):

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import PARAMETER_NAMES, describe_error_fields
+from ..inputs import PARAMETER_NAMES, describe_validation_error
 from ..methods import PARAMETERS, SAMPLING, Quality
 from ..output.images import encode_image
 from ..requests import draw_seed
@@ -70,16 +70,16 @@ class GenerationRequest(SamplingFields):
     EVENT_PREFIX: ClassVar[str]  # first part of the `type` of events other than `lantern.step`
 
     @property
-    def parts(self) -> list[GenerationRequest]:
+    def generation_requests(self) -> list[GenerationRequest]:
         """Requests to generate at once, here only the request itself."""
         return [self]
 
     @property
-    def num_partial(self) -> int:
+    def num_partial_images(self) -> int:
         """Number of events with partial images."""
         return 0
 
-    def options(self) -> dict[str, Any]:
+    def pipeline_options(self) -> dict[str, Any]:
         """Return the arguments for `AsyncPipeline`."""
         values = {
             "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
@@ -94,70 +94,77 @@ class GenerationRequest(SamplingFields):
         }
         return {name: value for name, value in values.items() if value is not None}
 
-    def check(self) -> None:
+    def check_fields(self) -> None:
         """Raise `HttpError` if fields contradict each other."""
         if self.stream and (self.n or 1) > 1:
             remedy = "stream one image per request"
             raise HttpError(400, field="n", found=f"{self.n} with stream", expected="1", remedy=remedy)
         if self.steps:
-            self._require_stream("steps")
+            self._require_streaming("steps")
         if self.quality_budget and self.quality in _PRESETS:
             raise HttpError(400, "conflicts with quality_budget", field="quality", remedy="give one of them")
 
-    def _require_stream(self, name: str) -> None:
+    def _require_streaming(self, field_name: str) -> None:
         if not self.stream:
-            raise HttpError(400, "requires stream", field=name, remedy=f"set stream to true, or leave {name} out")
+            raise HttpError(
+                400, "requires stream", field=field_name, remedy=f"set stream to true, or leave {field_name} out"
+            )
 
-    def fit(self, bundle: Bundle) -> Self:
+    def adapt_to_bundle(self, bundle: Bundle) -> Self:
         """Return the request for a bundle. Raises: LanternError: the bundle cannot answer it."""
         return self
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
+    async def encode_file(
+        self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
+    ) -> bytes:
         """Return the file of an image, empty if the response needs no file.
 
         Args:
             pipeline: pipeline that generated the image.
-            prepared: request of the pipeline.
+            prepared_request: request of the pipeline.
             step: step that holds the image.
-            i: index of the image.
+            image_index: index of the image.
         """
         return b""
 
     @abstractmethod
-    def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
+    def image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
         """Return the fields of an image in a response.
 
         Args:
             codes: codes of the image, `[cells]`.
-            file: file from `encode`.
+            file_bytes: file from `encode_file`.
         """
 
-    def description(self, size: Size) -> dict[str, str]:
+    def response_fields(self, size: Size) -> dict[str, str]:
         """Return the fields of a response that describe all images."""
         return {"size": size.name}
 
-    def event(self, kind: str, size: Size, codes: Ints, file: bytes) -> Event:
+    def image_event(self, kind: str, size: Size, codes: Ints, file_bytes: bytes) -> Event:
         """Create a stream event that contains an image.
 
         Args:
             kind: `completed` or `partial_image`.
-            size, codes, file: same as for `content`.
+            size, codes, file_bytes: same as for `image_fields`.
         """
-        content = self.content(size, codes, file)
-        fields = {"created_at": int(time.time()), **self.description(size)}
-        return {"type": f"{self.EVENT_PREFIX}.{kind}", **content, **fields}
+        image_fields = self.image_fields(size, codes, file_bytes)
+        fields = {"created_at": int(time.time()), **self.response_fields(size)}
+        return {"type": f"{self.EVENT_PREFIX}.{kind}", **image_fields, **fields}
 
-    def final_event(self, completion: Completion) -> Event:
+    def make_final_event(self, completion: Completion) -> Event:
         """Return the last event of a stream."""
-        return self.event("completed", completion.size, completion.codes[0], completion.files[0]) | completion.usage()
+        return (
+            self.image_event("completed", completion.size, completion.codes[0], completion.encoded_files[0])
+            | completion.usage_fields()
+        )
 
-    def response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response without `stream`. completions: one for each of `parts`."""
+    def make_response(self, completions: Sequence[Completion]) -> Response:
+        """Return the response without `stream`. completions: one for each of `generation_requests`."""
         (completion,) = completions
-        images = zip(completion.codes, completion.files, strict=True)
-        data = [self.content(completion.size, *image) for image in images]
+        images = zip(completion.codes, completion.encoded_files, strict=True)
+        data = [self.image_fields(completion.size, *image) for image in images]
         head = {"created": int(time.time()), "data": data}
-        return JSONResponse({**head, **self.description(completion.size), **completion.usage()})
+        return JSONResponse({**head, **self.response_fields(completion.size), **completion.usage_fields()})
 
 
 class ImagesRequest(GenerationRequest):
@@ -180,41 +187,43 @@ class ImagesRequest(GenerationRequest):
     EVENT_PREFIX: ClassVar[str] = "image_generation"
 
     @property
-    def format(self) -> str:
+    def image_format(self) -> str:
         """File format of the images: png, jpeg or webp."""
         return self.output_format or "png"
 
     @property
-    def num_partial(self) -> int:
+    def num_partial_images(self) -> int:
         return self.partial_images or 0
 
-    def check(self) -> None:
-        super().check()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.partial_images:
-            self._require_stream("partial_images")
-        if self.output_compression not in (None, 100) and self.format == "png":
+            self._require_streaming("partial_images")
+        if self.output_compression not in (None, 100) and self.image_format == "png":
             remedy = "leave it out for png"
             raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=remedy)
 
-    def fit(self, bundle: Bundle) -> Self:
+    def adapt_to_bundle(self, bundle: Bundle) -> Self:
         if not bundle.manifest.makes_images:
             problem = "gives codes, not images"
             raise HttpError(400, problem, field="model", remedy="POST to /v1/images/codes")
         return self
 
-    async def encode(self, pipeline: AsyncPipeline, prepared: PreparedRequest, step: StreamStep, i: int) -> bytes:
-        image = await pipeline.image(step, i)
-        return await asyncio.to_thread(encode_image, image, self.format, self.output_compression)
+    async def encode_file(
+        self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
+    ) -> bytes:
+        image = await pipeline.image(step, image_index)
+        return await asyncio.to_thread(encode_image, image, self.image_format, self.output_compression)
 
-    def content(self, size: Size, codes: Ints, file: bytes) -> dict[str, Any]:
-        text = base64.b64encode(file).decode()
+    def image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
+        text = base64.b64encode(file_bytes).decode()
         if self.response_format == "url" and not self.stream:
-            return {"url": f"data:{MEDIA_TYPES[self.format]};base64,{text}"}
+            return {"url": f"data:{MEDIA_TYPES[self.image_format]};base64,{text}"}
         return {"b64_json": text}
 
-    def description(self, size: Size) -> dict[str, str]:
+    def response_fields(self, size: Size) -> dict[str, str]:
         quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
-        return {"output_format": self.format, "quality": quality, "background": "opaque", "size": size.name}
+        return {"output_format": self.image_format, "quality": quality, "background": "opaque", "size": size.name}
 
 
 class EditRequest(ImagesRequest):
@@ -230,16 +239,16 @@ class EditRequest(ImagesRequest):
 
     EVENT_PREFIX: ClassVar[str] = "image_edit"
 
-    def options(self) -> dict[str, Any]:
+    def pipeline_options(self) -> dict[str, Any]:
         edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
-        return super().options() | {name: value for name, value in edit.items() if value is not None}
+        return super().pipeline_options() | {name: value for name, value in edit.items() if value is not None}
 
 
 class VariationRequest(EditRequest):
     """Form of `POST /v1/images/variations`, which changes the lower half of the token rows by default."""
 
-    def fit(self, bundle: Bundle) -> Self:
-        request = super().fit(bundle)
+    def adapt_to_bundle(self, bundle: Bundle) -> Self:
+        request = super().adapt_to_bundle(bundle)
         if self.mask is not None or self.keep_rows is not None:
             return request
         return request.model_copy(update={"keep_rows": bundle.manifest.grid_rows // 2})
@@ -248,31 +257,31 @@ class VariationRequest(EditRequest):
 R = TypeVar("R", bound=GenerationRequest)
 
 
-class Call(Protocol):
+class ParsedBody(Protocol):
     """The content of a body: requests to generate at once, and the response made of their results."""
 
     @property
-    def parts(self) -> Sequence[GenerationRequest]:
+    def generation_requests(self) -> Sequence[GenerationRequest]:
         """Requests to generate at once."""
 
-    def response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response without `stream`. completions: one for each of `parts`."""
+    def make_response(self, completions: Sequence[Completion]) -> Response:
+        """Return the response without `stream`. completions: one for each of `generation_requests`."""
 
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def read_json(model: type[M], body: bytes) -> M:
+def parse_json_body(model_class: type[M], body: bytes) -> M:
     """Parse a JSON body and check it as far as possible without a bundle. Raises: HttpError: a field is invalid."""
     try:
-        return model.model_validate_json(body)
+        return model_class.model_validate_json(body)
     except ValidationError as error:
-        fields: dict[str, Any] = describe_error_fields(error)
+        fields: dict[str, Any] = describe_validation_error(error)
         fields["field"] = fields["field"] or "body"
         raise HttpError(400, **fields) from error
 
 
-def set_defaults(request: R, max_deadline: float) -> R:
+def check_and_set_defaults(request: R, max_deadline: float) -> R:
     """Return the request with a seed and a deadline.
 
     Args:
@@ -281,7 +290,7 @@ def set_defaults(request: R, max_deadline: float) -> R:
     Raises:
         HttpError: fields contradict each other.
     """
-    request.check()
+    request.check_fields()
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
         raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=expected)
@@ -290,7 +299,7 @@ def set_defaults(request: R, max_deadline: float) -> R:
 
 
 @dataclass(frozen=True)
-class Figures:
+class GenerationStats:
     """Method, seeds and costs of a finished request; the field `lantern` of a response.
 
     Args:
@@ -324,32 +333,32 @@ class Completion:
     """Finished images of a request.
 
     Args:
-        files: one file per image, see `GenerationRequest.encode`.
+        encoded_files: one file per image, see `GenerationRequest.encode_file`.
         codes: codes of each image, int64 `[cells]`.
         size: size of every image.
         input_tokens: number of prompt tokens of all images.
         output_tokens: number of tokens sampled for all images.
-        figures: method, seeds and costs.
-        preserved: number of tokens of all images that an edit preserved.
+        generation_stats: method, seeds and costs.
+        preserved_tokens: number of tokens of all images that an edit preserved.
     """
 
-    files: list[bytes]
+    encoded_files: list[bytes]
     codes: list[Ints]
     size: Size
     input_tokens: int
     output_tokens: int
-    figures: Figures
-    preserved: int = 0
+    generation_stats: GenerationStats
+    preserved_tokens: int = 0
 
-    def usage(self) -> dict[str, Any]:
+    def usage_fields(self) -> dict[str, Any]:
         """Return the fields of a response about tokens, method and costs."""
         usage = {
-            "input_tokens": self.input_tokens + self.preserved,
+            "input_tokens": self.input_tokens + self.preserved_tokens,
             "output_tokens": self.output_tokens,
-            "total_tokens": self.input_tokens + self.preserved + self.output_tokens,
-            "input_tokens_details": {"image_tokens": self.preserved, "text_tokens": self.input_tokens},
+            "total_tokens": self.input_tokens + self.preserved_tokens + self.output_tokens,
+            "input_tokens_details": {"image_tokens": self.preserved_tokens, "text_tokens": self.input_tokens},
         }
-        return {"usage": usage, "lantern": asdict(self.figures)}
+        return {"usage": usage, "lantern": asdict(self.generation_stats)}
 
 
 class HttpError(LanternError):
@@ -379,7 +388,7 @@ class HttpError(LanternError):
         if isinstance(error, HttpError):
             return error
         if isinstance(error, BusyError):
-            return cls(429, str(error), "busy", error.seconds)
+            return cls(429, str(error), "busy", error.retry_seconds)
         if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # closed
             return cls(503, "the model has stopped", "stopped", 5, remedy="use another server")
         if isinstance(error, RequestError):

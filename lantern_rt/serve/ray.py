@@ -38,7 +38,7 @@ RETRY_SECONDS = 1.0  # pause of a request that lost its replica, while all other
 GRACE_SECONDS = 5.0  # time after a request's deadline, which the ingress enforces, until its replica gives up
 
 
-class Settings(BaseModel):
+class DeploymentSettings(BaseModel):
     """Arguments of `app`. Other settings are `deployments` in Ray's configuration file.
 
     Args:
@@ -48,8 +48,8 @@ class Settings(BaseModel):
         threads: number of threads of a replica, and of processors that Ray reserves for it; None: one replica of a
             bundle per node, which uses all cores.
         pipeline: further options of `Pipeline.from_bundle`.
-        together: maximum batch size of a replica, in images.
-        waiting: maximum number of queued images of a replica.
+        max_images_per_pass: maximum number of images per forward pass of a replica.
+        max_queued_images: maximum number of queued images of a replica.
         queued: maximum number of requests that wait at an ingress until a replica has capacity.
         autoscaling: fields of Ray's `AutoscalingConfig` for every bundle.
         deadline: maximum duration of a request in seconds, and of the shutdown of a replica.
@@ -68,8 +68,8 @@ class Settings(BaseModel):
     names: list[str] = []
     threads: int | None = Field(default=None, ge=1)
     pipeline: dict[str, Any] = {}
-    together: int = Field(default=8, ge=1)
-    waiting: int = Field(default=8, ge=0)
+    max_images_per_pass: int = Field(default=8, ge=1)
+    max_queued_images: int = Field(default=8, ge=0)
     queued: int = Field(default=64, ge=0)
     autoscaling: dict[str, Any] = {}
     deadline: float = Field(default=600.0, gt=0, lt=1e9)
@@ -82,7 +82,7 @@ class Settings(BaseModel):
     cors: list[str] = []
 
 
-def app(settings: Settings) -> serve.Application:
+def app(settings: DeploymentSettings) -> serve.Application:
     """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files.
 
     Raises:
@@ -97,9 +97,9 @@ def app(settings: Settings) -> serve.Application:
     models = settings.names or [""] * len(names)
     if len(models) != len(names):
         raise RequestError(field="names", found=", ".join(models), expected="a name for each bundle")
-    scaling = {"max_replicas": 4, "target_ongoing_requests": settings.together, **settings.autoscaling}
+    scaling = {"max_replicas": 4, "target_ongoing_requests": settings.max_images_per_pass, **settings.autoscaling}
     replica = serve.deployment(
-        max_ongoing_requests=settings.together + settings.waiting,
+        max_ongoing_requests=settings.max_images_per_pass + settings.max_queued_images,
         max_queued_requests=settings.queued,
         autoscaling_config=scaling,
         ray_actor_options={"num_cpus": settings.threads or 1},
@@ -116,7 +116,7 @@ def app(settings: Settings) -> serve.Application:
     replicas = []
     for name, model, bundle in zip(names, models, bundles, strict=True):
         options = defaults | (bundles[bundle] if isinstance(bundles, dict) else {})
-        arguments = (bundle, settings.together, settings.waiting, options, model)
+        arguments = (bundle, settings.max_images_per_pass, settings.max_queued_images, options, model)
         replicas.append(replica.options(name=name).bind(*arguments))
     return ingress.bind(settings, replicas)
 
@@ -124,10 +124,17 @@ def app(settings: Settings) -> serve.Application:
 class Replica:
     """Process with the pipeline of one bundle."""
 
-    def __init__(self, bundle: str, together: int, waiting: int, options: dict[str, Any], name: str = "") -> None:
-        pipeline = Pipeline.from_bundle(bundle, **options)
+    def __init__(
+        self,
+        bundle: str,
+        max_images_per_pass: int,
+        max_queued_images: int,
+        pipeline_options: dict[str, Any],
+        model_name: str = "",
+    ) -> None:
+        pipeline = Pipeline.from_bundle(bundle, **pipeline_options)
         pipeline.warm_up()
-        self._backend = LocalBackend(AsyncPipeline(pipeline, together, waiting), name)
+        self._backend = LocalBackend(AsyncPipeline(pipeline, max_images_per_pass, max_queued_images), model_name)
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         """Return the name of the model and its entry in `/v1/models`."""
@@ -150,14 +157,14 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise `EngineError` if Ray has to replace the replica."""
-        if not self._backend.pipeline.service.open:
+        if not self._backend.pipeline.service.is_open:
             raise EngineError("stopped", field="service", expected="a running service", remedy="see the log")
 
 
 class Ingress:
     """Application of `lantern-rt serve` that forwards requests to replicas."""
 
-    def __init__(self, settings: Settings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
+    def __init__(self, settings: DeploymentSettings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
         names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes", "own_sampling"}
         limits = settings.model_dump(include=names)
         self._state = ServerState(ServerLimits(**limits))
@@ -190,7 +197,7 @@ class RayBackend:
 
     def __init__(self, name: str, description: dict[str, Any], replicas: DeploymentHandle[Replica]) -> None:
         self.name = name
-        self.alive = True  # Ray replaces dead replicas
+        self.is_alive = True  # Ray replaces dead replicas
         self._description = description
         self._replicas = replicas.options(stream=True)
         self._running = 0
@@ -231,12 +238,12 @@ class RayBackend:
                             assert queue_seconds is not None
                             seconds = time.perf_counter() - began
                             self._duration = seconds - queue_seconds
-                            figures = replace(
-                                update.figures,
+                            generation_stats = replace(
+                                update.generation_stats,
                                 seconds=seconds,
-                                queue_seconds=update.figures.queue_seconds + queue_seconds,
+                                queue_seconds=update.generation_stats.queue_seconds + queue_seconds,
                             )
-                            yield replace(update, figures=figures)
+                            yield replace(update, generation_stats=generation_stats)
                             return
                         if update != ADMITTED:
                             yield update
@@ -247,7 +254,7 @@ class RayBackend:
                             yield update
                 except (BackPressureError, BusyError) as error:
                     if queue_seconds is None or not replicas_lost:
-                        raise self._busy_error(error) from error
+                        raise self._make_busy_error(error) from error
                     await asyncio.sleep(RETRY_SECONDS)  # its replica died, so the request waits for another
                 except RayError as error:  # the replica died; its errors were yielded
                     replicas_lost += 1
@@ -263,6 +270,8 @@ class RayBackend:
             else:
                 self._running -= 1
 
-    def _busy_error(self, error: BackPressureError | BusyError) -> BusyError:
-        seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._duration * random.uniform(1, 3))
-        return BusyError("all replicas are full", seconds)
+    def _make_busy_error(self, error: BackPressureError | BusyError) -> BusyError:
+        retry_seconds = (
+            error.retry_seconds if isinstance(error, BusyError) else math.ceil(self._duration * random.uniform(1, 3))
+        )
+        return BusyError("all replicas are full", retry_seconds)

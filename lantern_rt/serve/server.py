@@ -17,9 +17,9 @@ from starlette.applications import Starlette
 from ..asynchronous import AsyncPipeline
 from ..errors import RequestError
 from ..inputs import format_error, format_value
-from .app import make_app, read_origin
+from .app import make_app, normalize_origin
 from .backend import LocalBackend
-from .connections import BACKLOG, Connection
+from .connections import BACKLOG, LimitedConnection
 from .state import ServerLimits, ServerState
 
 _LOG = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        models: functions that load one pipeline each, by the name of the model, called one after the other.
+        model_loaders: functions that load one pipeline each, by the name of the model, called one after the other.
         host: address to listen on.
         port: port to listen on; 0: a free port.
-        limits: limits of requests; a server that is stopping waits up to the deadline for them.
-        origins: sites whose pages may send requests.
+        server_limits: limits of requests; a server that is stopping waits up to the deadline for them.
+        allowed_origins: sites whose pages may send requests.
 
     Raises:
         RequestError: the port is not available, or an origin is invalid.
@@ -43,28 +43,28 @@ class Server:
 
     def __init__(
         self,
-        models: Mapping[str, Callable[[], Awaitable[AsyncPipeline]]],
+        model_loaders: Mapping[str, Callable[[], Awaitable[AsyncPipeline]]],
         host: str = "127.0.0.1",
         port: int = 8000,
-        limits: ServerLimits | None = None,
-        origins: Sequence[str] = (),
+        server_limits: ServerLimits | None = None,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
-        self.state = ServerState(limits or ServerLimits())
+        self.state = ServerState(server_limits or ServerLimits())
         self.failure: Exception | None = None
-        self._models = models
+        self._model_loaders = model_loaders
         self._backends: list[LocalBackend] = []
-        origins = [read_origin(origin) for origin in origins]
-        self._socket = listen(host, port)
+        allowed_origins = [normalize_origin(origin) for origin in allowed_origins]
+        self._socket = open_listening_socket(host, port)
         self.address = self._socket.getsockname()[:2]
-        hosts: set[str] = set()
+        allowed_hosts: set[str] = set()
         if ip_address(self.address[0]).is_loopback:
-            names = ["localhost", host.lower(), *(urlsplit(origin).hostname for origin in origins)]
-            hosts = {name.removesuffix(".") for name in names if name}
+            names = ["localhost", host.lower(), *(urlsplit(origin).hostname for origin in allowed_origins)]
+            allowed_hosts = {name.removesuffix(".") for name in names if name}
         self._stopping: asyncio.Task[None] | None = None
         self._skip_waiting = False
         config = uvicorn.Config(
-            make_app(self.state, self._lifespan, origins, hosts),
-            http=Connection,
+            make_app(self.state, self._lifespan, allowed_origins, allowed_hosts),
+            http=LimitedConnection,
             backlog=BACKLOG,
             ws="none",
             loop="asyncio",
@@ -95,24 +95,27 @@ class Server:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         # Uvicorn's handlers would close the port at once, before a load balancer sees the new status of `/readyz`.
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, *HANGUP):
-            signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(self._handle_signal, number))
+        for signal_number in (signal.SIGINT, signal.SIGTERM, *HANGUP):
+            signal.signal(
+                signal_number,
+                lambda signal_number, frame: loop.call_soon_threadsafe(self._handle_signal, signal_number),
+            )
         if HANGUP:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HANGUP)  # the program has blocked it since its start
-        loading = asyncio.create_task(self._load())
+        loading = asyncio.create_task(self._load_models())
         try:
             yield
         finally:
-            for number in HANGUP:
-                signal.signal(number, signal.SIG_IGN)  # until the process has ended
+            for signal_number in HANGUP:
+                signal.signal(signal_number, signal.SIG_IGN)  # until the process has ended
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            await self._close()
+            await self._close_backends()
 
-    async def _load(self) -> None:
+    async def _load_models(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            for name, load in self._models.items():
+            for name, load in self._model_loaders.items():
                 pipeline = await load()
                 self._backends.append(LocalBackend(pipeline, name))
                 await loop.run_in_executor(None, pipeline.pipeline.warm_up)
@@ -121,44 +124,44 @@ class Server:
             self._uvicorn.should_exit = True
             return
         self.state.backends = {backend.name: backend for backend in self._backends}
-        _LOG.info("ready: %s", ", ".join(self.state.backends), extra={"facts": self.state.identity})
+        _LOG.info("ready: %s", ", ".join(self.state.backends), extra={"facts": self.state.version_info})
 
-    def _handle_signal(self, number: int) -> None:
+    def _handle_signal(self, signal_number: int) -> None:
         """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
-        if number in HANGUP:
-            self._reload_keys()
+        if signal_number in HANGUP:
+            self._reload_api_keys()
         elif self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop())
-        elif number == signal.SIGINT:
+            self._stopping = asyncio.create_task(self._drain_and_stop())
+        elif signal_number == signal.SIGINT:
             self._skip_waiting = True
 
-    def _reload_keys(self) -> None:
-        if self.state.limits.api_key_file is None:
+    def _reload_api_keys(self) -> None:
+        if self.state.server_limits.api_key_file is None:
             _LOG.warning("no keys to reload: the server has no --api-key-file")
             return
         try:
-            self.state.load_keys()
+            self.state.load_api_keys()
             _LOG.info("keys reloaded: %d", len(self.state.keys))
         except RequestError as error:
             _LOG.warning("keys were not reloaded: %s", error)
 
-    async def _stop(self) -> None:
+    async def _drain_and_stop(self) -> None:
         """Stop accepting requests, wait for running requests up to the deadline, and cancel the others."""
         self.state.draining = True
         _LOG.info("draining: %d requests", self.state.active_requests)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.state.limits.deadline
+        deadline = loop.time() + self.state.server_limits.deadline
         while self.state.active_requests and not self._skip_waiting and loop.time() < deadline:
             await asyncio.sleep(0.05)
-        await self._close()
+        await self._close_backends()
         self._uvicorn.should_exit = True
 
-    async def _close(self) -> None:
+    async def _close_backends(self) -> None:
         for backend in self._backends:
             await backend.pipeline.close(drain=False)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listening_socket(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises: RequestError: the address is in use, or not of this host."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from ..inputs import format_value
 from ..methods import SAMPLING
 from .codes import CodesRequest
-from .protocol import Completion, HttpError, SamplingFields, read_json
+from .protocol import Completion, HttpError, SamplingFields, parse_json_body
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -26,32 +26,32 @@ _Grid = Annotated[list[int], Field(min_length=3, max_length=3)]  # frames (1), r
 _Ids = Annotated[list[int], Field(min_length=1)]
 
 
-class TokensRequest(CodesRequest):
+class TokenPromptRequest(CodesRequest):
     """Request for the codes of one image.
 
     Args:
         token_ids: token ids of the prompt, the template included.
-        grids: the grid of the image and its small grid, each as 1, rows, columns.
+        grid_shapes: the grid of the image and its small grid, each as 1, rows, columns.
         max_tokens: maximum number of ids in the answer.
     """
 
     token_ids: list[int]
-    grids: list[list[int]]
+    grid_shapes: list[list[int]]
     max_tokens: int
 
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"token_ids": self.token_ids}
+    def pipeline_options(self) -> dict[str, Any]:
+        return super().pipeline_options() | {"token_ids": self.token_ids}
 
-    def fit(self, bundle: Bundle) -> Self:
+    def adapt_to_bundle(self, bundle: Bundle) -> Self:
         sizes = [size for size in bundle.manifest.all_sizes if size.first_grid is not None]
         if not sizes:
             problem = f"model {bundle.manifest.name} does not draw a small grid before its image"
             raise HttpError(400, problem, field="image_data", remedy="serve a bundle of GLM-Image first")
         by_grids = {str([[1, size.rows, size.columns], [1, *(size.first_grid or ())]]): size for size in sizes}
-        size = by_grids.get(str(self.grids))
+        size = by_grids.get(str(self.grid_shapes))
         if size is None:
             expected = f"the grids of {', '.join(size.name for size in sizes)}, such as {next(iter(by_grids))}"
-            raise HttpError(400, field="image_grid_thw", found=format_value(self.grids), expected=expected)
+            raise HttpError(400, field="image_grid_thw", found=format_value(self.grid_shapes), expected=expected)
         if self.max_tokens < size.codes:
             raise HttpError(400, field="max_new_tokens", found=f"{self.max_tokens}", expected=f"at least {size.codes}")
         return self.model_copy(update={"size": size.name})
@@ -74,26 +74,26 @@ class _ImageData(BaseModel):
 _Images = Annotated[list[_ImageData], Field(min_length=1, max_length=1)]
 
 
-class _SingleBody(BaseModel):
+class _SingleRequestBody(BaseModel):
     model_config = _STRICT
 
     input_ids: _Ids
     image_data: _Images
     sampling_params: _SamplingParameters
 
-    def request(self, own_sampling: bool) -> TokensRequest:
+    def make_request(self, use_bundle_sampling: bool) -> TokenPromptRequest:
         parameters = self.sampling_params
-        sampling = {} if own_sampling else {name: getattr(parameters, name) for name in SAMPLING}
-        return TokensRequest(
+        sampling = {} if use_bundle_sampling else {name: getattr(parameters, name) for name in SAMPLING}
+        return TokenPromptRequest(
             token_ids=self.input_ids,
-            grids=self.image_data[0].image_grid_thw,
+            grid_shapes=self.image_data[0].image_grid_thw,
             max_tokens=parameters.max_new_tokens,
             seed=parameters.sampling_seed,
             **sampling,
         )
 
 
-class _BatchBody(BaseModel):
+class _BatchRequestBody(BaseModel):
     model_config = _STRICT
 
     input_ids: Annotated[list[_Ids], Field(min_length=1)]
@@ -101,50 +101,59 @@ class _BatchBody(BaseModel):
     sampling_params: list[_SamplingParameters]
 
     @model_validator(mode="after")
-    def _same_length(self) -> _BatchBody:
+    def _check_same_length(self) -> _BatchRequestBody:
         if not len(self.input_ids) == len(self.image_data) == len(self.sampling_params):
             raise ValueError("lists of different lengths: input_ids, image_data and sampling_params need one length")
         return self
 
 
 @dataclass(frozen=True)
-class GenerateCall:
+class SGLangRequest:
     """Call of SGLang. batch: whether it holds lists, so that the answer is a list."""
 
-    parts: Sequence[TokensRequest]
-    batch: bool
+    generation_requests: Sequence[TokenPromptRequest]
+    is_batch: bool
 
-    def response(self, completions: Sequence[Completion]) -> Response:
+    def make_response(self, completions: Sequence[Completion]) -> Response:
         """Return the ids of each image, with its costs in `meta_info`."""
-        images = [_image_fields(completion) for completion in completions]
-        return JSONResponse(images if self.batch else images[0])
+        images = [_make_image_result(completion) for completion in completions]
+        return JSONResponse(images if self.is_batch else images[0])
 
 
-def _image_fields(completion: Completion) -> dict[str, Any]:
-    figures = completion.figures
+def _make_image_result(completion: Completion) -> dict[str, Any]:
+    generation_stats = completion.generation_stats
     counts = {"prompt_tokens": completion.input_tokens, "completion_tokens": completion.output_tokens}
-    meta_info = {**counts, "cached_tokens": 0, "sampling_seed": figures.seeds[0], "lantern": asdict(figures)}
+    meta_info = {
+        **counts,
+        "cached_tokens": 0,
+        "sampling_seed": generation_stats.seeds[0],
+        "lantern": asdict(generation_stats),
+    }
     return {"output_ids": completion.codes[0].tolist(), "meta_info": meta_info}
 
 
-def read_call(body: bytes, own_sampling: bool) -> GenerateCall:
+def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
     """Parse the body of a call.
 
     Args:
         body: JSON text.
-        own_sampling: whether the sampling settings of the bundle replace the settings of the call.
+        use_bundle_sampling: whether the sampling settings of the bundle replace the settings of the call.
 
     Raises:
         HttpError: a field is invalid.
     """
-    head = read_json(_BodyHead, body)
+    head = parse_json_body(_InputIdsBody, body)
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
-        return GenerateCall([read_json(_SingleBody, body).request(own_sampling)], batch=False)
-    batch = read_json(_BatchBody, body)
+        return SGLangRequest(
+            [parse_json_body(_SingleRequestBody, body).make_request(use_bundle_sampling)], is_batch=False
+        )
+    batch = parse_json_body(_BatchRequestBody, body)
     columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
-    singles = [_SingleBody(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns]
-    return GenerateCall([single.request(own_sampling) for single in singles], batch=True)
+    singles = [
+        _SingleRequestBody(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns
+    ]
+    return SGLangRequest([single.make_request(use_bundle_sampling) for single in singles], is_batch=True)
 
 
-class _BodyHead(BaseModel):
+class _InputIdsBody(BaseModel):
     input_ids: Any

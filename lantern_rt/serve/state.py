@@ -27,10 +27,10 @@ from starlette.requests import Request as HttpRequest
 from .. import __version__
 from ..edits import BYTES_LIMIT
 from ..errors import RequestError
-from ..inputs import convert_read_errors, format_value, read_plain_file
+from ..inputs import convert_read_errors, format_value, read_regular_file
 from .backend import ImageBackend
 from .log import RequestRecord
-from .protocol import Completion, GenerationRequest, HttpError, set_defaults
+from .protocol import Completion, GenerationRequest, HttpError, check_and_set_defaults
 
 MAX_KEY_FILE_BYTES = 1 << 20
 DISCONNECTED = 499  # status in logs and metrics if the client disconnected
@@ -48,7 +48,7 @@ class ServerLimits:
         max_form_bytes: maximum size of a body that may contain images.
         body_timeout: maximum time in seconds to receive a body.
         max_total_body_bytes: maximum size of the bodies of all requests together.
-        api_key_file: file of valid API keys, see `read_keys`; None: no key is needed.
+        api_key_file: file of valid API keys, see `read_api_keys`; None: no key is needed.
         methods: names of the methods that requests may select, besides qualities; empty: all.
         max_n: maximum number of images per request.
         aliases: additional names of models, alias to model.
@@ -69,21 +69,21 @@ class ServerLimits:
     own_sampling: bool = False
 
 
-def read_keys(path: Path) -> dict[bytes, str]:
-    """Read API keys from a file; see `parse_keys`. Raises: RequestError: the file cannot be read, or has no key."""
+def read_api_keys(path: Path) -> dict[bytes, str]:
+    """Read API keys from a file; see `parse_api_keys`. Raises: RequestError: the file cannot be read, or has no key."""
     with convert_read_errors(path, "a file of API keys, one per line", RequestError, "give another file"):
-        text = read_plain_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
-    return parse_keys(text, "api_key_file", str(path))
+        text = read_regular_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
+    return parse_api_keys(text, "api_key_file", str(path))
 
 
-def parse_keys(text: str, field: str, source: str) -> dict[bytes, str]:
+def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
     """Parse API keys: a key, or a name and a key, on each line.
 
     Empty lines and lines that begin with # are ignored.
 
     Args:
         field: parameter or environment variable that gave the keys, for the error message.
-        source: place of the keys, for the error message.
+        source_name: place of the keys, for the error message.
 
     Returns:
         The name of each key by the hash of the key. A key without a name is named by the first digits of the hash.
@@ -94,37 +94,37 @@ def parse_keys(text: str, field: str, source: str) -> dict[bytes, str]:
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise RequestError(field=field, found=f"no key in {source}", expected="one key per line")
+        raise RequestError(field=field, found=f"no key in {source_name}", expected="one key per line")
     if not all(key.isascii() for key in keys):
-        raise RequestError(field=field, found=f"a key in {source} with other characters", expected="ASCII keys")
-    hashes = {_hash_key(line.split()[-1]): line for line in keys}
+        raise RequestError(field=field, found=f"a key in {source_name} with other characters", expected="ASCII keys")
+    hashes = {_hash_api_key(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
 
 
-class BodyMemory:
+class BodyMemoryBudget:
     """Memory budget for request bodies. A caller may hold at most as much as stays free, so others always find room."""
 
-    def __init__(self, size: int) -> None:
-        self._free = size
+    def __init__(self, max_bytes: int) -> None:
+        self._free = max_bytes
         self._held = Tally[Hashable]()
 
     @contextmanager
-    def reserve(self, caller: Hashable, size: int) -> Iterator[None]:
-        """Allocate `size` bytes for a body while the block runs. Raises: HttpError: the caller exceeds its share."""
-        if self._held[caller] + size > self._free - size:
+    def reserve(self, caller: Hashable, num_bytes: int) -> Iterator[None]:
+        """Allocate `num_bytes` bytes for a body while the block runs. Raises: HttpError: the caller uses too much."""
+        if self._held[caller] + num_bytes > self._free - num_bytes:
             remedy = "try again when other requests are finished"
             raise HttpError(
-                429, "no memory for the body", "busy", 5, field="body", found=f"{size:,} bytes", remedy=remedy
+                429, "no memory for the body", "busy", 5, field="body", found=f"{num_bytes:,} bytes", remedy=remedy
             )
-        self._add(caller, size)
+        self._adjust_usage(caller, num_bytes)
         try:
             yield
         finally:
-            self._add(caller, -size)
+            self._adjust_usage(caller, -num_bytes)
 
-    def _add(self, caller: Hashable, size: int) -> None:
-        self._free -= size
-        self._held[caller] += size
+    def _adjust_usage(self, caller: Hashable, num_bytes: int) -> None:
+        self._free -= num_bytes
+        self._held[caller] += num_bytes
         self._held = +self._held
 
 
@@ -137,21 +137,25 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
         ProcessCollector(registry=registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"lantern_{name}", text, ("model", *labels), registry=registry)
+        def make_counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"lantern_{name}", help_text, ("model", *labels), registry=registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"lantern_{name}_seconds", text, ("model",), buckets=BUCKETS, registry=registry)
+        def make_histogram(name: str, help_text: str) -> Histogram:
+            return Histogram(f"lantern_{name}_seconds", help_text, ("model",), buckets=BUCKETS, registry=registry)
 
-        self.requests = counter("requests", "Finished requests, by HTTP status.", "code")
-        self.images = counter("images", "Generated images, by method.", "method")
-        self.aborted = counter("aborted", "Requests that ended early, by reason: disconnected, deadline.", "reason")
-        self.tokens = counter("tokens", "Sampled tokens.")
-        self.passes = counter("target_passes", "Target passes, each counted once for every image in it.")
-        self.tvd = counter("realised_tvd", "Total variation distance caused by relaxed acceptance, summed over tokens.")
-        self.queue = histogram("queue", "Seconds before the first forward pass of a request.")
-        self.request = histogram("request", "Seconds of a whole request.")
-        self.picture = histogram("picture", "Seconds to decode and encode the images of a request.")
+        self.requests = make_counter("requests", "Finished requests, by HTTP status.", "code")
+        self.images = make_counter("images", "Generated images, by method.", "method")
+        self.aborted = make_counter(
+            "aborted", "Requests that ended early, by reason: disconnected, deadline.", "reason"
+        )
+        self.tokens = make_counter("tokens", "Sampled tokens.")
+        self.passes = make_counter("target_passes", "Target passes, each counted once for every image in it.")
+        self.tvd = make_counter(
+            "realised_tvd", "Total variation distance caused by relaxed acceptance, summed over tokens."
+        )
+        self.queue = make_histogram("queue", "Seconds before the first forward pass of a request.")
+        self.request = make_histogram("request", "Seconds of a whole request.")
+        self.picture = make_histogram("picture", "Seconds to decode and encode the images of a request.")
         self._running = Gauge("lantern_images_running", "Images being generated.", ("model",), registry=registry)
         self._waiting = Gauge("lantern_images_waiting", "Queued images.", ("model",), registry=registry)
         labels = ("model", "bundle", "digest", "version")
@@ -165,18 +169,18 @@ class Metrics:
 
     def count_completion(self, completion: Completion) -> None:
         """Count the images of a request and their costs."""
-        figures = completion.figures
-        model = figures.model
+        generation_stats = completion.generation_stats
+        model = generation_stats.model
         # Methods are labelled by name alone: parameters would make any number of labels.
-        self.images.labels(model, figures.method.partition(":")[0]).inc(len(figures.seeds))
+        self.images.labels(model, generation_stats.method.partition(":")[0]).inc(len(generation_stats.seeds))
         self.tokens.labels(model).inc(completion.output_tokens)
-        self.passes.labels(model).inc(figures.target_passes)
-        self.tvd.labels(model).inc(figures.realised_tvd_per_token * completion.output_tokens)
-        self.queue.labels(model).observe(figures.queue_seconds)
-        self.request.labels(model).observe(figures.seconds)
-        self.picture.labels(model).observe(figures.picture_seconds)
+        self.passes.labels(model).inc(generation_stats.target_passes)
+        self.tvd.labels(model).inc(generation_stats.realised_tvd_per_token * completion.output_tokens)
+        self.queue.labels(model).observe(generation_stats.queue_seconds)
+        self.request.labels(model).observe(generation_stats.seconds)
+        self.picture.labels(model).observe(generation_stats.picture_seconds)
 
-    def format_text(self, backends: Iterable[ImageBackend]) -> bytes:
+    def format_prometheus_text(self, backends: Iterable[ImageBackend]) -> bytes:
         """Return all metrics in Prometheus' text format."""
         for backend in backends:
             facts = backend.describe()
@@ -195,11 +199,11 @@ class ServerState:
         draining: whether the server is stopping.
     """
 
-    def __init__(self, limits: ServerLimits) -> None:
-        self.limits = limits
+    def __init__(self, server_limits: ServerLimits) -> None:
+        self.server_limits = server_limits
         self.keys: dict[bytes, str] = {}
-        self.load_keys()
-        self.body_memory = BodyMemory(limits.max_total_body_bytes)
+        self.load_api_keys()
+        self.body_memory = BodyMemoryBudget(server_limits.max_total_body_bytes)
         self.metrics = Metrics()
         self.backends: dict[str, ImageBackend] = {}
         self.active_requests = 0
@@ -211,67 +215,69 @@ class ServerState:
         """`loading`, `ready`, `draining`, or `failed` if a model can no longer generate images."""
         if self.draining:
             return "draining"
-        if not all(backend.alive for backend in self.backends.values()):
+        if not all(backend.is_alive for backend in self.backends.values()):
             return "failed"
         return "ready" if self.backends else "loading"
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def version_info(self) -> dict[str, Any]:
         """Version of the program, and the digest of each model's bundle."""
         digests = {name: backend.describe()["digest"] for name, backend in self.backends.items()}
         return {"version": __version__, "models": digests}
 
-    def check_open(self) -> None:
+    def check_accepting_requests(self) -> None:
         """Raise `HttpError` unless the server accepts requests."""
         if self.draining:
             raise HttpError(503, "the server is stopping", "draining", 5, remedy="use another server")
         if not self.backends:
             raise HttpError(503, "models are loading", "loading", 2, remedy="try again in a few seconds")
 
-    def load_keys(self) -> None:
+    def load_api_keys(self) -> None:
         """Read the API keys again, from the file or else the environment. Raises: RequestError: the old keys stay."""
-        if self.limits.api_key_file is not None:
-            self.keys = read_keys(self.limits.api_key_file)
+        if self.server_limits.api_key_file is not None:
+            self.keys = read_api_keys(self.server_limits.api_key_file)
         elif KEY_VARIABLE in os.environ:  # an empty variable is an error, as a server without keys is open to all
-            self.keys = parse_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
+            self.keys = parse_api_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
 
-    def check_key(self, http: HttpRequest) -> str:
+    def check_api_key(self, http_request: HttpRequest) -> str:
         """Return the name of the request's API key, empty if none is needed. Raises: HttpError: the key is invalid."""
         if not self.keys:
             return ""
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        digest = _hash_key(key.strip())
+        scheme, _, key = http_request.headers.get("authorization", "").partition(" ")
+        digest = _hash_api_key(key.strip())
         if scheme.lower() != "bearer" or digest not in self.keys:
             raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
-    def resolve_requests(self, parts: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+    def resolve_requests(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
         """Return the requests of a call with defaults, and the sizes that the operator maps the requested sizes to.
 
         Raises:
             HttpError: the limits do not allow them.
         """
-        limits = self.limits
-        requests = [set_defaults(request, limits.deadline) for request in parts]
+        server_limits = self.server_limits
+        requests = [check_and_set_defaults(request, server_limits.deadline) for request in raw_requests]
         for request in requests:
             method = (request.method or "").partition(":")[0]
-            if limits.methods and method and method not in limits.methods:  # qualities are always allowed
-                raise HttpError(400, field="method", found=format_value(method), expected=" or ".join(limits.methods))
-        if (images := sum(request.n or 1 for request in requests)) > limits.max_n:
-            raise HttpError(400, field="n", found=f"{images}", expected=f"at most {limits.max_n}")
-        sizes = [limits.mapped_sizes.get(request.size or "", request.size) for request in requests]
+            if server_limits.methods and method and method not in server_limits.methods:  # qualities are always allowed
+                raise HttpError(
+                    400, field="method", found=format_value(method), expected=" or ".join(server_limits.methods)
+                )
+        if (images := sum(request.n or 1 for request in requests)) > server_limits.max_n:
+            raise HttpError(400, field="n", found=f"{images}", expected=f"at most {server_limits.max_n}")
+        sizes = [server_limits.mapped_sizes.get(request.size or "", request.size) for request in requests]
         return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
     def find_backend(self, name: str | None) -> ImageBackend:
         """Return the model of a name or alias; None: the first model. Raises: HttpError: the model is unknown."""
         if name is None:
             return next(iter(self.backends.values()))
-        name = self.limits.aliases.get(name, name)
+        name = self.server_limits.aliases.get(name, name)
         if name not in self.backends:
-            names = ", ".join([*self.backends, *self.limits.aliases])
+            names = ", ".join([*self.backends, *self.server_limits.aliases])
             raise HttpError(404, code="model_not_found", field="model", found=format_value(name), expected=names)
         return self.backends[name]
 
 
-def _hash_key(key: str) -> bytes:
+def _hash_api_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -13,7 +13,7 @@ from html.entities import html5
 from html.parser import HTMLParser
 from urllib.parse import unquote_plus
 
-Steps = tuple[tuple[str, str], ...]  # Pairs of pattern and replacement, in order of application.
+Replacements = tuple[tuple[str, str], ...]  # Pairs of pattern and replacement, in order of application.
 
 _FILE_TYPES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
 _DOMAINS = "com|co|ru|net|org|edu|gov|it"
@@ -24,13 +24,13 @@ _DASHES = (
 _SYMBOLS = r"#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*"
 
 
-def _link_pattern(scheme: str) -> str:
+def _build_link_pattern(scheme: str) -> str:
     """Return a pattern that matches a scheme with its slashes, or a host name and path without an @ after it."""
     return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
 
 
-_LINKS: Steps = (("<person>", "person"), (_link_pattern("https?"), ""), (_link_pattern("www"), ""))
-_NOISE: Steps = (
+_LINKS: Replacements = (("<person>", "person"), (_build_link_pattern("https?"), ""), (_build_link_pattern("www"), ""))
+_NOISE: Replacements = (
     (r"@\w+\b", ""),  # user names
     (r"[\u31c0-\u9fff]+", ""),  # CJK
     (f"[{_DASHES}]+", "-"),
@@ -51,7 +51,7 @@ _NOISE: Steps = (
     (r"\s+\.\s+", " "),
 )
 _MAX_JOINTS = 3  # With more hyphens and underscores, they are separators of words.
-_CODES: Steps = (
+_CODES: Replacements = (
     (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # product codes
     (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
     (r"\b\d+[a-zA-Z]+\d+\b", ""),
@@ -74,27 +74,27 @@ _CODES: Steps = (
 
 def clean_caption(text: str) -> str:
     """Clean a prompt; the result may be empty."""
-    return _clean(_clean(text))
+    return _clean_once(_clean_once(text))
 
 
-def _clean(text: str) -> str:
+def _clean_once(text: str) -> str:
     from ftfy import fix_text  # The import takes 40 ms, which other prompts do not need.
 
-    text = _apply_steps(_LINKS, unquote_plus(text).strip().lower())
-    text = _apply_steps(_NOISE, _strip_markup(text))
+    text = _apply_replacements(_LINKS, unquote_plus(text).strip().lower())
+    text = _apply_replacements(_NOISE, _strip_markup(text))
     if len(re.findall("[-_]", text)) > _MAX_JOINTS:
         text = re.sub("[-_]", " ", text)
     text = html.unescape(html.unescape(fix_text(text))).strip()
-    return _apply_steps(_CODES, text).strip()
+    return _apply_replacements(_CODES, text).strip()
 
 
-def _apply_steps(steps: Steps, text: str) -> str:
-    for pattern, replacement in steps:
+def _apply_replacements(replacements: Replacements, text: str) -> str:
+    for pattern, replacement in replacements:
         text = re.sub(pattern, replacement, text)
     return text
 
 
-class _Text(HTMLParser):
+class _VisibleTextParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)  # Otherwise a truncated last entity would be decoded.
         self.parts: list[str] = []
@@ -122,7 +122,7 @@ class _Text(HTMLParser):
 def _strip_markup(text: str) -> str:
     if "<" not in text and "&" not in text:
         return text
-    parser = _Text()
+    parser = _VisibleTextParser()
     parser.feed(text)
     parser.close()
     return "".join(parser.parts)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
-from ..inputs import convert_read_errors, open_plain_file
+from ..inputs import convert_read_errors, open_regular_file
 
 BYTES_LIMIT = 1 << 30  # Maximum decompressed size of an array.
 _REMEDY = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
@@ -29,7 +29,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     """
     with (
         convert_read_errors(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY),
-        open_plain_file(path) as file,
+        open_regular_file(path) as file,
     ):
         with ZipFile(file) as archive:
             if large := next((info for info in archive.infolist() if info.file_size > BYTES_LIMIT), None):
@@ -54,8 +54,12 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
         return values.astype(np.float32), mask.astype(np.bool_)
 
 
-def _check_array(path: Path, name: str, array: NDArray[Any], valid: bool, kind: str, axes: int) -> None:
-    if not valid or array.ndim != axes or not array.size:
-        shape = ["prompts", "tokens", "dim"][:axes]
+def _check_array(
+    path: Path, name: str, array: NDArray[Any], is_valid: bool, expected_values: str, num_axes: int
+) -> None:
+    if not is_valid or array.ndim != num_axes or not array.size:
+        shape = ["prompts", "tokens", "dim"][:num_axes]
         actual = f"{name} {array.dtype} {list(array.shape)}"
-        raise RequestError(field=str(path), found=actual, expected=f"{kind} [{', '.join(shape)}]", remedy=_REMEDY)
+        raise RequestError(
+            field=str(path), found=actual, expected=f"{expected_values} [{', '.join(shape)}]", remedy=_REMEDY
+        )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BundleError, RequestError
-from ..inputs import convert_read_errors, format_value, read_plain_file
+from ..inputs import convert_read_errors, format_value, read_regular_file
 from .captions import clean_caption
 
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ _FILE_LIMIT = 1 << 26  # Maximum size of a tokenizer file in bytes.
 class CaptionTokenizer:
     """Tokenizer for conditions of kind `text`: cleans prompts unless `cleaning` is None, truncates long prompts."""
 
-    library: Tokenizer
+    hf_tokenizer: Tokenizer
     cleaning: Literal["llamagen"] | None
 
-    def has_id(self, token: int) -> bool:
+    def has_id(self, token_id: int) -> bool:
         """Return whether the vocabulary has a token id from 0."""
-        return self.library.id_to_token(token) is not None
+        return self.hf_tokenizer.id_to_token(token_id) is not None
 
-    def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
+    def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
         """Tokenize a prompt.
 
         Args:
-            slots: maximum number of tokens, special tokens included; further tokens are dropped.
+            max_tokens: maximum number of tokens, special tokens included; further tokens are dropped.
 
         Returns:
-            Token ids int64 `[n]`, 1 <= n <= `slots`.
+            Token ids int64 `[n]`, 1 <= n <= `max_tokens`.
 
         Raises:
             RequestError: nothing remains of the prompt after cleaning.
@@ -50,11 +50,13 @@ class CaptionTokenizer:
             actual = "only text that this model ignores (such as links, symbols and Chinese characters)"
             raise RequestError(field="prompt", found=actual, expected="a description in English")
         with _convert_tokenizer_errors():
-            encoding = self.library.encode(text, add_special_tokens=False)
-            encoding.truncate(slots - self.library.num_special_tokens_to_add(False))
-            ids = np.array(self.library.post_process(encoding).ids, np.int64)
-        if not 1 <= len(ids) <= slots:
-            raise BundleError(field="tokenizer.json", found=f"{len(ids)} tokens of a prompt", expected=f"1 .. {slots}")
+            encoding = self.hf_tokenizer.encode(text, add_special_tokens=False)
+            encoding.truncate(max_tokens - self.hf_tokenizer.num_special_tokens_to_add(False))
+            ids = np.array(self.hf_tokenizer.post_process(encoding).ids, np.int64)
+        if not 1 <= len(ids) <= max_tokens:
+            raise BundleError(
+                field="tokenizer.json", found=f"{len(ids)} tokens of a prompt", expected=f"1 .. {max_tokens}"
+            )
         return ids
 
 
@@ -63,39 +65,39 @@ class TemplateTokenizer:
     """Tokenizer for conditions of kind `tokens`. It rejects long prompts.
 
     Args:
-        library: tokenizer of the `tokenizers` library.
-        template: text in which the prompt replaces `{prompt}`. `for_size` replaces `{size}` by the image size.
+        hf_tokenizer: tokenizer of the `tokenizers` library.
+        template: text in which the prompt replaces `{prompt}`. `fill_size` replaces `{size}` by the image size.
     """
 
-    library: Tokenizer
+    hf_tokenizer: Tokenizer
     template: str = "{prompt}"
 
-    def for_size(self, name: str) -> TemplateTokenizer:
-        """Return a tokenizer for images of the size `name`."""
-        return replace(self, template=self.template.replace("{size}", name))
+    def fill_size(self, size_name: str) -> TemplateTokenizer:
+        """Return a tokenizer for images of the size `size_name`."""
+        return replace(self, template=self.template.replace("{size}", size_name))
 
-    def has_id(self, token: int) -> bool:
+    def has_id(self, token_id: int) -> bool:
         """Return whether the vocabulary has a token id from 0."""
-        return self.library.id_to_token(token) is not None
+        return self.hf_tokenizer.id_to_token(token_id) is not None
 
-    def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
+    def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
         """Tokenize a prompt in the template.
 
         Args:
-            slots: maximum number of tokens.
+            max_tokens: maximum number of tokens.
 
         Returns:
-            Token ids int64 `[n]`, 1 <= n <= `slots`.
+            Token ids int64 `[n]`, 1 <= n <= `max_tokens`.
 
         Raises:
             RequestError: the prompt has no tokens, or too many.
         """
         with _convert_tokenizer_errors():
-            ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
+            ids = self.hf_tokenizer.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
         if not ids:
             raise RequestError(field="prompt", found="no tokens", expected="a few words")
-        if len(ids) > slots:
-            raise RequestError(field="prompt", found=f"{len(ids):,} tokens", expected=f"at most {slots:,}")
+        if len(ids) > max_tokens:
+            raise RequestError(field="prompt", found=f"{len(ids):,} tokens", expected=f"at most {max_tokens:,}")
         return np.array(ids, np.int64)
 
 
@@ -103,7 +105,7 @@ def _convert_tokenizer_errors() -> AbstractContextManager[None]:
     return convert_read_errors(Path("tokenizer.json"), "a valid tokenizer", BundleError, "export the bundle again")
 
 
-def _check_template(text: str) -> None:
+def _check_post_processor(text: str) -> None:
     """Raise ValueError if a post-processor inserts an undefined token, which would crash the library."""
     processor = json.loads(text).get("post_processor") or {}
     for step in processor.get("processors", [processor]):
@@ -113,20 +115,20 @@ def _check_template(text: str) -> None:
             raise ValueError(f"token {format_value(min(unknown))} of the post-processor is not defined")
 
 
-def parse_tokenizer(content: bytes, truncation: bool = False) -> Tokenizer:
+def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokenizer:
     """Parse a tokenizer without padding and dropout, which training leaves in files: they would change prompts.
 
     Args:
-        content: content of `tokenizer.json`.
-        truncation: whether long texts are truncated as the file says.
+        json_bytes: content of `tokenizer.json`.
+        keeps_truncation: whether long texts are truncated as the file says.
     """
     from tokenizers import Tokenizer
 
-    text = content.decode()
-    _check_template(text)
+    text = json_bytes.decode()
+    _check_post_processor(text)
     library = Tokenizer.from_str(text)
     library.no_padding()
-    if not truncation:
+    if not keeps_truncation:
         library.no_truncation()
     if hasattr(library.model, "dropout"):
         library.model.dropout = None
@@ -140,4 +142,4 @@ def load_tokenizer(path: Path) -> Tokenizer:
         BundleError: the file is not a valid tokenizer.
     """
     with convert_read_errors(path, "a tokenizer", BundleError, "export the bundle again"):
-        return parse_tokenizer(read_plain_file(path, _FILE_LIMIT))
+        return parse_tokenizer(read_regular_file(path, _FILE_LIMIT))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, StrictInt, field_validator
 
 from ..errors import BundleError, RequestError
-from ..inputs import convert_read_errors, format_value, read_plain_file
+from ..inputs import convert_read_errors, format_value, read_regular_file
 
 PAD = "<pad>"
 UNKNOWN = "<unk>"
@@ -36,81 +36,84 @@ class WordTokenizer:
     """A vocabulary.
 
     Args:
-        ids: id of every word, including special tokens.
-        examples: prompts of known words.
+        word_ids: id of every word, including special tokens.
+        example_prompts: prompts of known words.
     """
 
-    ids: dict[str, int]
-    examples: tuple[str, ...] = ()
+    word_ids: dict[str, int]
+    example_prompts: tuple[str, ...] = ()
 
     @cached_property
     def words(self) -> tuple[str, ...]:
         """Sorted words that prompts may use."""
-        return tuple(sorted(self.ids.keys() - {PAD, UNKNOWN}))
+        return tuple(sorted(self.word_ids.keys() - {PAD, UNKNOWN}))
 
-    def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
-        """Convert a prompt to word ids int64 `[slots]`, padded with 0 on the right. Case and punctuation are ignored.
+    def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
+        """Convert a prompt to word ids int64 `[max_tokens]`, padded with 0 on the right. Case and punctuation are
+        ignored.
 
         Raises:
-            RequestError: the prompt has no word, more than `slots` words, or an unknown word.
+            RequestError: the prompt has no word, more than `max_tokens` words, or an unknown word.
         """
         words = _WORD.findall(prompt.lower())
         if not words:
-            expected = f"1 to {slots} words such as {', '.join(self.words[:3])}"
+            expected = f"1 to {max_tokens} words such as {', '.join(self.words[:3])}"
             raise RequestError(field="prompt", found="no words", expected=expected)
-        extra = len(words) - slots
+        extra = len(words) - max_tokens
         if extra > 0:
             actual = f"{len(words)} words"
-            raise RequestError(field="prompt", found=actual, expected=f"at most {slots}", remedy=f"remove {extra}")
-        unknown = [word for word in dict.fromkeys(words) if word not in self.ids]
+            raise RequestError(field="prompt", found=actual, expected=f"at most {max_tokens}", remedy=f"remove {extra}")
+        unknown = [word for word in dict.fromkeys(words) if word not in self.word_ids]
         if unknown:
-            raise self._unknown_words(unknown)
-        return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
+            raise self._make_unknown_words_error(unknown)
+        return np.array([self.word_ids[word] for word in words] + [0] * -extra, np.int64)
 
-    def has_id(self, token: int) -> bool:
+    def has_id(self, token_id: int) -> bool:
         """Return whether a token id from 0 is that of a word."""
-        return token < len(self.ids)
+        return token_id < len(self.word_ids)
 
     def find_nearest_examples(self, prompt: object) -> list[str]:
         """Return the three examples that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}
-        return nlargest(3, self.examples, key=lambda example: (len(words.intersection(example.split())), -len(example)))
+        return nlargest(
+            3, self.example_prompts, key=lambda example: (len(words.intersection(example.split())), -len(example))
+        )
 
-    def _unknown_words(self, unknown: list[str]) -> RequestError:
+    def _make_unknown_words_error(self, unknown_words: list[str]) -> RequestError:
         named = []
-        for word in unknown[:_MAX_NAMED]:
+        for word in unknown_words[:_MAX_NAMED]:
             similar = [known for known in self.words if abs(len(known) - len(word)) < 2 < len(known)]
             close = " or ".join(difflib.get_close_matches(word[:40], similar, n=3))
             named.append(format_value(word) + (f" (did you mean {close}?)" if close else ""))
-        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-        actual = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
-        longer = [word for word in " ".join(self.examples).split() if len(word) > 3]
+        more = f" and {len(unknown_words) - _MAX_NAMED} more" if len(unknown_words) > _MAX_NAMED else ""
+        actual = f"unknown word{'s' * (len(unknown_words) > 1)} {', '.join(named)}{more}"
+        longer = [word for word in " ".join(self.example_prompts).split() if len(word) > 3]
         listed = f", such as {', '.join([*dict.fromkeys(longer)][:3])}" if longer else f": {', '.join(self.words)}"
         expected = f"words among the {len(self.words)} that this model knows{listed}"
         remedy = f"`lantern-rt inspect BUNDLE --words` lists them; {ANY_WORDS}"
         return RequestError(field="prompt", found=actual, expected=expected, remedy=remedy)
 
 
-class _WordLevel(BaseModel):
+class _WordLevelModel(BaseModel):
     type: Literal["WordLevel"]
     unk_token: Literal["<unk>"]
     vocab: dict[str, StrictInt]
 
     @field_validator("vocab", mode="after")
     @classmethod
-    def _is_a_word_list(cls, ids: dict[str, int]) -> dict[str, int]:
-        if sorted(ids.values()) != list(range(len(ids))):
+    def _check_word_list(cls, word_ids: dict[str, int]) -> dict[str, int]:
+        if sorted(word_ids.values()) != list(range(len(word_ids))):
             raise ValueError("expected the ids 0, 1, ..., each once")
-        first, second, *words = [*sorted(ids, key=ids.__getitem__), "", ""]
-        if (first, second) != (PAD, UNKNOWN) or len(ids) < 3:
+        first, second, *words = [*sorted(word_ids, key=word_ids.__getitem__), "", ""]
+        if (first, second) != (PAD, UNKNOWN) or len(word_ids) < 3:
             raise ValueError(f"expected {PAD} with id 0, {UNKNOWN} with id 1, then words")
         if not all(re.fullmatch("[a-z]+", word) for word in words[:-2]):
             raise ValueError("expected words of letters a to z")
-        return ids
+        return word_ids
 
 
 class _TokenizerFile(BaseModel):
-    model: _WordLevel
+    model: _WordLevelModel
 
 
 def read_word_tokenizer(path: Path) -> WordTokenizer:
@@ -120,5 +123,5 @@ def read_word_tokenizer(path: Path) -> WordTokenizer:
         BundleError: the file is not a valid word list.
     """
     with convert_read_errors(path, "a tokenizer of known words", BundleError, "export the bundle again"):
-        text = read_plain_file(path, _FILE_LIMIT)
+        text = read_regular_file(path, _FILE_LIMIT)
         return WordTokenizer(_TokenizerFile.model_validate_json(text).model.vocab)

@@ -33,10 +33,10 @@ def vq(
     ] = None,
 ) -> None:
     """Train the VQ tokenizer, or continue its training."""
-    from .vq import find_vq_size, train_vq
+    from .vq import find_vq_config, train_vq
 
     torch.set_num_threads(threads)
-    config = None if size is None else find_vq_size(size)
+    config = None if size is None else find_vq_config(size)
     train_vq(work, minutes, batch=batch, device=device, config=config)
 
 
@@ -49,10 +49,10 @@ def sharpen(
     device: Device = "cpu",
 ) -> None:
     """Train the tokenizer's decoder further, against a critic; codes keep their meaning."""
-    from .sharpen import train_sharpen
+    from .sharpen import sharpen_vq_decoder
 
     torch.set_num_threads(threads)
-    train_sharpen(work, minutes, batch, device)
+    sharpen_vq_decoder(work, minutes, batch, device)
 
 
 @app.command()
@@ -70,12 +70,12 @@ def target(
     ] = None,
 ) -> None:
     """Train the target, or continue its training."""
-    from .model import find_size
+    from .model import find_target_config
     from .target import train_target
 
     torch.set_num_threads(threads)
-    config = None if size is None else find_size(size)
-    train_target(work, minutes, cooldown, batch, compiled=compiled, device=device, size=config)
+    config = None if size is None else find_target_config(size)
+    train_target(work, minutes, cooldown, batch, compiled=compiled, device=device, target_config=config)
 
 
 @app.command()
@@ -87,10 +87,10 @@ def distil(
     device: Device = "cpu",
 ) -> None:
     """Teach the target to draw without guidance as it draws with guidance, or continue to."""
-    from .distil import train_distil
+    from .distil import distil_guidance
 
     torch.set_num_threads(threads)
-    train_distil(work, minutes, batch, device=device)
+    distil_guidance(work, minutes, batch, device=device)
 
 
 @app.command()
@@ -130,7 +130,7 @@ def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2)
     train_judge(work, minutes)
 
 
-def _announce(stage: str, done: int, total: int) -> None:
+def _print_stage(stage: str, done: int, total: int) -> None:
     """Print a line when a stage begins."""
     if not done:
         print(stage, flush=True)
@@ -150,7 +150,7 @@ def bundle(
     """Write the bundle."""
     from .bundle import write_scenes_bundle
 
-    write_scenes_bundle(work, output, force, _announce, compute, precision, vq_precision=vq_precision)
+    write_scenes_bundle(work, output, force, _print_stage, compute, precision, vq_precision=vq_precision)
 
 
 @app.command()
@@ -160,9 +160,9 @@ def restore(
     only_vq: Annotated[bool, typer.Option("--only-vq", help="The tokenizer only, to train another target.")] = False,
 ) -> None:
     """Make a work folder from a bundle, to go on training where no checkpoints are left."""
-    from .restore import restore_work
+    from .restore import restore_work_folder
 
-    restore_work(bundle, work, only_vq)
+    restore_work_folder(bundle, work, only_vq)
 
 
 @app.command()
@@ -201,10 +201,10 @@ def render(
 ) -> None:
     """Draw a sheet of training scenes."""
     from .data import render_images
-    from .evaluate import contact_sheet
+    from .evaluate import make_contact_sheet
 
     pictures = render_images(count, seed)
-    contact_sheet([pictures], 8, rows=-(-count // 8)).save(output)
+    make_contact_sheet([pictures], 8, num_rows=-(-count // 8)).save(output)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ CHUNK = 125  # scenes that a process renders at a time
 FEWEST = 500  # scenes worth starting processes for: a second of one core
 
 
-def draw_scenes(count: int, seed: int) -> list[Scene]:
+def sample_scenes(count: int, seed: int) -> list[Scene]:
     """Draw `count` scenes from a seed."""
     rng = np.random.default_rng((seed, 0))
     return [sample_scene(rng) for _ in range(count)]
 
 
 def render_images(count: int, seed: int, size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
-    """Render the images of `draw_scenes(count, seed)`: uint8 `[count, size, size, 3]`."""
-    return render_scenes(draw_scenes(count, seed), size, workers)
+    """Render the images of `sample_scenes(count, seed)`: uint8 `[count, size, size, 3]`."""
+    return render_scenes(sample_scenes(count, seed), size, workers)
 
 
 def render_scenes(scenes: list[Scene], size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:

@@ -19,12 +19,12 @@ from lantern_rt.train.muon import Muon
 from lantern_rt.train.precision import mixed_precision
 
 from .checkpoints import load_checkpoint, save_checkpoint
-from .data import draw_scenes, render_scenes
+from .data import render_scenes, sample_scenes
 from .model import GUIDANCE, ScenesTarget
 from .stopwatch import Stopwatch
-from .target import follow, load_target, update
+from .target import load_target, update_average, update_weights
 from .text import encode_caption
-from .vocabulary import describe
+from .vocabulary import write_caption
 from .vq import GRID, load_vq
 
 SCENES = 2048  # gone through over and over; the teacher reads them once
@@ -32,22 +32,22 @@ SEED = 710_000  # seed of the training scenes
 BLANK = 0.06  # share of scenes without a caption, where nothing changes: more guidance and negative prompts need them
 
 
-def guided_logits(model: ScenesTarget, captions: Tensor, codes: Tensor, blank: Tensor) -> Tensor:
-    """Return guided logits `[rows, 256, codes]`; rows marked in `blank [rows]` have neither caption nor guidance."""
-    unconditional = model.logits(captions, codes, torch.ones_like(blank))
-    conditional = model.logits(captions, codes, blank)
+def compute_guided_logits(model: ScenesTarget, captions: Tensor, codes: Tensor, blank_rows: Tensor) -> Tensor:
+    """Return guided logits `[rows, 256, codes]`; `blank_rows [rows]` marks rows without caption and guidance."""
+    unconditional = model.logits(captions, codes, torch.ones_like(blank_rows))
+    conditional = model.logits(captions, codes, blank_rows)
     return unconditional + GUIDANCE * (conditional - unconditional)
 
 
-def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+def compute_kl_divergence(teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
     """Return the mean Kullback-Leibler divergence of the student from the teacher in nats a token, from logits."""
     teacher_log_probs, student_log_probs = (
-        logits.float().log_softmax(-1).flatten(0, 1) for logits in (teacher, student)
+        logits.float().log_softmax(-1).flatten(0, 1) for logits in (teacher_logits, student_logits)
     )
     return F.kl_div(student_log_probs, teacher_log_probs, reduction="batchmean", log_target=True)
 
 
-def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, device: str = "cpu") -> None:
+def distil_guidance(work_folder: Path, minutes: float, batch: int = 8, lr: float = 0.006, device: str = "cpu") -> None:
     """Train until the student has had `minutes`; the rate falls to zero over them.
 
     The teacher is `guided.pt`, a copy of `target.pt` as it was before the first call; `target.pt` becomes the student's
@@ -55,11 +55,11 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
     """
     torch.set_flush_denormal(True)  # denormal numbers, such as tiny probabilities, are slow
     torch.manual_seed(8)
-    state_path = work / "distil-state.pt"
-    guided = work / "guided.pt"
+    state_path = work_folder / "distil-state.pt"
+    guided = work_folder / "guided.pt"
     if not guided.exists():
-        save_checkpoint(guided, load_checkpoint(work / "target.pt"))
-    teacher = load_target(work, guided.name).to(device)
+        save_checkpoint(guided, load_checkpoint(work_folder / "target.pt"))
+    teacher = load_target(work_folder, guided.name).to(device)
     student = copy.deepcopy(teacher).train()
     average = copy.deepcopy(student)
     matrices = [w for w in student.decoder.parameters() if w.ndim == 2]
@@ -78,14 +78,14 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
     if earlier_seconds >= 60 * minutes:
         print(f"the student has had its {minutes:g} minutes")
         return
-    captions, codes, blank, teacher_logits = make_lessons(work, teacher, device)
+    captions, codes, blank_rows, teacher_logits = make_distillation_data(work_folder, teacher, device)
     watch = Stopwatch(device, earlier_seconds)
 
     def save() -> None:
         numbers = {"step": step, "seconds": watch.seconds()}
         save_checkpoint(state_path, {name: part.state_dict() for name, part in parts.items()} | numbers)
         weights = {"model": average.state_dict(), "seen": step * batch, "config": asdict(student.config)}
-        save_checkpoint(work / "target.pt", weights | {"cfg_scale": 1.0})
+        save_checkpoint(work_folder / "target.pt", weights | {"cfg_scale": 1.0})
 
     last_save = earlier_seconds
     last_print = earlier_seconds
@@ -98,10 +98,10 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
         epoch, offset = divmod(step * batch, len(codes))
         chosen = torch.from_numpy(np.random.default_rng((SEED, epoch)).permutation(len(codes))[offset : offset + batch])
         with mixed_precision(device):
-            student_logits = student.logits(*(table[chosen].to(device) for table in (captions, codes, blank)))
-            loss = divergence(teacher_logits[chosen].to(device), student_logits)
-        update(loss, muon, adam)
-        follow(average, student, min(0.99, (step + 1) / (step + 10)))
+            student_logits = student.logits(*(table[chosen].to(device) for table in (captions, codes, blank_rows)))
+            loss = compute_kl_divergence(teacher_logits[chosen].to(device), student_logits)
+        update_weights(loss, muon, adam)
+        update_average(average, student, min(0.99, (step + 1) / (step + 10)))
         running_loss.lerp_(loss.detach(), max(0.02, 1 / (step - first_step + 1)))
         step += 1
         now = watch.seconds()
@@ -116,17 +116,19 @@ def train_distil(work: Path, minutes: float, batch: int = 8, lr: float = 0.006, 
 
 
 @torch.no_grad()
-def make_lessons(work: Path, teacher: ScenesTarget, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_distillation_data(
+    work_folder: Path, teacher: ScenesTarget, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return caption ids, codes, blank rows and the teacher's logits of all training scenes.
 
     Shapes: `[scenes, 24]`, `[scenes, 256]`, `[scenes]`, and `[scenes, 256, codes]` in float16: 2 GB.
     """
-    vq = load_vq(work).to(device)
+    vq = load_vq(work_folder).to(device)
     # Of twice as many scenes all that have two solids: without more of them, students lost most there.
-    scenes = sorted(draw_scenes(2 * SCENES, SEED), key=lambda scene: -len(scene.solids))[:SCENES]
+    scenes = sorted(sample_scenes(2 * SCENES, SEED), key=lambda scene: -len(scene.solids))[:SCENES]
     rng = np.random.default_rng(SEED)
-    captions = torch.from_numpy(np.stack([encode_caption(describe(scene, rng)) for scene in scenes]))
-    blank = torch.from_numpy(rng.random(SCENES) < BLANK)
+    captions = torch.from_numpy(np.stack([encode_caption(write_caption(scene, rng)) for scene in scenes]))
+    blank_rows = torch.from_numpy(rng.random(SCENES) < BLANK)
     codes = torch.zeros(SCENES, GRID * GRID, dtype=torch.int64)
     teacher_logits = torch.zeros(SCENES, GRID * GRID, vq.config.codes, dtype=torch.float16)
     for i in range(0, SCENES, 16):
@@ -135,7 +137,7 @@ def make_lessons(work: Path, teacher: ScenesTarget, device: str) -> tuple[Tensor
         chunk = slice(i, i + 16)
         codes[chunk] = torch.from_numpy(vq.encode(render_scenes(scenes[chunk], vq.config.image_size)).astype(np.int64))
         with mixed_precision(device):
-            teacher_logits[chunk] = guided_logits(
-                teacher, *(table[chunk].to(device) for table in (captions, codes, blank))
+            teacher_logits[chunk] = compute_guided_logits(
+                teacher, *(table[chunk].to(device) for table in (captions, codes, blank_rows))
             ).cpu()
-    return captions, codes, blank, teacher_logits
+    return captions, codes, blank_rows, teacher_logits

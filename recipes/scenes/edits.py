@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from lantern_rt.pipeline import Pipeline
 
-from .evaluate import PROMPT_SEED, by_name, interval
-from .judge import Judge, judge, load_judge
-from .vocabulary import COLOURS, SHAPES, Scene, Solid, describe, sample_scene
+from .evaluate import PROMPT_SEED, compute_wilson_interval, group_by_attribute
+from .judge import SceneJudge, judge, load_judge
+from .vocabulary import COLOURS, SHAPES, Scene, Solid, sample_scene, write_caption
 
 METHOD = "sjd:window=7"
 TOP_ROW = 4  # first row of codes that an edit draws again, in one half of the image
@@ -27,65 +27,70 @@ SEED = 5000  # first seed of the edits; whole images have other seeds
 TRIES = 4
 
 
-def change_solid(scene: Scene, side: int, rng: np.random.Generator) -> Scene:
+def change_solid(scene: Scene, solid_index: int, rng: np.random.Generator) -> Scene:
     """Return the scene with another colour and shape of one solid."""
-    previous = scene.solids[side]
+    previous = scene.solids[solid_index]
     colour = rng.choice([name for name in COLOURS if name != previous.colour])
     shape = rng.choice([name for name in SHAPES if name != previous.shape])
     solids = list(scene.solids)
-    solids[side] = Solid(str(shape), str(colour), previous.size, previous.finish, previous.x)
+    solids[solid_index] = Solid(str(shape), str(colour), previous.size, previous.finish, previous.x)
     return replace(scene, solids=tuple(solids))
 
 
-def mark_edit(critic: Judge, scene: Scene, side: int, picture: NDArray[np.uint8]) -> dict[str, bool]:
+def judge_edit(judge_model: SceneJudge, scene: Scene, solid_index: int, picture: NDArray[np.uint8]) -> dict[str, bool]:
     """Return which attributes the judge finds as in the scene: of the changed and the kept solid, and around them."""
-    (verdict,) = judge(critic, picture[None], [2])
+    (verdict,) = judge(judge_model, picture[None], [2])
     found_solids = list(verdict.solids.values())
     marks = {"sky": verdict.sky == scene.sky, "ground": verdict.ground == scene.ground}
-    for name, i in (("changed", side), ("kept", 1 - side)):
+    for name, i in (("changed", solid_index), ("kept", 1 - solid_index)):
         expected_solid = scene.solids[i]
         colour, shape = found_solids[i] if i < len(found_solids) else ("", "")
         marks |= {f"{name} colour": colour == expected_solid.colour, f"{name} shape": shape == expected_solid.shape}
     return marks
 
 
-def edge_difference(picture: NDArray[np.uint8], columns: slice, cell: int) -> float:
+def measure_edge_difference(picture: NDArray[np.uint8], columns: slice, cell_size: int) -> float:
     """Return the mean difference of pixels at both sides of the mask's lower edge."""
-    lower = picture[BOTTOM_ROW * cell, columns].astype(float) - picture[BOTTOM_ROW * cell - 1, columns]
+    lower = picture[BOTTOM_ROW * cell_size, columns].astype(float) - picture[BOTTOM_ROW * cell_size - 1, columns]
     return float(np.abs(lower).mean())
 
 
-def evaluate_edits(bundle: Path | str, work: Path | None, count: int, threads: int | None = None) -> dict[str, Any]:
+def evaluate_edits(
+    bundle: Path | str, work_folder: Path | None, count: int, threads: int | None = None
+) -> dict[str, Any]:
     """Return the agreement of `count` edits and of whole images, and the step at the mask's lower edge."""
     pipe = Pipeline.from_bundle(bundle, threads)
-    critic = load_judge(work)
+    judge_model = load_judge(work_folder)
     size = pipe.bundle.manifest.size()
-    width, height = pipe.bundle.manifest.pixels(size)
-    cell = height // size.rows
+    width, height = pipe.bundle.manifest.size_in_pixels(size)
+    cell_size = height // size.rows
     rng = np.random.default_rng(PROMPT_SEED)
     marks: dict[str, list[dict[str, bool]]] = {"edit": [], "best of four": [], "whole": []}
     edge_steps: dict[str, list[float]] = {name: [] for name in (*marks, "before")}
     report: dict[str, Any] = {}
     for i in range(count):
-        scene = sample_scene(rng, two_solids=1)
+        scene = sample_scene(rng, two_solids_probability=1)
         side = i % 2
         changed_scene = change_solid(scene, side, rng)
-        prompts = [describe(described_scene, rng, complete=True) for described_scene in (scene, changed_scene)]
+        prompts = [write_caption(described_scene, rng, complete=True) for described_scene in (scene, changed_scene)]
         original, whole = pipe(prompts, seed=[1000 + i, 1000 + i], method=METHOD).images
         columns = slice(width // 2, width) if side else slice(width // 2)
         mask = np.zeros((height, width), bool)
-        mask[TOP_ROW * cell : BOTTOM_ROW * cell, columns] = True
+        mask[TOP_ROW * cell_size : BOTTOM_ROW * cell_size, columns] = True
         options: Any = {"seed": SEED + i, "method": METHOD}
         edit, best_edit = (pipe.edit(original, mask, prompts[1], tries=n, **options).images[0] for n in (1, TRIES))
         for name, picture in zip(edge_steps, (edit, best_edit, whole, original), strict=True):
-            edge_steps[name].append(edge_difference(np.asarray(picture), columns, cell))
+            edge_steps[name].append(measure_edge_difference(np.asarray(picture), columns, cell_size))
             if name in marks:
-                marks[name].append(mark_edit(critic, changed_scene, side, np.asarray(picture)))
+                marks[name].append(judge_edit(judge_model, changed_scene, side, np.asarray(picture)))
         if (i + 1) % 20 == 0 or i + 1 == count:
             report = {
                 "edits": i + 1,
                 "agreement": {
-                    name: {attribute: interval(values) for attribute, values in by_name(attribute_marks).items()}
+                    name: {
+                        attribute: compute_wilson_interval(values)
+                        for attribute, values in group_by_attribute(attribute_marks).items()
+                    }
                     for name, attribute_marks in marks.items()
                 },
                 "step at the lower edge": {name: round(float(np.mean(steps)), 2) for name, steps in edge_steps.items()},

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from .data import draw_scenes, render_scenes
+from .data import render_scenes, sample_scenes
 from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene
 from .vq import load_vq, to_tensor
 
@@ -35,16 +35,22 @@ ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
 FRESH_SEED = 910_000
 
 
-class Judge(nn.Module):
+class SceneJudge(nn.Module):
     """Images `[n, 3, 128, 128]` -> logits for sky, ground, and per place colour and shape."""
 
     def __init__(self) -> None:
         super().__init__()
 
-        def block(inputs: int, outputs: int) -> list[nn.Module]:
-            return [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.BatchNorm2d(outputs), nn.SiLU()]
+        def make_conv_block(in_channels: int, out_channels: int) -> list[nn.Module]:
+            return [
+                nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1),
+                nn.BatchNorm2d(out_channels),
+                nn.SiLU(),
+            ]
 
-        self.body = nn.Sequential(*block(3, 24), *block(24, 48), *block(48, 96), *block(96, 128))  # 8 x 8
+        self.body = nn.Sequential(
+            *make_conv_block(3, 24), *make_conv_block(24, 48), *make_conv_block(48, 96), *make_conv_block(96, 128)
+        )  # 8 x 8
         self.scene = nn.Linear(128 * 4, len(SKIES) + len(GROUNDS))
         self.place = nn.Sequential(
             nn.Linear(128 * 8 * 4, 192), nn.SiLU(), nn.Linear(192, 2 + len(COLOURS) + len(SHAPES))
@@ -61,7 +67,7 @@ class Judge(nn.Module):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DetectedScene:
     """The attributes found in an image: sky, ground, and the (colour, shape) of the solid at each place."""
 
     sky: str
@@ -69,7 +75,7 @@ class Verdict:
     solids: dict[str, tuple[str, str]]
 
 
-def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_class_labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return class indices of scenes: sky `[n]`, ground `[n]`, colour `[n, places]`, shape `[n, places]`."""
     colours = np.zeros((len(scenes), 3), np.int64)
     shapes = np.zeros((len(scenes), 3), np.int64)
@@ -84,47 +90,47 @@ def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def judge(model: Judge, pictures: NDArray[np.uint8], solids: list[int]) -> list[Verdict]:
-    """Judge images uint8 `[n, size, size, 3]`; `solids[i]` is the number of solids that image i should hold.
+def judge(model: SceneJudge, pictures: NDArray[np.uint8], num_solids: list[int]) -> list[DetectedScene]:
+    """Judge images uint8 `[n, size, size, 3]`; `num_solids[i]` is the number of solids that image i should hold.
 
     The places with the strongest evidence of a solid are taken.
     """
     verdicts = []
-    sky, ground, colours, shapes = model(_to_judged(pictures))
+    sky, ground, colours, shapes = model(_to_judge_input(pictures))
     present = 1 - colours.softmax(-1)[..., ABSENT]
-    for i, count in enumerate(solids):
+    for i, count in enumerate(num_solids):
         places = sorted(present[i].topk(count).indices.tolist())
         solids_by_place = {
             PLACES[p]: (COLOURS[int(colours[i, p, 1:].argmax())], SHAPES[int(shapes[i, p, 1:].argmax())])
             for p in places
         }
-        verdicts.append(Verdict(SKIES[int(sky[i].argmax())], GROUNDS[int(ground[i].argmax())], solids_by_place))
+        verdicts.append(DetectedScene(SKIES[int(sky[i].argmax())], GROUNDS[int(ground[i].argmax())], solids_by_place))
     return verdicts
 
 
-def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, seed: int = 4) -> None:
-    """Train for `minutes`, write `work/judge.onnx`, and print its accuracy on fresh scenes."""
+def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch: int = 32, seed: int = 4) -> None:
+    """Train for `minutes`, write `work_folder/judge.onnx`, and print its accuracy on fresh scenes."""
     torch.manual_seed(seed)
-    vq = load_vq(work)
+    vq = load_vq(work_folder)
     size = vq.config.image_size
-    scenes = draw_scenes(pool, seed + 77)
+    scenes = sample_scenes(num_scenes, seed + 77)
     parts = []
-    for i in range(0, pool, 500):
+    for i in range(0, num_scenes, 500):
         rendered = render_scenes(scenes[i : i + 500], size)
         with torch.no_grad():
-            if i < pool // 2:
-                rendered = _to_images(vq.decode(torch.from_numpy(vq.encode(rendered).astype(np.int64))))
-            parts.append(_to_images(_to_judged(rendered)))
+            if i < num_scenes // 2:
+                rendered = _to_uint8_images(vq.decode(torch.from_numpy(vq.encode(rendered).astype(np.int64))))
+            parts.append(_to_uint8_images(_to_judge_input(rendered)))
     pictures = np.concatenate(parts)
-    targets = labels(scenes)
-    model = Judge()
+    targets = make_class_labels(scenes)
+    model = SceneJudge()
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
     rng = np.random.default_rng(seed)
     start = last_print = time.monotonic()
     step = 0
     while (progress := (time.monotonic() - start) / (60 * minutes)) < 1:
         optimiser.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (1 - progress) / 0.7)
-        chosen = rng.integers(0, pool, batch)
+        chosen = rng.integers(0, num_scenes, batch)
         images = to_tensor(pictures[chosen])
         images = images * torch.empty(batch, 1, 1, 1).uniform_(0.92, 1.08) + 0.06 * torch.randn_like(images)
         losses = [
@@ -142,25 +148,25 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
     for weight in model.parameters():  # the file stores matrices and kernels in float16
         weight.data = weight.data.half().float() if weight.ndim > 1 else weight.data
     model.eval()
-    fresh_scenes = draw_scenes(1000, FRESH_SEED)
-    accuracy = judge_accuracy(model, fresh_scenes, render_scenes(fresh_scenes, size))
-    save_judge(model, work / JUDGE_FILE)
+    fresh_scenes = sample_scenes(1000, FRESH_SEED)
+    accuracy = measure_judge_accuracy(model, fresh_scenes, render_scenes(fresh_scenes, size))
+    save_judge(model, work_folder / JUDGE_FILE)
     print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
 
-def judge_accuracy(model: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, float]:
-    """Return the share of attributes that the judge reads correctly, by their names in `agreement`."""
+def measure_judge_accuracy(model: SceneJudge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, float]:
+    """Return the share of attributes that the judge reads correctly, by their names in `compare_attributes`."""
     verdicts = [
         verdict
         for i in range(0, len(scenes), 100)
         for verdict in judge(model, pictures[i : i + 100], [len(s.solids) for s in scenes[i : i + 100]])
     ]
-    marks = [agreement(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
+    marks = [compare_attributes(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
     names = sorted({name for mark in marks for name in mark})
     return {name: float(np.mean([mark[name] for mark in marks if name in mark])) for name in names}
 
 
-def agreement(scene: Scene, verdict: Verdict) -> dict[str, bool]:
+def compare_attributes(scene: Scene, verdict: DetectedScene) -> dict[str, bool]:
     """Return which attributes agree: sky, ground; for single solids colour, shape, position; for two, `pair`."""
     marks = {"sky": scene.sky == verdict.sky, "ground": scene.ground == verdict.ground}
     if len(scene.solids) == 1:
@@ -175,11 +181,11 @@ def agreement(scene: Scene, verdict: Verdict) -> dict[str, bool]:
     return marks
 
 
-def load_judge(work: Path | None = None) -> Judge:
+def load_judge(work_folder: Path | None = None) -> SceneJudge:
     """Load the judge of a work folder, or the shipped judge where the folder has none."""
-    trained = work / JUDGE_FILE if work else None
-    stored = _weights(onnx.load(trained if trained and trained.exists() else SHIPPED_JUDGE))
-    model = Judge()
+    trained = work_folder / JUDGE_FILE if work_folder else None
+    stored = _read_judge_weights(onnx.load(trained if trained and trained.exists() else SHIPPED_JUDGE))
+    model = SceneJudge()
     state = model.state_dict()
     arrays = {name: numpy_helper.to_array(stored[name]) for name in state.keys() & stored.keys()}
     for name, array in arrays.items():  # some products have their matrix transposed
@@ -188,11 +194,11 @@ def load_judge(work: Path | None = None) -> Judge:
     return model.eval()
 
 
-def save_judge(model: Judge, path: Path) -> None:
+def save_judge(model: SceneJudge, path: Path) -> None:
     """Write the graph that comes with the recipe, with this judge's weights; matrices and kernels as float16."""
     graph = onnx.load(SHIPPED_JUDGE)
     state = model.state_dict()
-    for name, tensor in _weights(graph).items():
+    for name, tensor in _read_judge_weights(graph).items():
         old = numpy_helper.to_array(tensor)
         new = state[name].numpy()
         new = np.ascontiguousarray(new if new.shape == old.shape else new.T, old.dtype)
@@ -200,17 +206,17 @@ def save_judge(model: Judge, path: Path) -> None:
     path.write_bytes(graph.SerializeToString())
 
 
-def _weights(graph: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+def _read_judge_weights(graph: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """Return the judge's weights in its graph, by their names in the module."""
     tensors = [tensor for tensor in graph.graph.initializer if tensor.name.startswith("judge.")]
     return {tensor.name.removeprefix("judge.").removesuffix(".half"): tensor for tensor in tensors}
 
 
-def _to_judged(pictures: NDArray[np.uint8]) -> Tensor:
+def _to_judge_input(pictures: NDArray[np.uint8]) -> Tensor:
     """Scale images to `[n, 3, 128, 128]` in [-1, 1], the judge's input."""
     return F.adaptive_avg_pool2d(to_tensor(pictures), SEEN)
 
 
-def _to_images(images: Tensor) -> NDArray[np.uint8]:
+def _to_uint8_images(images: Tensor) -> NDArray[np.uint8]:
     scaled = (images.clamp(-1, 1) + 1) * 127.5
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()

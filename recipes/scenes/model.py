@@ -20,7 +20,7 @@ from lantern_rt.errors import RequestError
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 
 from .text import SLOTS, WORDS
-from .vq import CODE_DIM, GRID, VQConfig
+from .vq import CODE_DIM, GRID, ScenesVQConfig
 
 CONFIG = DecoderConfig(
     hidden_size=320,
@@ -28,7 +28,7 @@ CONFIG = DecoderConfig(
     num_heads=5,
     num_kv_heads=5,
     intermediate_size=896,
-    vocab_size=VQConfig().codes,
+    vocab_size=ScenesVQConfig().codes,
     grid=GRID,
     prefix=SLOTS,
     prefix_rotation="identity",
@@ -42,32 +42,32 @@ SIZES: Mapping[str, DecoderConfig] = {
 }
 
 
-def find_size(name: str) -> DecoderConfig:
+def find_target_config(name: str) -> DecoderConfig:
     """Return the size with this name; RequestError if there is none."""
     if name not in SIZES:
         raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(SIZES)}")
     return SIZES[name]
 
 
-def size_name(config: DecoderConfig) -> str:
+def format_size_name(config: DecoderConfig) -> str:
     """Return the name of a target's size, whatever its codes; its width and layers if it has no name."""
     named = (name for name, size in SIZES.items() if replace(size, vocab_size=config.vocab_size) == config)
     return next(named, f"{config.hidden_size}x{config.num_layers}")
 
 
-class CodeTable(nn.Module):
+class CodeEmbeddingTable(nn.Module):
     """A table `[codes, width]`: learned rows plus a map of fixed features of the codebook vectors."""
 
     features: Tensor
 
-    def __init__(self, codebook: Tensor, width: int, scale: float) -> None:
+    def __init__(self, codebook: Tensor, width: int, init_scale: float) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(11)
         waves = torch.randn(CODE_DIM, 96, generator=generator) * torch.linspace(0.5, 3.0, 96)
         angles = codebook @ waves * math.pi
         self.register_buffer("features", torch.cat([codebook, angles.sin(), angles.cos()], 1))
-        self.rows = nn.Parameter(torch.randn(len(codebook), width) * 0.5 * scale)
-        self.map = nn.Parameter(torch.randn(self.features.shape[1], width) * scale / 10)
+        self.rows = nn.Parameter(torch.randn(len(codebook), width) * 0.5 * init_scale)
+        self.map = nn.Parameter(torch.randn(self.features.shape[1], width) * init_scale / 10)
 
     def forward(self) -> Tensor:
         return self.rows + self.features @ self.map
@@ -86,33 +86,33 @@ class ScenesTarget(nn.Module):
         self.words = nn.Embedding(len(WORDS), config.hidden_size)
         self.slots = nn.Parameter(torch.randn(SLOTS, config.hidden_size) * 0.3)
         self.uncond_embedding = nn.Parameter(torch.randn(SLOTS, config.hidden_size) * 0.3)
-        self.code_embedding = CodeTable(codebook, config.hidden_size, 1.0)
-        self.code_head = CodeTable(codebook, config.hidden_size, config.hidden_size**-0.5)
+        self.code_embedding = CodeEmbeddingTable(codebook, config.hidden_size, 1.0)
+        self.code_head = CodeEmbeddingTable(codebook, config.hidden_size, config.hidden_size**-0.5)
         self.decoder = Decoder(config)
         for name, weight in self.decoder.named_parameters():
             if weight.ndim == 2:
                 spread = weight.shape[1] ** -0.5
                 nn.init.normal_(weight, std=spread * (0.3 if name.endswith(("out.weight", "down.weight")) else 1.0))
-        del self.decoder.head  # the head is `code_head` until `fold`
+        del self.decoder.head  # the head is `code_head` until `fold_code_tables`
 
-    def prefix(self, caption_ids: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Return prefix embeddings `[rows, 24, width]`; rows marked in `dropped` lose their caption."""
+    def prefix(self, caption_ids: Tensor, dropped_captions: Tensor | None = None) -> Tensor:
+        """Return prefix embeddings `[rows, 24, width]`; rows marked in `dropped_captions` lose their caption."""
         embeds: Tensor = self.words(caption_ids) + self.slots
-        if dropped is not None:
-            embeds = torch.where(dropped[:, None, None], self.uncond_embedding, embeds)
+        if dropped_captions is not None:
+            embeds = torch.where(dropped_captions[:, None, None], self.uncond_embedding, embeds)
         return embeds
 
-    def hidden(self, prefix: Tensor, codes: Tensor) -> Tensor:
+    def compute_hidden_states(self, prefix: Tensor, codes: Tensor) -> Tensor:
         """Return hidden states `[rows, codes, width]` that predict each of `codes [rows, n]`."""
         inputs = F.embedding(codes[:, :-1], self.code_embedding())
         states = self.decoder.forward_sequences(torch.cat([prefix, inputs], 1))
         return states[:, SLOTS - 1 :]
 
-    def logits(self, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Return unguided logits `[rows, 256, vocab]` of each code; rows in `dropped [rows]` lose their caption."""
-        return self.hidden(self.prefix(captions, dropped), codes) @ self.code_head().T
+    def logits(self, captions: Tensor, codes: Tensor, dropped_captions: Tensor | None = None) -> Tensor:
+        """Return unguided logits `[rows, 256, vocab]`; rows marked in `dropped_captions [rows]` get no caption."""
+        return self.compute_hidden_states(self.prefix(captions, dropped_captions), codes) @ self.code_head().T
 
-    def fold(self) -> tuple[Decoder, Tensor]:
+    def fold_code_tables(self) -> tuple[Decoder, Tensor]:
         """Return the plain decoder with its head, and the code embedding table `[codes, width]`."""
         plain = Decoder(self.config).to(self.slots.device)
         state = self.decoder.state_dict()

@@ -55,25 +55,27 @@ def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
     rng = np.random.default_rng(scene.seed)
     horizon = int(rng.integers(46, 58))
     canvas = np.empty((size, size, 3), np.float32)
-    split = horizon * size // SIZE  # first row of the ground
-    at = _centres(size)
-    canvas[:split] = _sky(scene.sky, horizon, at, rng)
-    canvas[split:] = _ground(scene.ground, horizon, at, rng) * np.asarray(GROUND_TINT[scene.sky], np.float32)
+    first_ground_row = horizon * size // SIZE  # first row of the ground
+    pixel_centres = _compute_pixel_centres(size)
+    canvas[:first_ground_row] = _paint_sky(scene.sky, horizon, pixel_centres, rng)
+    canvas[first_ground_row:] = _paint_ground(scene.ground, horizon, pixel_centres, rng) * np.asarray(
+        GROUND_TINT[scene.sky], np.float32
+    )
     placed = []
     for solid in scene.solids:
         low, high = (18, 21) if solid.size == "small" else (29, 33) if len(scene.solids) == 1 else (27, 29)
         radius = rng.uniform(low, high)
-        foot = rng.uniform(max(horizon + 30, 92), 118)
-        placed.append((foot, radius, solid))
+        base_y = rng.uniform(max(horizon + 30, 92), 118)
+        placed.append((base_y, radius, solid))
     placed.sort(key=lambda item: item[0])
-    for foot, radius, solid in placed:
-        _shadow(canvas, solid.x * SIZE, foot, radius, split, at)
-    for foot, radius, solid in placed:
-        _paint(canvas, solid, radius, foot, scene, rng)
+    for base_y, radius, solid in placed:
+        _paint_shadow(canvas, solid.x * SIZE, base_y, radius, first_ground_row, pixel_centres)
+    for base_y, radius, solid in placed:
+        _paint_solid(canvas, solid, radius, base_y, scene, rng)
     return np.rint(np.clip(canvas, 0, 1) * 255).astype(np.uint8)
 
 
-def _centres(size: int) -> Floats:
+def _compute_pixel_centres(size: int) -> Floats:
     """Return the positions of pixels of a row or column, in units; in an image of 128 they are whole numbers."""
     return np.asarray((np.arange(size, dtype=np.float32) + 0.5) * (SIZE / size) - 0.5)
 
@@ -82,14 +84,14 @@ def _centres(size: int) -> Floats:
 
 
 @lru_cache(maxsize=1)
-def _textures() -> dict[str, Floats]:
+def _make_textures() -> dict[str, Floats]:
     """Return tileable textures `[levels, 256, 256]` in [0, 1]: soft and fine noise, cells, planks, at every level."""
     rng = np.random.default_rng(7)
 
-    def noise(*octaves: tuple[int, float]) -> Floats:
+    def make_noise(*octaves: tuple[int, float]) -> Floats:
         total = np.zeros((TEXTURE, TEXTURE), np.float32)
         for cells, weight in octaves:
-            total += weight * _value_noise(rng, cells)
+            total += weight * _make_value_noise(rng, cells)
         total -= total.min()
         return np.asarray(total / total.max())
 
@@ -98,15 +100,15 @@ def _textures() -> dict[str, Floats]:
     gap = np.abs(grid[:, :, None] - points)  # [256, 256, points, 2]
     distance = np.sort(np.hypot(*np.moveaxis(np.minimum(gap, TEXTURE - gap), -1, 0)), axis=-1)  # nearest point first
     textures = {
-        "soft": noise((4, 1.0), (8, 0.6), (16, 0.35), (32, 0.2)),
-        "fine": noise((32, 1.0), (64, 0.9), (128, 0.5)),
-        "wave": noise((8, 0.5), (16, 1.0), (32, 0.6)),
+        "soft": make_noise((4, 1.0), (8, 0.6), (16, 0.35), (32, 0.2)),
+        "fine": make_noise((32, 1.0), (64, 0.9), (128, 0.5)),
+        "wave": make_noise((8, 0.5), (16, 1.0), (32, 0.6)),
         "cells": np.clip((distance[..., 1] - distance[..., 0]) / 5.0, 0, 1).astype(np.float32),
     }
-    return {name: _levels(texture) for name, texture in textures.items()}
+    return {name: _make_mipmap_levels(texture) for name, texture in textures.items()}
 
 
-def _levels(texture: Floats) -> Floats:
+def _make_mipmap_levels(texture: Floats) -> Floats:
     """Return `[levels, 256, 256]`: level i averages the texture over squares of side 2**i around every texel."""
     levels = [texture]
     for level in range(LEVELS - 1):
@@ -118,57 +120,57 @@ def _levels(texture: Floats) -> Floats:
     return np.stack(levels)
 
 
-def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
-    """Return smoothly interpolated tileable random values on a `cells x cells` lattice."""
-    lattice = rng.random((cells, cells)).astype(np.float32)
-    at = np.arange(TEXTURE) * cells / TEXTURE
+def _make_value_noise(rng: np.random.Generator, num_cells: int) -> Floats:
+    """Return smoothly interpolated tileable random values on a `num_cells x num_cells` lattice."""
+    lattice = rng.random((num_cells, num_cells)).astype(np.float32)
+    at = np.arange(TEXTURE) * num_cells / TEXTURE
     low = at.astype(int)
     part = (at - low).astype(np.float32)
     part = part * part * (3 - 2 * part)
-    rows = lattice[low] * (1 - part)[:, None] + lattice[(low + 1) % cells] * part[:, None]
-    return np.asarray(rows[:, low] * (1 - part) + rows[:, (low + 1) % cells] * part)
+    rows = lattice[low] * (1 - part)[:, None] + lattice[(low + 1) % num_cells] * part[:, None]
+    return np.asarray(rows[:, low] * (1 - part) + rows[:, (low + 1) % num_cells] * part)
 
 
-def _sample(name: str, across: Floats, away: Floats) -> Floats:
-    """Interpolate the texture at `across [rows, columns]` and `away [rows, 1]`, in texels.
+def _sample_texture(name: str, texture_x: Floats, texture_y: Floats) -> Floats:
+    """Interpolate the texture at `texture_x [rows, columns]` and `texture_y [rows, 1]`, in texels.
 
     The level of each row is as smooth as a pixel of the row is wide.
     """
-    levels = _textures()[name]
-    wide = np.abs(across[:, 1] - across[:, 0])
-    high = np.abs(np.gradient(away[:, 0]))
+    levels = _make_textures()[name]
+    wide = np.abs(texture_x[:, 1] - texture_x[:, 0])
+    high = np.abs(np.gradient(texture_y[:, 0]))
     level = np.rint(np.log2(np.maximum(np.sqrt(wide * high), 1))).astype(np.int64).clip(0, LEVELS - 1)[:, None]
-    x = np.floor(across)
-    y = np.floor(away)
-    right = (across - x).astype(np.float32)
-    below = (away - y).astype(np.float32)
+    x = np.floor(texture_x)
+    y = np.floor(texture_y)
+    right = (texture_x - x).astype(np.float32)
+    below = (texture_y - y).astype(np.float32)
     left = x.astype(np.int64) % TEXTURE
     top = y.astype(np.int64) % TEXTURE
     flat = levels.ravel()
 
-    def row(texture_rows: Floats) -> Floats:
+    def interpolate_row(texture_rows: Floats) -> Floats:
         base = (level * TEXTURE + texture_rows) * TEXTURE
         left_texels = flat[base + left]
         return np.asarray(left_texels + (flat[base + (left + 1) % TEXTURE] - left_texels) * right)
 
-    upper_row = row(top)
-    return np.asarray(upper_row + (row((top + 1) % TEXTURE) - upper_row) * below)
+    upper_row = interpolate_row(top)
+    return np.asarray(upper_row + (interpolate_row((top + 1) % TEXTURE) - upper_row) * below)
 
 
-def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Floats:
-    rows = at[horizon * len(at) // SIZE :, None]
+def _paint_ground(kind: str, horizon: int, pixel_centres: Floats, rng: np.random.Generator) -> Floats:
+    rows = pixel_centres[horizon * len(pixel_centres) // SIZE :, None]
     depth = 900.0 / (rows - horizon + 7.0)
     near = np.clip((rows - horizon) / 34.0, 0, 1)
-    across = (at[None] - SIZE / 2) * depth / 22.0 + np.float32(rng.uniform(0, TEXTURE))
+    across = (pixel_centres[None] - SIZE / 2) * depth / 22.0 + np.float32(rng.uniform(0, TEXTURE))
     away = depth * 3.2 + np.float32(rng.uniform(0, TEXTURE))
-    soft = _sample("soft", across, away) - 0.5
+    soft = _sample_texture("soft", across, away) - 0.5
     if kind == "grass":
-        blades = _sample("fine", across * 2.2, away * 0.5) - 0.5
+        blades = _sample_texture("fine", across * 2.2, away * 0.5) - 0.5
         level = 0.5 + near * (0.5 * blades + 0.45 * soft)
         low = (0.10, 0.30, 0.05)
         high = (0.36, 0.66, 0.16)
     elif kind == "sand":
-        ripple = _sample("wave", across * 0.8, away * 1.4) - 0.5
+        ripple = _sample_texture("wave", across * 0.8, away * 1.4) - 0.5
         level = 0.55 + (0.25 + 0.75 * near) * (0.5 * ripple + 0.3 * soft)
         low = (0.66, 0.52, 0.28)
         high = (0.95, 0.83, 0.56)
@@ -177,12 +179,12 @@ def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Fl
         low = (0.70, 0.78, 0.88)
         high = (1.0, 1.0, 1.0)
     elif kind == "water":
-        wave = _sample("wave", across * 0.7, away * 2.0) - 0.5
+        wave = _sample_texture("wave", across * 0.7, away * 2.0) - 0.5
         level = 0.42 + (0.3 + 0.7 * near) * 0.8 * wave
         low = (0.01, 0.12, 0.34)
         high = (0.22, 0.58, 0.82)
     elif kind == "stone":
-        cells = _sample("cells", across * 1.1, away * 1.1)
+        cells = _sample_texture("cells", across * 1.1, away * 1.1)
         level = 0.16 + 0.5 * cells + 0.4 * soft * near
         low = (0.20, 0.20, 0.21)
         high = (0.66, 0.65, 0.63)
@@ -191,7 +193,7 @@ def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Fl
         plank = np.floor(planks)
         seam = np.clip(np.abs(planks - plank - 0.5) * -14.0 + 7.0, 0, 1)
         shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0
-        grain = _sample("fine", across * 1.5, away * 0.16) - 0.5
+        grain = _sample_texture("fine", across * 1.5, away * 0.16) - 0.5
         level = (0.42 + 0.28 * shade + 0.22 * grain) * (0.25 + 0.75 * seam)
         low = (0.17, 0.08, 0.03)
         high = (0.74, 0.46, 0.24)
@@ -199,41 +201,50 @@ def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Fl
     return np.asarray(low, np.float32) * (1 - level) + np.asarray(high, np.float32) * level
 
 
-def _sky(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Floats:
-    rows = at[: horizon * len(at) // SIZE, None]
+def _paint_sky(kind: str, horizon: int, pixel_centres: Floats, rng: np.random.Generator) -> Floats:
+    rows = pixel_centres[: horizon * len(pixel_centres) // SIZE, None]
     height = (rows / (horizon - 1))[..., None]  # 0 at the top, 1 at the horizon
     dx, dy = rng.integers(0, TEXTURE, 2)
-    clouds = _sample("soft", at[None] + np.float32(dx), rows * 2 + np.float32(dy))[..., None]
+    clouds = _sample_texture("soft", pixel_centres[None] + np.float32(dx), rows * 2 + np.float32(dy))[..., None]
     disc_x = rng.uniform(16, SIZE - 16)
     if kind == "clear":
-        sky = _blend((0.20, 0.48, 0.88), (0.72, 0.87, 0.98), height, at)
+        sky = _make_sky_gradient((0.20, 0.48, 0.88), (0.72, 0.87, 0.98), height, pixel_centres)
         cover = np.clip((clouds - 0.55) * 5.0, 0, 1)
         return np.asarray(sky * (1 - cover) + np.float32(0.98) * cover)
     if kind == "sunset":
-        sky = _blend((0.36, 0.16, 0.44), (1.0, 0.62, 0.22), height.clip(0) ** 1.3, at)
+        sky = _make_sky_gradient((0.36, 0.16, 0.44), (1.0, 0.62, 0.22), height.clip(0) ** 1.3, pixel_centres)
         sky += np.clip((clouds - 0.5) * 1.6, 0, 1) * np.asarray((0.34, 0.02, 0.06), np.float32)
-        return _disc(sky, at, disc_x, horizon - rng.uniform(4, 10), 7.5, (1.0, 0.93, 0.62))
+        return _paint_disc(sky, pixel_centres, disc_x, horizon - rng.uniform(4, 10), 7.5, (1.0, 0.93, 0.62))
     if kind == "night":
-        sky = _blend((0.01, 0.01, 0.07), (0.08, 0.10, 0.26), height, at)
+        sky = _make_sky_gradient((0.01, 0.01, 0.07), (0.08, 0.10, 0.26), height, pixel_centres)
         for row, column in rng.integers(0, (horizon, SIZE), (26, 2)):
             light = rng.uniform(0.3, 0.9)
-            above, left_pixel = np.searchsorted(at, (row - 1, column - 1))
-            near = (slice(above, above + len(at) // 64), slice(left_pixel, left_pixel + len(at) // 64))
-            spread = np.exp(-1.6 * ((at[near[0], None] - row) ** 2 + (at[None, near[1]] - column) ** 2))
+            above, left_pixel = np.searchsorted(pixel_centres, (row - 1, column - 1))
+            near = (
+                slice(above, above + len(pixel_centres) // 64),
+                slice(left_pixel, left_pixel + len(pixel_centres) // 64),
+            )
+            spread = np.exp(
+                -1.6 * ((pixel_centres[near[0], None] - row) ** 2 + (pixel_centres[None, near[1]] - column) ** 2)
+            )
             sky[near] += np.float32(light) * spread[: len(sky[near])][..., None]
-        return _disc(sky, at, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
-    sky = _blend((0.50, 0.53, 0.57), (0.74, 0.76, 0.78), height, at)
+        return _paint_disc(sky, pixel_centres, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
+    sky = _make_sky_gradient((0.50, 0.53, 0.57), (0.74, 0.76, 0.78), height, pixel_centres)
     return np.asarray(sky + (clouds - 0.5) * np.float32(0.34))
 
 
-def _blend(top: tuple[float, ...], bottom: tuple[float, ...], height: Floats, at: Floats) -> Floats:
-    sky = np.asarray(top, np.float32) * (1 - height) + np.asarray(bottom, np.float32) * height
-    return np.repeat(sky, len(at), axis=1)  # [rows, size, 3]
+def _make_sky_gradient(
+    top_colour: tuple[float, ...], bottom_colour: tuple[float, ...], height: Floats, pixel_centres: Floats
+) -> Floats:
+    sky = np.asarray(top_colour, np.float32) * (1 - height) + np.asarray(bottom_colour, np.float32) * height
+    return np.repeat(sky, len(pixel_centres), axis=1)  # [rows, size, 3]
 
 
-def _disc(sky: Floats, at: Floats, x: float, y: float, radius: float, colour: tuple[float, float, float]) -> Floats:
-    scale = len(at) / SIZE
-    away = np.hypot(at[: len(sky), None] - y, at[None] - x)
+def _paint_disc(
+    sky: Floats, pixel_centres: Floats, x: float, y: float, radius: float, colour: tuple[float, float, float]
+) -> Floats:
+    scale = len(pixel_centres) / SIZE
+    away = np.hypot(pixel_centres[: len(sky), None] - y, pixel_centres[None] - x)
     sky = sky + 0.22 * np.exp(-((away / (2.6 * radius)) ** 2))[..., None] * np.asarray(colour, np.float32)  # its glow
     cover = np.clip((radius - away) * scale + 0.5, 0, 1)[..., None].astype(np.float32)
     return np.asarray(sky * (1 - cover) + np.asarray(colour, np.float32) * cover)
@@ -242,22 +253,26 @@ def _disc(sky: Floats, at: Floats, x: float, y: float, radius: float, colour: tu
 # ---------------------------------------------------------------- solids
 
 
-def _shadow(canvas: Floats, x: float, foot: float, radius: float, split: int, at: Floats) -> None:
+def _paint_shadow(
+    canvas: Floats, x: float, base_y: float, radius: float, first_ground_row: int, pixel_centres: Floats
+) -> None:
     """Draw a dark, soft patch to the right, away from the light, and a darker one where solid and ground touch."""
-    rows = at[split:, None]
-    columns = at[None]
-    cast = np.hypot((columns - x - 0.48 * radius) / (1.35 * radius), (rows - foot + 0.10 * radius) / (0.30 * radius))
-    touch = np.hypot((columns - x - 0.08 * radius) / (0.95 * radius), (rows - foot + 0.03 * radius) / (0.20 * radius))
-    canvas[split:] *= 1 - 0.45 * np.clip(1.5 - 1.5 * cast, 0, 1)[..., None]
-    canvas[split:] *= 1 - 0.35 * np.clip(1.5 - 1.5 * touch, 0, 1)[..., None]
+    rows = pixel_centres[first_ground_row:, None]
+    columns = pixel_centres[None]
+    cast = np.hypot((columns - x - 0.48 * radius) / (1.35 * radius), (rows - base_y + 0.10 * radius) / (0.30 * radius))
+    touch = np.hypot((columns - x - 0.08 * radius) / (0.95 * radius), (rows - base_y + 0.03 * radius) / (0.20 * radius))
+    canvas[first_ground_row:] *= 1 - 0.45 * np.clip(1.5 - 1.5 * cast, 0, 1)[..., None]
+    canvas[first_ground_row:] *= 1 - 0.35 * np.clip(1.5 - 1.5 * touch, 0, 1)[..., None]
 
 
-def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scene, rng: np.random.Generator) -> None:
+def _paint_solid(
+    canvas: Floats, solid: Solid, radius: float, base_y: float, scene: Scene, rng: np.random.Generator
+) -> None:
     """Draw the solid, shaded at twice the resolution and averaged, over the canvas, its reflection first."""
     size = len(canvas)
     scale = size / SIZE
     x = (solid.x * SIZE + 0.5) * scale  # centre, in pixels from the corner
-    y = (foot - 0.97 * radius + 0.5) * scale
+    y = (base_y - 0.97 * radius + 0.5) * scale
     reach = int(np.ceil(radius * scale * 1.08))
     top = round(float(y)) - reach
     left = round(float(x)) - reach
@@ -278,11 +293,11 @@ def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scen
     pixels = (fine[::2, ::2] + fine[1::2, ::2] + fine[::2, 1::2] + fine[1::2, 1::2]) / 4
     if share := REFLECTED.get(scene.ground):
         fading = share * np.linspace(1, 0.25, 2 * reach, dtype=np.float32)[:, None, None]
-        _lay(canvas, pixels[::-1] * fading, round(float(2 * foot * scale)) - top - 2 * reach, left)
-    _lay(canvas, pixels, top, left)
+        _overlay_pixels(canvas, pixels[::-1] * fading, round(float(2 * base_y * scale)) - top - 2 * reach, left)
+    _overlay_pixels(canvas, pixels, top, left)
 
 
-def _lay(canvas: Floats, pixels: Floats, top: int, left: int) -> None:
+def _overlay_pixels(canvas: Floats, pixels: Floats, top: int, left: int) -> None:
     """Draw premultiplied `pixels [rows, columns, 4]` over the canvas, cut at its edges."""
     size = len(canvas)
     rows = slice(max(top, 0), min(top + pixels.shape[0], size))
@@ -291,19 +306,19 @@ def _lay(canvas: Floats, pixels: Floats, top: int, left: int) -> None:
     canvas[rows, columns] = canvas[rows, columns] * (1 - pixels[..., 3:]) + pixels[..., :3]
 
 
-def _sphere(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_sphere_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     squared = u * u + v * v
     return squared < 1, np.stack([u, v, np.sqrt(np.clip(1 - squared, 0, 1))], -1)
 
 
-def _torus(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_torus_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     distance = np.hypot(u, v)
     tube = (distance - 0.66) / 0.32
     slope = tube / np.maximum(distance, 1e-3)
     return np.abs(tube) < 1, np.stack([slope * u, slope * v, np.sqrt(np.clip(1 - tube * tube, 0, 1))], -1)
 
 
-def _cone(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_cone_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     width = np.maximum((v + 1.0) / 1.74 * 0.86, 1e-3)
     side = np.clip(u / width, -1, 1)
     body = (v > -1) & (v < 0.74) & (np.abs(u) < width)
@@ -311,7 +326,7 @@ def _cone(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Float
     return body | foot, np.stack([0.9 * side, np.full_like(u, -0.3), 0.9 * np.sqrt(1 - side * side)], -1)
 
 
-def _cylinder(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_cylinder_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     side = np.clip(u / 0.72, -1, 1)
     lid = side**2 + ((v + 0.74) / 0.24) ** 2 < 1
     body = (np.abs(u) < 0.72) & (v > -0.74) & (v < 0.74)
@@ -321,28 +336,28 @@ def _cylinder(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, F
     return body | foot | lid, normal
 
 
-def _cube(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_cube_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     corners = np.array([(x, y, z) for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], float) * 0.66
     faces = [(0, 1, 3, 2), (4, 6, 7, 5), (0, 4, 5, 1), (2, 3, 7, 6), (0, 2, 6, 4), (1, 5, 7, 3)]
-    return _polyhedron(u, v, corners, faces, yaw=rng.uniform(0.35, 1.15), pitch=0.42)
+    return _compute_polyhedron_surface(u, v, corners, faces, yaw=rng.uniform(0.35, 1.15), pitch=0.42)
 
 
-def _pyramid(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_pyramid_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     base = [(x * 0.76, 0.78, z * 0.76) for x, z in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
     corners = np.array([*base, (0.0, -1.0, 0.0)])
     faces = [(0, 1, 4), (1, 2, 4), (2, 3, 4), (3, 0, 4)]
-    return _polyhedron(u, v, corners, faces, yaw=rng.uniform(0.35, 1.15), pitch=0.25)
+    return _compute_polyhedron_surface(u, v, corners, faces, yaw=rng.uniform(0.35, 1.15), pitch=0.25)
 
 
-def _star(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _compute_star_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     angle = -np.pi / 2 + np.arange(10) * np.pi / 5
     reach = np.where(np.arange(10) % 2 == 0, 1.05, 0.52)
     corners = np.vstack([np.stack([reach * np.cos(angle), reach * np.sin(angle), np.zeros(10)], -1), (0, 0, 0.42)])
     faces = [(i, (i + 1) % 10, 10) for i in range(10)]
-    return _polyhedron(u, v, corners, faces, yaw=rng.uniform(-0.25, 0.25), pitch=0.0)
+    return _compute_polyhedron_surface(u, v, corners, faces, yaw=rng.uniform(-0.25, 0.25), pitch=0.0)
 
 
-def _polyhedron(
+def _compute_polyhedron_surface(
     u: Floats, v: Floats, corners: Floats, faces: Sequence[tuple[int, ...]], yaw: float, pitch: float
 ) -> tuple[Floats, Floats]:
     """Return mask and normals of the faces turned to the viewer (+z), after a turn about y and a tilt about x."""
@@ -371,11 +386,11 @@ def _polyhedron(
 
 
 SURFACES = {
-    "sphere": _sphere,
-    "cube": _cube,
-    "cone": _cone,
-    "cylinder": _cylinder,
-    "pyramid": _pyramid,
-    "torus": _torus,
-    "star": _star,
+    "sphere": _compute_sphere_surface,
+    "cube": _compute_cube_surface,
+    "cone": _compute_cone_surface,
+    "cylinder": _compute_cylinder_surface,
+    "pyramid": _compute_pyramid_surface,
+    "torus": _compute_torus_surface,
+    "star": _compute_star_surface,
 }

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.models.eagle import EagleModule
-from lantern_rt.export.writer import check_bundle_output
+from lantern_rt.export.models.eagle import EagleDrafter
+from lantern_rt.export.writer import check_output_folder
 from lantern_rt.train.drafter.folder import save_drafter
 
 from .checkpoints import save_checkpoint
@@ -23,44 +23,44 @@ from .model import CONFIG, ScenesTarget
 from .vq import VQ_SIZES, ScenesVQ
 
 
-def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
+def restore_work_folder(bundle: Path | str, work_folder: Path, only_vq: bool = False) -> None:
     """Write `vq.pt`, `target.pt` and the folder `drafter` from a scenes bundle; rejects an existing work folder.
 
     only_vq: write only `vq.pt`, to train a target of another size on the same codes.
     """
-    check_bundle_output(work, force=False)
+    check_output_folder(work_folder, force=False)
     opened = open_bundle(bundle)
-    vq = _vq(opened)
-    save_checkpoint(work / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
+    vq = _restore_vq(opened)
+    save_checkpoint(work_folder / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
     if only_vq:
         return
-    target = _target(opened, vq.codebook)
+    target = _restore_target(opened, vq.codebook)
     weights = {"model": target.state_dict(), "seen": 0, "config": asdict(target.config)}
-    save_checkpoint(work / "target.pt", weights | {"cfg_scale": opened.manifest.sampling.cfg_scale})
-    save_drafter(_drafter(opened, target.config), work / "drafter", {})
+    save_checkpoint(work_folder / "target.pt", weights | {"cfg_scale": opened.manifest.sampling.cfg_scale})
+    save_drafter(_restore_drafter(opened, target.config), work_folder / "drafter", {})
 
 
-def _stored(bundle: Bundle, role: str) -> dict[str, Tensor]:
+def _read_graph_weights(bundle: Bundle, graph_name: str) -> dict[str, Tensor]:
     """Return the weights of a graph by name, float32."""
-    weights = StoredWeights(bundle.path(role))
+    weights = StoredWeights(bundle.path(graph_name))
     names = (name for name, weight in weights.items() if weight.dtype and not name.endswith(".scales"))
     return {name: torch.from_numpy(weights.float32(name)) for name in names}
 
 
-def _vq(bundle: Bundle) -> ScenesVQ:
-    stored = {name.removeprefix("vq."): w for name, w in _stored(bundle, "vq_encoder").items()}
-    stored |= _stored(bundle, "vq_decoder")
-    codebook = stored["codebook"]
+def _restore_vq(bundle: Bundle) -> ScenesVQ:
+    graph_weights = {name.removeprefix("vq."): w for name, w in _read_graph_weights(bundle, "vq_encoder").items()}
+    graph_weights |= _read_graph_weights(bundle, "vq_decoder")
+    codebook = graph_weights["codebook"]
     vq = ScenesVQ(replace(VQ_SIZES[str(bundle.manifest.image_height)], codes=len(codebook)))
-    networks = {name: w for name, w in stored.items() if name.startswith(("encoder.", "decoder."))}
+    networks = {name: w for name, w in graph_weights.items() if name.startswith(("encoder.", "decoder."))}
     table = {"codebook": codebook, "sums": codebook.clone(), "members": torch.ones(len(codebook))}
     vq.load_state_dict(networks | table)
     return vq
 
 
-def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
+def _restore_target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     spec = bundle.manifest.target
-    stored = _stored(bundle, "target")
+    graph_weights = _read_graph_weights(bundle, "target")
     config = replace(
         CONFIG,
         vocab_size=len(codebook),
@@ -68,17 +68,23 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
         num_layers=spec.num_layers,
         num_heads=spec.hidden_size // spec.head_dim,
         num_kv_heads=spec.num_kv_heads,
-        intermediate_size=stored["layers.0.ffn.gate.weight"].shape[1],
+        intermediate_size=graph_weights["layers.0.ffn.gate.weight"].shape[1],
     )
     target = ScenesTarget(codebook, config)
-    layers = {f"decoder.{name}": w for name, w in _layers(stored, config.num_layers, config.head_dim).items()}
-    embeds = _stored(bundle, "condition")
+    layers = {
+        f"decoder.{name}": w
+        for name, w in _convert_layer_weights(graph_weights, config.num_layers, config.head_dim).items()
+    }
+    embeds = _read_graph_weights(bundle, "condition")
     condition = {
         name: embeds[name].view_as(tensor)
         for name, tensor in target.named_parameters()
         if name in ("words.weight", "slots", "uncond_embedding")
     }
-    tables = {"code_embedding": torch.from_numpy(bundle.code_embeddings.copy()), "code_head": stored["head.weight"].T}
+    tables = {
+        "code_embedding": torch.from_numpy(bundle.code_embeddings.copy()),
+        "code_head": graph_weights["head.weight"].T,
+    }
     for part, table in tables.items():  # all in the learned rows, nothing in the map of features
         module = getattr(target, part)
         condition |= {
@@ -86,34 +92,34 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
             f"{part}.map": torch.zeros_like(module.map),
             f"{part}.features": module.features,
         }
-    target.load_state_dict(layers | condition | {"decoder.norm.weight": stored["norm.weight"]})
+    target.load_state_dict(layers | condition | {"decoder.norm.weight": graph_weights["norm.weight"]})
     return target
 
 
-def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleModule:
-    stored = _stored(bundle, "drafter")
-    config = replace(target, num_layers=1, prefix=target.prefix - 1, input_norm=False, final_norm=False)
-    drafter = EagleModule(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
-    outer = {name: stored[name] for name in ("embed.weight", "fc.bias")} | {
-        name: stored[name].T for name in ("fc.weight", "head.weight")
+def _restore_drafter(bundle: Bundle, target_config: DecoderConfig) -> EagleDrafter:
+    graph_weights = _read_graph_weights(bundle, "drafter")
+    config = replace(target_config, num_layers=1, prefix=target_config.prefix - 1, input_norm=False, final_norm=False)
+    drafter = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
+    outer = {name: graph_weights[name] for name in ("embed.weight", "fc.bias")} | {
+        name: graph_weights[name].T for name in ("fc.weight", "head.weight")
     }
-    drafter.load_state_dict(_layers(stored, 1, target.head_dim) | outer)
+    drafter.load_state_dict(_convert_layer_weights(graph_weights, 1, target_config.head_dim) | outer)
     return drafter
 
 
-def _layers(stored: dict[str, Tensor], layers: int, head_dim: int) -> dict[str, Tensor]:
+def _convert_layer_weights(graph_weights: dict[str, Tensor], num_layers: int, head_dim: int) -> dict[str, Tensor]:
     """Return weights of decoder layers with the names and layout of the torch modules.
 
     The graph's weights are transposed, and its queries include the attention scale.
     """
     layer_weights = {}
-    for i in range(layers):
+    for i in range(num_layers):
         at = f"layers.{i}."
-        qkv = stored[f"{at}attention.qkv.weight"].T.clone()
+        qkv = graph_weights[f"{at}attention.qkv.weight"].T.clone()
         qkv[: qkv.shape[1]] *= head_dim**0.5
         layer_weights[f"{at}attention.qkv.weight"] = qkv
         for name in ("attention.out", "ffn.gate", "ffn.up", "ffn.down"):
-            layer_weights[f"{at}{name}.weight"] = stored[f"{at}{name}.weight"].T
+            layer_weights[f"{at}{name}.weight"] = graph_weights[f"{at}{name}.weight"].T
         norms = (f"{at}{name}.weight" for name in ("attention_norm", "ffn_norm"))
-        layer_weights |= {name: stored[name] for name in norms if name in stored}
+        layer_weights |= {name: graph_weights[name] for name in norms if name in graph_weights}
     return {name: weight.contiguous() for name, weight in layer_weights.items()}

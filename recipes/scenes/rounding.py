@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lantern_rt.export.graph.precision import quantize, round_activations
 from lantern_rt.export.models.decoder import Decoder
 
-from .data import draw_scenes
+from .data import sample_scenes
 from .model import ScenesTarget
-from .target import tokenise
+from .target import tokenise_scenes
 from .text import encode_caption
-from .vocabulary import describe
+from .vocabulary import write_caption
 from .vq import ScenesVQ
 
 SCENES = 48
@@ -33,16 +33,16 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
     """Return the decoder with weights that integers of `--precision int8` represent exactly.
 
     Args:
-        decoder: the decoder of `target.fold()`.
+        decoder: the decoder of `target.fold_code_tables()`.
         target: computes the prefixes.
-        code_embeddings: the table of `target.fold()`.
+        code_embeddings: the table of `target.fold_code_tables()`.
         vq: tokenises the scenes.
     """
     rounded = copy.deepcopy(decoder)
-    codes = torch.from_numpy(tokenise(vq, SCENES, SEED).astype(np.int64)).repeat(2, 1)
+    codes = torch.from_numpy(tokenise_scenes(vq, SCENES, SEED).astype(np.int64)).repeat(2, 1)
     # Every scene comes once with a caption and once without.
     rng = np.random.default_rng(SEED)
-    captions = np.stack([encode_caption(describe(scene, rng)) for scene in draw_scenes(SCENES, SEED)])
+    captions = np.stack([encode_caption(write_caption(scene, rng)) for scene in sample_scenes(SCENES, SEED)])
     dropped = torch.arange(2 * SCENES) >= SCENES
     prefix = target.prefix(torch.from_numpy(captions).repeat(2, 1), dropped)
     x = torch.cat([prefix, code_embeddings[codes[:, :-1]]], 1)  # [scenes, prefix and codes, width]
@@ -52,7 +52,7 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
         ffn = layer.ffn
         normed = layer.attention_norm(x)
         round_layer(attention.qkv, normed)
-        query, key, value = (heads.transpose(1, 2) for heads in attention.project(normed, rope))
+        query, key, value = (heads.transpose(1, 2) for heads in attention.project_qkv(normed, rope))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         x = x + round_layer(attention.out, round_activations(mixed))
         normed = round_activations(layer.ffn_norm(x))

@@ -23,7 +23,7 @@ from lantern_rt.train.precision import mixed_precision
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import render_images
 from .stopwatch import Stopwatch
-from .vq import endless_images, image_loss, load_vq, psnr, to_tensor
+from .vq import image_loss, iterate_training_images, load_vq, measure_psnr, to_tensor
 
 RATE = 2e-4
 CRITIC_RATE = 4e-4
@@ -51,16 +51,17 @@ class Critic(nn.Module):
         return [*features[1:], self.opinion(features[-1])]
 
 
-def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cpu") -> None:
-    """Train until this work folder's decoder has had `minutes` against the critic; rewrites `work/vq.pt` and, to go on
-    from, `work/sharpen-state.pt` every two minutes."""
+def sharpen_vq_decoder(work_folder: Path, minutes: float, batch: int = 16, device: str = "cpu") -> None:
+    """Train until this work folder's decoder has had `minutes` against the critic; rewrites `work_folder/vq.pt` and, to
+    go on
+    from, `work_folder/sharpen-state.pt` every two minutes."""
     torch.manual_seed(6)
-    vq = load_vq(work).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    vq = load_vq(work_folder).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     critic = Critic().to(device)
     adam = torch.optim.AdamW(vq.decoder.parameters(), RATE, betas=(0.5, 0.95), weight_decay=0.0)
     critic_adam = torch.optim.AdamW(critic.parameters(), CRITIC_RATE, betas=(0.5, 0.95), weight_decay=0.0)
     parts = {"decoder": vq.decoder, "critic": critic, "adam": adam, "critic_adam": critic_adam}
-    state_path = work / "sharpen-state.pt"
+    state_path = work_folder / "sharpen-state.pt"
     state = load_checkpoint(state_path) if state_path.exists() else {}
     for name in parts.keys() & state.keys():
         parts[name].load_state_dict(state[name])
@@ -70,11 +71,11 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
     test_images = render_images(64, SEED - 1, size, workers=1)
 
     def save() -> None:
-        save_checkpoint(work / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
+        save_checkpoint(work_folder / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
         states = {name: part.state_dict() for name, part in parts.items()}
         save_checkpoint(state_path, states | {"step": step, "seconds": watch.seconds()})
 
-    rendered = endless_images(batch, size, SEED, step)
+    rendered = iterate_training_images(batch, size, SEED, step)
     last_save = last_print = watch.seconds()
     while (progress := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1, (step + 1) / 50, (1 - progress) / 0.4)
@@ -83,7 +84,7 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
         images = to_tensor(next(rendered), device)
         with mixed_precision(device):
             with torch.no_grad():
-                vectors = vq.lookup(vq.nearest(vq.encoder(images)))
+                vectors = vq.lookup_vectors(vq.find_nearest_codes(vq.encoder(images)))
             decoded = vq.decoder(vectors).float()
             real_features = critic(images)
             fake_features = critic(decoded.detach())
@@ -108,10 +109,12 @@ def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cp
         now = watch.seconds()
         if now - last_print > 60:
             last_print = now
-            figures = f"loss {loss.item():.4f}  critic {critic_loss.item():.3f}  PSNR {psnr(vq, test_images):.2f} dB"
+            figures = (
+                f"loss {loss.item():.4f}  critic {critic_loss.item():.3f}  PSNR {measure_psnr(vq, test_images):.2f} dB"
+            )
             print(f"sharpen {now:5.0f} s  step {step}  {figures}", flush=True)
         if now - last_save > 120:
             last_save = now
             save()
     save()
-    print(f"sharpen done: PSNR {psnr(vq, test_images):.2f} dB")
+    print(f"sharpen done: PSNR {measure_psnr(vq, test_images):.2f} dB")

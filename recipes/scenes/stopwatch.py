@@ -14,9 +14,9 @@ class Stopwatch:
     time.
     """
 
-    def __init__(self, device: str, before: float = 0.0) -> None:
+    def __init__(self, device: str, earlier_seconds: float = 0.0) -> None:
         self._now = time.thread_time if torch.device(device).type == "cpu" else time.monotonic
-        self._start = self._now() - before
+        self._start = self._now() - earlier_seconds
 
     def seconds(self) -> float:
         """Return the seconds so far."""

@@ -21,11 +21,11 @@ from lantern_rt.train.muon import Muon
 from lantern_rt.train.precision import mixed_precision
 
 from .checkpoints import load_checkpoint, save_checkpoint
-from .data import draw_scenes, render_scenes
-from .model import CONFIG, ScenesTarget, size_name
+from .data import render_scenes, sample_scenes
+from .model import CONFIG, ScenesTarget, format_size_name
 from .stopwatch import Stopwatch
 from .text import UNKNOWN, encode_caption
-from .vocabulary import describe
+from .vocabulary import write_caption
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq
 
 SHARD = 4000  # scenes rendered and tokenised at a time
@@ -34,11 +34,11 @@ FRESH_SEED = 900_000  # scenes nobody trains on
 ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # solids stand on the lower rows
 
 
-def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.int16]:
-    """Return codes `[size, 256]` of shard `index`, rendered on first use."""
-    path = work / f"codes-{index:04d}.npy"
+def load_shard_codes(work_folder: Path, vq: ScenesVQ, shard_index: int, shard_size: int) -> NDArray[np.int16]:
+    """Return codes `[shard_size, 256]` of shard `shard_index`, rendered on first use."""
+    path = work_folder / f"codes-{shard_index:04d}.npy"
     if not path.exists():
-        codes = tokenise(vq, size, seed=index + 10_000)
+        codes = tokenise_scenes(vq, shard_size, seed=shard_index + 10_000)
         partial = path.with_suffix(".partial.npy")
         np.save(partial, codes)
         partial.rename(path)
@@ -46,9 +46,9 @@ def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.i
     return stored
 
 
-def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
+def tokenise_scenes(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
     """Return codes `[count, 256]` of the scenes of a seed."""
-    scenes = draw_scenes(count, seed)
+    scenes = sample_scenes(count, seed)
     size = vq.config.image_size
     parts = []
     for i in range(0, count, 1000):
@@ -58,38 +58,49 @@ def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
     return np.concatenate(parts)
 
 
-def batches(
-    work: Path, vq: ScenesVQ, batch: int, skip: int, shard: int = SHARD
+def iterate_batches(
+    work_folder: Path, vq: ScenesVQ, batch_size: int, num_skipped: int, shard_size: int = SHARD
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on.
+    """Yield caption ids `[batch_size, 24]`, codes `[batch_size, 256]` and the samples seen so far, from sample
+    `num_skipped` on.
 
-    shard: scenes rendered at a time; the same for all calls on a work folder.
+    shard_size: scenes rendered at a time; the same for all calls on a work folder.
     """
-    for done in itertools.count(skip // shard):  # whole passes over a shard; one begun before is gone through again
+    for done in itertools.count(
+        num_skipped // shard_size
+    ):  # whole passes over a shard; one begun before is gone through again
         index, turn = divmod(done, PASSES)
-        codes = shard_codes(work, vq, index, shard)
-        scenes = draw_scenes(shard, index + 10_000)
+        codes = load_shard_codes(work_folder, vq, index, shard_size)
+        scenes = sample_scenes(shard_size, index + 10_000)
         rng = np.random.default_rng((index, turn))
-        order = rng.permutation(shard)
-        for i in range(0, shard - batch + 1, batch):
-            chosen = order[i : i + batch]
-            captions = np.stack([encode_caption(describe(scenes[j], rng)) for j in chosen])
+        order = rng.permutation(shard_size)
+        for i in range(0, shard_size - batch_size + 1, batch_size):
+            chosen = order[i : i + batch_size]
+            captions = np.stack([encode_caption(write_caption(scenes[j], rng)) for j in chosen])
             captions[(rng.random(captions.shape) < 0.01) & (captions > 0)] = UNKNOWN
-            yield torch.from_numpy(captions), torch.from_numpy(codes[chosen].astype(np.int64)), done * shard + i + batch
+            yield (
+                torch.from_numpy(captions),
+                torch.from_numpy(codes[chosen].astype(np.int64)),
+                done * shard_size + i + batch_size,
+            )
 
 
-def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
+def compute_token_losses(
+    model: ScenesTarget, captions: Tensor, codes: Tensor, dropped_captions: Tensor | None = None
+) -> Tensor:
     """Return the negative log-likelihood `[rows, 256]` of each code, in nats."""
-    logits = model.logits(captions, codes, dropped)
+    logits = model.logits(captions, codes, dropped_captions)
     return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view(codes.shape)
 
 
 @torch.no_grad()
-def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
+def evaluate_losses(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
     """Return mean nats per token over fresh scenes: all, sky rows, ground rows, middle rows, without caption."""
-    losses = torch.cat([token_losses(model, captions[i : i + 32], codes[i : i + 32]) for i in range(0, len(codes), 32)])
+    losses = torch.cat(
+        [compute_token_losses(model, captions[i : i + 32], codes[i : i + 32]) for i in range(0, len(codes), 32)]
+    )
     blank = torch.ones(32, dtype=torch.bool, device=codes.device)
-    without = token_losses(model, captions[:32], codes[:32], blank)
+    without = compute_token_losses(model, captions[:32], codes[:32], blank)
     rows = losses.view(-1, GRID, GRID).mean((0, 2))
     return {
         "all": losses.mean().item(),
@@ -101,20 +112,20 @@ def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, 
 
 
 def train_target(
-    work: Path,
+    work_folder: Path,
     minutes: float,
     cooldown: float = 0.3,
     batch: int = 16,
     lr: float = 0.02,
     compiled: bool = False,
     device: str = "cpu",
-    size: DecoderConfig | None = None,
-    shard: int = SHARD,
+    target_config: DecoderConfig | None = None,
+    shard_size: int = SHARD,
 ) -> None:
     """Train until this work folder's target has had `minutes`.
 
-    `size` is that of the target in `work` or, where there is none, `CONFIG`, with as many codes as the tokenizer;
-    CheckpointError if another is given.
+    `target_config` is that of the target in `work_folder` or, where there is none, `CONFIG`, with as many codes as the
+    tokenizer; CheckpointError if another is given.
 
     `compiled` passes the loss through torch.compile, which needs a C++ compiler and gave 20 % more scenes a second.
 
@@ -124,18 +135,18 @@ def train_target(
     All are rewritten every four minutes.
     """
     torch.manual_seed(1)
-    vq = load_vq(work).to(device)
-    ongoing, stable, finished = (work / f"target{kind}.pt" for kind in ("-state", "-stable", ""))
-    plan = {"minutes": minutes, "cooldown": cooldown}
-    path, state = _state_to_go_on_from((ongoing, stable, finished), plan)
-    config = replace(size or CONFIG, vocab_size=vq.config.codes)
+    vq = load_vq(work_folder).to(device)
+    ongoing, stable, finished = (work_folder / f"target{kind}.pt" for kind in ("-state", "-stable", ""))
+    training_plan = {"minutes": minutes, "cooldown": cooldown}
+    path, state = _find_resume_state((ongoing, stable, finished), training_plan)
+    config = replace(target_config or CONFIG, vocab_size=vq.config.codes)
     if state is not None:
         stored_config = DecoderConfig(**state["config"])
-        if size is not None and stored_config != config:
+        if target_config is not None and stored_config != config:
             raise CheckpointError(
                 field=str(path),
-                found=f"a target of size {size_name(stored_config)}",
-                expected=size_name(size),
+                found=f"a target of size {format_size_name(stored_config)}",
+                expected=format_size_name(target_config),
                 remedy="give another --work, or leave --size out",
             )
         config = stored_config
@@ -160,10 +171,12 @@ def train_target(
         if "muon" in state:
             muon.load_state_dict(state["muon"])
             adam.load_state_dict(state["adam"])
-    fresh_scenes = draw_scenes(256, FRESH_SEED)
-    fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64)).to(device)
+    fresh_scenes = sample_scenes(256, FRESH_SEED)
+    fresh = torch.from_numpy(tokenise_scenes(vq, 256, FRESH_SEED).astype(np.int64)).to(device)
     rng = np.random.default_rng(5)
-    fresh_captions = torch.from_numpy(np.stack([encode_caption(describe(s, rng, complete=True)) for s in fresh_scenes]))
+    fresh_captions = torch.from_numpy(
+        np.stack([encode_caption(write_caption(s, rng, complete=True)) for s in fresh_scenes])
+    )
     fresh_captions = fresh_captions.to(device)
     row_weights = ROW_WEIGHT.repeat_interleave(GRID).to(device)
 
@@ -177,22 +190,22 @@ def train_target(
             "step": step,
             "seconds": watch.seconds(),
             "config": asdict(config),
-            "plan": plan,
+            "plan": training_plan,
         }
         save_checkpoint(ongoing, snapshot)
         if progress < 1 - cooldown:
             save_checkpoint(stable, snapshot)
         with mixed_precision(device):
-            scores = evaluate(average, fresh_captions, fresh)
+            scores = evaluate_losses(average, fresh_captions, fresh)
         weights = average.state_dict()
         save_checkpoint(finished, {"model": weights, "seen": num_seen, "config": asdict(config), "scores": scores})
         return scores
 
-    compute_losses = torch.compile(token_losses) if compiled else token_losses
+    compute_losses = torch.compile(compute_token_losses) if compiled else compute_token_losses
     watch = Stopwatch(device, earlier_seconds)
     last_save = last_print = earlier_seconds
     running_loss = torch.zeros((), device=device)
-    for captions, codes, num_seen in batches(work, vq, batch, num_seen, shard):  # noqa: B020
+    for captions, codes, num_seen in iterate_batches(work_folder, vq, batch, num_seen, shard_size):  # noqa: B020
         progress = watch.seconds() / (60 * minutes)
         if progress >= 1:
             break
@@ -203,8 +216,8 @@ def train_target(
         with mixed_precision(device):
             losses = compute_losses(model, captions.to(device), codes.to(device), dropped)
         loss = (losses * row_weights).mean()
-        update(loss, muon, adam)
-        follow(average, model, min(0.995, (step + 1) / (step + 20)))
+        update_weights(loss, muon, adam)
+        update_average(average, model, min(0.995, (step + 1) / (step + 20)))
         running_loss.lerp_(losses.detach().mean(), max(0.02, 1 / (step + 1)))
         step += 1
         now = watch.seconds()
@@ -217,7 +230,7 @@ def train_target(
     print(f"target done: seen {num_seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()))
 
 
-def update(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
+def update_weights(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
     """Take a step of both optimisers, with clipped gradients for Adam."""
     muon.zero_grad(set_to_none=True)
     adam.zero_grad(set_to_none=True)
@@ -228,26 +241,28 @@ def update(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
 
 
 @torch.no_grad()
-def follow(average: ScenesTarget, model: ScenesTarget, decay: float) -> None:
+def update_average(average: ScenesTarget, model: ScenesTarget, decay: float) -> None:
     """Move the average weights towards the model's."""
     for averaged, current in zip(average.parameters(), model.parameters(), strict=True):
         averaged.lerp_(current, 1 - decay)
 
 
-def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float]) -> tuple[Path, dict[str, Any] | None]:
+def _find_resume_state(
+    checkpoint_paths: tuple[Path, Path, Path], training_plan: dict[str, float]
+) -> tuple[Path, dict[str, Any] | None]:
     """Return the checkpoint among `ongoing, stable, finished` that a run of this plan continues from, or None."""
-    ongoing, stable, finished = paths
+    ongoing, stable, finished = checkpoint_paths
     if ongoing.exists():
         state = load_checkpoint(ongoing)
-        if state["plan"] == plan or not stable.exists():
+        if state["plan"] == training_plan or not stable.exists():
             return ongoing, state
     path = stable if stable.exists() else finished
     return path, load_checkpoint(path) if path.exists() else None
 
 
-def load_target(work: Path, name: str = "target.pt") -> ScenesTarget:
+def load_target(work_folder: Path, name: str = "target.pt") -> ScenesTarget:
     """Load the trained target of a work folder, with its average weights."""
-    state = load_checkpoint(work / name)
+    state = load_checkpoint(work_folder / name)
     model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], DecoderConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()

@@ -1,6 +1,6 @@
 """Describe scenes in words: the attributes of a scene, and the templates of captions.
 
-A `Scene` is the ground truth behind one image: sky, ground and one or two solids. `describe` turns it
+A `Scene` is the ground truth behind one image: sky, ground and one or two solids. `write_caption` turns it
 into one of many captions; attributes may be left out, so that a prompt need not name everything. The
 words of all templates are the model's whole vocabulary.
 """
@@ -73,9 +73,9 @@ class Scene:
     seed: int
 
 
-def sample_scene(rng: np.random.Generator, two_solids: float = 0.22) -> Scene:
-    """Draw a scene; with probability `two_solids` it holds two, left and right."""
-    if rng.random() < two_solids:
+def sample_scene(rng: np.random.Generator, two_solids_probability: float = 0.22) -> Scene:
+    """Draw a scene; with probability `two_solids_probability` it holds two, left and right."""
+    if rng.random() < two_solids_probability:
         spots = [rng.uniform(0.25, 0.29), rng.uniform(0.71, 0.75)]
     else:
         spots = [float(rng.choice((0.26, 0.5, 0.74)) + rng.uniform(-0.03, 0.03))]
@@ -85,13 +85,13 @@ def sample_scene(rng: np.random.Generator, two_solids: float = 0.22) -> Scene:
     return Scene(_pick(rng, SKIES), _pick(rng, GROUNDS), solids, int(rng.integers(2**31)))
 
 
-def describe(scene: Scene, rng: np.random.Generator, complete: bool = False) -> str:
+def write_caption(scene: Scene, rng: np.random.Generator, complete: bool = False) -> str:
     """Write a caption of the scene. With `complete` it names colour, shape, place, ground and sky."""
 
-    def keep(probability: float) -> bool:
+    def should_mention(probability: float) -> bool:
         return complete or bool(rng.random() < probability)
 
-    phrases = [_name(solid, rng, keep(0.95)) for solid in scene.solids]
+    phrases = [_describe_solid(solid, rng, should_mention(0.95)) for solid in scene.solids]
     if len(phrases) == 2:
         form = rng.integers(3)
         if form == 0:
@@ -104,12 +104,12 @@ def describe(scene: Scene, rng: np.random.Generator, complete: bool = False) -> 
             words = f"{phrases[0]} {_pick(rng, BESIDE)} {phrases[1]}"
     else:
         words = phrases[0]
-        if keep(0.6):
+        if should_mention(0.6):
             words += " " + _pick(rng, PLACE_PHRASES[scene.solids[0].place])
     around = []
-    if keep(0.9):
+    if should_mention(0.9):
         around.append(_pick(rng, GROUND_PHRASES[scene.ground]))
-    if keep(0.85):
+    if should_mention(0.85):
         around.append(_pick(rng, SKY_PHRASES[scene.sky]))
     if len(around) == 2 and rng.random() < 0.15:
         around.reverse()
@@ -125,7 +125,7 @@ def vocabulary() -> list[str]:
     return sorted(set(re.findall(r"[a-z]+", text)))
 
 
-def _name(solid: Solid, rng: np.random.Generator, with_colour: bool) -> str:
+def _describe_solid(solid: Solid, rng: np.random.Generator, with_colour: bool) -> str:
     words = []
     if rng.random() < 0.6:
         words.append(_pick(rng, SIZE_WORDS[solid.size]))

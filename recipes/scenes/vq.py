@@ -4,7 +4,7 @@ The encoder sees a small neighbourhood of each cell, which keeps codes local and
 autoregressive task easy. Codes are unit vectors of 8 numbers; the codebook follows its members by
 exponential moving averages, and codes nobody uses are moved onto encodings that are badly served.
 
-A size is a `VQConfig`. Every checkpoint contains it.
+A size is a `ScenesVQConfig`. Every checkpoint contains it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SEATED = 80  # steps before there are codes
 
 
 @dataclass(frozen=True)
-class VQConfig:
+class ScenesVQConfig:
     """Sizes of a tokenizer; the defaults are the sizes of the bundled model."""
 
     patch: int = 4  # side in pixels of the squares that are folded into channels; images are 64 * patch a side
@@ -51,20 +51,20 @@ class VQConfig:
         return 4 * GRID * self.patch
 
 
-VQ_SIZES: Mapping[str, VQConfig] = {
-    "128": VQConfig(patch=2, codes=1024, encoder=(40, 112), decoder=((144, 2), (72, 1), (32, 1))),
-    "256": VQConfig(),
+VQ_SIZES: Mapping[str, ScenesVQConfig] = {
+    "128": ScenesVQConfig(patch=2, codes=1024, encoder=(40, 112), decoder=((144, 2), (72, 1), (32, 1))),
+    "256": ScenesVQConfig(),
 }
 
 
-def find_vq_size(name: str) -> VQConfig:
+def find_vq_config(name: str) -> ScenesVQConfig:
     """Return the size with this name; RequestError if there is none."""
     if name not in VQ_SIZES:
         raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(VQ_SIZES)}")
     return VQ_SIZES[name]
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convolutions around a skip connection."""
 
     def __init__(self, width: int) -> None:
@@ -77,16 +77,16 @@ class Residual(nn.Module):
         return x + change
 
 
-class Encoder(nn.Module):
+class VQEncoder(nn.Module):
     """`[images, 3, size, size]` in [-1, 1] -> unit vectors `[images, 8, 16, 16]`."""
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: ScenesVQConfig) -> None:
         super().__init__()
         middle, width = config.encoder
         self.patch = config.patch
         self.down1 = nn.Conv2d(3 * config.patch**2, middle, 4, stride=2, padding=1)
         self.down2 = nn.Conv2d(middle, width, 4, stride=2, padding=1)
-        self.residual = Residual(width)
+        self.residual = ResidualBlock(width)
         self.project = nn.Conv2d(width, CODE_DIM, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -95,10 +95,10 @@ class Encoder(nn.Module):
         return F.normalize(self.project(x).float(), dim=1)
 
 
-class Decoder(nn.Module):
+class VQDecoder(nn.Module):
     """Code vectors `[images, 8, 16, 16]` -> images `[images, 3, size, size]`, about [-1, 1]."""
 
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(self, config: ScenesVQConfig) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         previous_width = 0
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
                 layers += [nn.Conv2d(previous_width, 4 * width, 3, padding=1), nn.PixelShuffle(2)]
             else:
                 layers += [nn.Conv2d(CODE_DIM, width, 3, padding=1)]
-            layers += [Residual(width) for _ in range(blocks)]
+            layers += [ResidualBlock(width) for _ in range(blocks)]
             previous_width = width
         upscale = config.image_size // (GRID * 2 ** (len(config.decoder) - 1))
         layers += [nn.SiLU(), nn.Conv2d(previous_width, 3 * upscale**2, 3, padding=1), nn.PixelShuffle(upscale)]
@@ -125,31 +125,31 @@ class ScenesVQ(nn.Module):
     members: Tensor
     sums: Tensor
 
-    def __init__(self, config: VQConfig | None = None) -> None:
+    def __init__(self, config: ScenesVQConfig | None = None) -> None:
         super().__init__()
-        self.config = config = config or VQConfig()
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+        self.config = config = config or ScenesVQConfig()
+        self.encoder = VQEncoder(config)
+        self.decoder = VQDecoder(config)
         for module in self.modules():  # residual blocks start as the identity
-            if isinstance(module, Residual):
+            if isinstance(module, ResidualBlock):
                 nn.init.zeros_(module.second.weight)
         start = F.normalize(torch.randn(config.codes, CODE_DIM), dim=1)
         self.register_buffer("codebook", start)
         self.register_buffer("members", torch.ones(config.codes))
         self.register_buffer("sums", start.clone())
 
-    def nearest(self, vectors: Tensor) -> Tensor:
+    def find_nearest_codes(self, vectors: Tensor) -> Tensor:
         """Return codes `[images, 16, 16]` of unit vectors `[images, 8, 16, 16]`."""
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
         return (flat @ self.codebook.T).argmax(1).view(-1, GRID, GRID)
 
-    def lookup(self, codes: Tensor) -> Tensor:
+    def lookup_vectors(self, codes: Tensor) -> Tensor:
         """Return code vectors `[images, 8, 16, 16]` of codes `[images, 16, 16]`."""
         return self.codebook[codes].permute(0, 3, 1, 2)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return images `[images, 3, size, size]` of codes `[images, 256]` or `[images, 16, 16]`."""
-        pictures: Tensor = self.decoder(self.lookup(codes.view(-1, GRID, GRID)))
+        pictures: Tensor = self.decoder(self.lookup_vectors(codes.view(-1, GRID, GRID)))
         return pictures
 
     @torch.no_grad()
@@ -158,11 +158,11 @@ class ScenesVQ(nn.Module):
         parts = []
         for i in range(0, len(pictures), batch):
             vectors = self.encoder(to_tensor(pictures[i : i + batch], self.codebook.device))
-            parts.append(self.nearest(vectors).flatten(1).cpu().numpy().astype(np.int16))
+            parts.append(self.find_nearest_codes(vectors).flatten(1).cpu().numpy().astype(np.int16))
         return np.concatenate(parts)
 
     @torch.no_grad()
-    def follow(self, vectors: Tensor, codes: Tensor, decay: float = 0.98) -> None:
+    def update_codebook(self, vectors: Tensor, codes: Tensor, decay: float = 0.98) -> None:
         """Move each code towards the mean of its members; move unused codes onto badly served vectors."""
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
         index = codes.flatten()
@@ -185,7 +185,7 @@ def to_tensor(pictures: NDArray[np.uint8], device: str | torch.device = "cpu") -
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
-def psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
+def measure_psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
     """Return the peak signal-to-noise ratio in dB of decode(encode(images))."""
     with torch.no_grad(), mixed_precision(model.codebook.device):
         decoded = model.decode(torch.from_numpy(model.encode(pictures)).long().to(model.codebook.device)).cpu()
@@ -194,28 +194,28 @@ def psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
 
 
 def train_vq(
-    work: Path,
+    work_folder: Path,
     minutes: float,
     seed: int = 0,
     batch: int = 16,
     device: str = "cpu",
-    config: VQConfig | None = None,
+    config: ScenesVQConfig | None = None,
 ) -> None:
-    """Train until this work folder's tokenizer has had `minutes`; writes `work/vq.pt` and, to go on from,
-    `work/vq-state.pt` every two minutes.
+    """Train until this work folder's tokenizer has had `minutes`; writes `work_folder/vq.pt` and, to go on from,
+    `work_folder/vq-state.pt` every two minutes.
 
-    `config` is that of the tokenizer in `work` or, where there is none, `VQConfig()`; CheckpointError if another is
-    given.
+    `config` is that of the tokenizer in `work_folder` or, where there is none, `ScenesVQConfig()`; CheckpointError if
+    another is given.
 
     The learning rate falls to zero over `minutes`; images are rendered as they are needed. The first steps train a
     plain autoencoder, on whose encodings the codebook is then seated: quantised from the start, it collapses.
     """
     torch.manual_seed(seed)
-    path = work / "vq.pt"
-    state_path = work / "vq-state.pt"
+    path = work_folder / "vq.pt"
+    state_path = work_folder / "vq-state.pt"
     start_path = state_path if state_path.exists() else path
     state = load_checkpoint(start_path) if start_path.exists() else {}
-    stored_config = VQConfig(**state["config"]) if state else config or VQConfig()
+    stored_config = ScenesVQConfig(**state["config"]) if state else config or ScenesVQConfig()
     if config is not None and stored_config != config:
         raise CheckpointError(
             field=str(start_path),
@@ -253,14 +253,14 @@ def train_vq(
         }
         save_checkpoint(state_path, weights | progress_state)
 
-    rendered = endless_images(batch, config.image_size, seed, step)
+    rendered = iterate_training_images(batch, config.image_size, seed, step)
     last_save = last_print = watch.seconds()
     while (progress := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1, (step + 1) / 50, (1 - progress) / 0.6)
         muon.param_groups[0]["lr"] = MUON_RATE * rate
         adam.param_groups[0]["lr"] = RATE * rate
         images = to_tensor(next(rendered), device)
-        loss = _step_loss(model, images, step + seated)
+        loss = _compute_step_loss(model, images, step + seated)
         muon.zero_grad(set_to_none=True)
         adam.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
@@ -272,7 +272,7 @@ def train_vq(
         if now - last_print > 60:
             last_print = now
             print(
-                f"vq {now:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, test_images):.2f} dB",
+                f"vq {now:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {measure_psnr(model, test_images):.2f} dB",
                 flush=True,
             )
         if now - last_save > 120:
@@ -283,12 +283,12 @@ def train_vq(
     share = torch.bincount(codes.flatten(), minlength=config.codes).double() / codes.numel()
     perplexity = torch.exp(-(share * share.clamp_min(1e-12).log()).sum()).item()
     print(
-        f"vq done: PSNR {psnr(model, test_images):.2f} dB, codes used {int((share > 0).sum())}, "
+        f"vq done: PSNR {measure_psnr(model, test_images):.2f} dB, codes used {int((share > 0).sum())}, "
         f"perplexity {perplexity:.0f}"
     )
 
 
-def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
+def _compute_step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
     """Return the loss of a batch, and move the codebook, which is unused before step `SEATED`."""
     with mixed_precision(images.device):
         vectors = model.encoder(images)
@@ -300,9 +300,9 @@ def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
             flat = detached.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
             model.codebook.copy_(flat[torch.randint(len(flat), (len(model.codebook),))])
             model.sums.copy_(model.codebook)
-        codes = model.nearest(detached)
-        quantised = model.lookup(codes)
-        model.follow(detached, codes)
+        codes = model.find_nearest_codes(detached)
+        quantised = model.lookup_vectors(codes)
+        model.update_codebook(detached, codes)
         decoder_input = vectors + (quantised - vectors).detach()
         commitment = 0.25 * (vectors - quantised).square().sum(1).mean()
     with mixed_precision(images.device):
@@ -311,24 +311,24 @@ def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
     return loss
 
 
-def endless_images(batch: int, size: int, seed: int, step: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield images uint8 `[batch, size, size, 3]` endlessly, from a step on; each is yielded `PASSES` times."""
-    steps = POOL * PASSES // batch
-    index, done = divmod(step, steps)
+def iterate_training_images(batch_size: int, size: int, seed: int, first_step: int) -> Iterator[NDArray[np.uint8]]:
+    """Yield images uint8 `[batch_size, size, size, 3]` endlessly, from a step on; each is yielded `PASSES` times."""
+    steps = POOL * PASSES // batch_size
+    index, done = divmod(first_step, steps)
     while True:
         pictures = render_images(POOL, seed + 100_000 + index, size, workers=torch.get_num_threads())
         rng = np.random.default_rng((seed, index))
         order = np.concatenate([rng.permutation(POOL) for _ in range(PASSES)])
         for i in range(done, steps):
-            yield pictures[order[i * batch : (i + 1) * batch]]
+            yield pictures[order[i * batch_size : (i + 1) * batch_size]]
         index = index + 1
         done = 0
 
 
-def load_vq(work: Path) -> ScenesVQ:
+def load_vq(work_folder: Path) -> ScenesVQ:
     """Load the trained tokenizer of a work folder, ready for use."""
-    state = load_checkpoint(work / "vq.pt")
-    model = ScenesVQ(VQConfig(**state["config"]))
+    state = load_checkpoint(work_folder / "vq.pt")
+    model = ScenesVQ(ScenesVQConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()
 

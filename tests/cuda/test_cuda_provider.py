@@ -62,7 +62,7 @@ def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
 
     def run(nodes: int = 16, num_appended: int = 3, length: int = PAST) -> None:
         start = int(cache.lengths[0])
-        mask = np.zeros((2, nodes, target.next_past_length(cache, nodes) + nodes), bool)
+        mask = np.zeros((2, nodes, target.padded_past_length(cache, nodes) + nodes), bool)
         mask[:, :, :start] = True
         mask[:, :, -nodes:] = np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)
@@ -172,7 +172,7 @@ def test_threads_may_decode_while_others_record(pipe: Pipeline) -> None:
 
 def test_memory_is_taken_as_it_is_asked_for() -> None:
     with null_cuda.counting() as ops:
-        held = device.Device("cuda").zeros((3, 1 << 20), "float32")
+        held = device.OrtDevice("cuda").zeros((3, 1 << 20), "float32")
     assert held.shape() == [3, 1 << 20]
     assert ops.bytes_held < 1.5 * 3 * (4 << 20), "not twice what was taken last"
 

@@ -27,7 +27,7 @@ def test_logits_agree_with_the_cpu_up_to_float16_rounding(tmp_path: Path, provid
         try:
             engine = Pipeline.from_bundle(folder, provider=name).engines.target
             cache = engine.new_cache(2, 32)
-            mask = np.zeros((2, nodes, engine.next_past_length(cache, nodes) + nodes), bool)
+            mask = np.zeros((2, nodes, engine.padded_past_length(cache, nodes) + nodes), bool)
             mask[:, :, -nodes:] = np.tri(nodes)
             output = engine.run(PassInput(np.tile(np.arange(nodes), (2, 1)), mask, tokens), cache)
         except EngineError as error:

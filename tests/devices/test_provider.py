@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lantern_rt import Pipeline
-from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.prepared import compute_prefixes
@@ -98,7 +98,7 @@ def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on
     outputs = []
     for engine in (pipe.engines.target, on_cpu.engines.target):
         cache = engine.new_cache(2, 32)
-        mask = np.zeros((2, 6, engine.next_past_length(cache, 6) + 6), bool)
+        mask = np.zeros((2, 6, engine.padded_past_length(cache, 6) + 6), bool)
         mask[:, :, -6:] = np.tri(6)
         output = engine.run(PassInput(np.tile(np.arange(6), (2, 1)), mask, embeds=embeds), cache)
         outputs.append((output.logits[:, :6], output.hidden[:, :6]))
@@ -112,12 +112,12 @@ def test_images_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
 
 
 def test_reading_gathering_and_noise_tables_agree_with_numpy(provider: str) -> None:
-    device = Device(provider)
+    device = OrtDevice(provider)
     rng = np.random.default_rng(1)
     first, second = (rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6)))
     values = device.upload(first), device.upload(second)
     indices = np.array([[0, 11], [5, 3]])
-    np.testing.assert_array_equal(device.read(values[0], indices), first.reshape(-1, 8)[indices])
+    np.testing.assert_array_equal(device.read_vectors(values[0], indices), first.reshape(-1, 8)[indices])
     joined = device.empty((4, 6, 8), "float32")
     device.gather_rows([(values[0], np.array([2, 0])), (values[1], np.arange(2))], joined, axis=0)
     expected = np.zeros((4, 6, 8), np.float32)

@@ -16,7 +16,7 @@ from small_models import save_t5
 from stand_in_hub import REPOSITORIES, environment, run
 
 from lantern_rt import published
-from lantern_rt.bundle.hub import parse_reference
+from lantern_rt.bundle.hub import parse_hub_reference
 from lantern_rt.errors import CheckpointError
 from lantern_rt.published import PublishedModel
 
@@ -110,13 +110,13 @@ class Host:
         self.absent: list[str] = []
         self.folder = folder
         self.cache = folder / "bundles"
-        model = published.published_models()[name]
+        model = published.load_published_models()[name]
         sources, options = SMALL["text" if name.startswith("llamagen-t2i") else model.family](folder)
         files = dict(model.files)
         if "config" in sources:
             files["config"] = f"hf:{model.repositories[0]}/config.json"
         for role, reference in files.items():
-            repository, file, _ = parse_reference(reference, CheckpointError)
+            repository, file, _ = parse_hub_reference(reference, CheckpointError)
             content = REPOSITORIES.setdefault(repository, {})
             source = sources[role]
             if file is None:

@@ -23,7 +23,7 @@ from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
 from lantern_rt.runtime.sampling import compute_distribution, process_logits
-from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime.statistics import EngineTimer
 
 ROW_NAMES = ("cond", "uncond")
 
@@ -99,7 +99,7 @@ def compute_logits(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float3
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     layout = pipe.bundle.manifest.layout()
     return np.concatenate(
-        [*compute_sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), Clock())], 1
+        [*compute_sequence_logits(model, layout, [rows.cond, rows.uncond], np.array(ids), EngineTimer())], 1
     )
 
 
@@ -117,7 +117,7 @@ def check_logits(
     """
     guidance = Sampling(cfg_scale=trace["cfg"])
     guided = np.array(trace.get("guided", [1] * both.shape[1]), bool)
-    used = np.where(guided[:, None], guide(both, guidance), both[0]) if guidance.guided else both[0]
+    used = np.where(guided[:, None], guide(both, guidance), both[0]) if guidance.uses_guidance else both[0]
     if f"{name}_used_logits" in arrays:
         assert_close(used, arrays[f"{name}_used_logits"][index], GUIDED_TOLERANCE)
     if f"{name}_cond_logits" in arrays:
@@ -145,7 +145,7 @@ def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any
         **prompt: prompt, as an argument of the pipeline.
     """
     order = group_layout(pipe)
-    code_pass = order.lay_out(range(1, len(order.groups)), ids)
+    code_pass = order.lay_out_groups(range(1, len(order.groups)), ids)
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     codes = pipe.bundle.code_embeddings[code_pass.tokens]
     embeds = np.stack([np.concatenate([row.embeds, codes]) for row in (rows.cond, rows.uncond)])
@@ -153,9 +153,9 @@ def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any
     spec = pipe.bundle.manifest.target
     prefix = len(rows.cond.embeds)
     mask = np.tile(np.tri(nodes, dtype=bool), (2, 1, 1))
-    mask[:, prefix:, prefix:] = code_pass.ancestors
+    mask[:, prefix:, prefix:] = code_pass.ancestor_mask
     for row_mask, row in zip(mask, (rows.cond, rows.uncond), strict=True):
-        row_mask[:, :prefix] &= row.is_real
+        row_mask[:, :prefix] &= row.is_real_token
     mask |= np.eye(nodes, dtype=bool)
     positions = np.array([*range(prefix), *(prefix + code_pass.positions)])
     feeds = {"input_embeds": embeds, "position_ids": np.tile(positions, (2, 1))}

@@ -10,7 +10,7 @@ import torch
 from goldens import DATA
 from torch import nn
 
-from lantern_rt.export.graph.graphs import Graph, target_graph
+from lantern_rt.export.graph.graphs import Graph, make_target_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
@@ -34,7 +34,7 @@ def make_target(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
         for name, value in part._parameters.items():
             if value is not None:
                 part._parameters[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
-    return target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
+    return make_target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
 
 
 def randomise_norms(decoder: nn.Module) -> None:

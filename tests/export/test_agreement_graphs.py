@@ -12,9 +12,9 @@ from lantern_rt import open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.compare.image_graph import Agreement, Preprocessing  # noqa: E402
-from recipes.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from recipes.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, Judge, load_judge, save_judge  # noqa: E402
+from lantern_rt.compare.image_graph import Preprocessing, PromptAgreementModel  # noqa: E402
+from recipes.scenes.data import render_scenes, sample_scenes  # noqa: E402
+from recipes.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, SceneJudge, load_judge, save_judge  # noqa: E402
 from recipes.scenes.vocabulary import (  # noqa: E402
     COLOURS,
     GROUND_PHRASES,
@@ -26,11 +26,11 @@ from recipes.scenes.vocabulary import (  # noqa: E402
     SKY_PHRASES,
     Scene,
     Solid,
-    describe,
+    write_caption,
 )
 from recipes.scenes.vq import to_tensor  # noqa: E402
 
-SCENES = draw_scenes(40, seed=915_000)
+SCENES = sample_scenes(40, seed=915_000)
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +38,22 @@ def scene_images() -> np.ndarray:
     return render_scenes(SCENES)
 
 
-def open_judge(path: Path) -> Agreement:
+def open_judge(path: Path) -> PromptAgreementModel:
     """Open a judge's graph as `lantern-rt eval scenes --agreement` does."""
-    return Agreement(path, Preprocessing(), open_bundle("scenes"), 1)
+    return PromptAgreementModel(path, Preprocessing(), open_bundle("scenes"), 1)
 
 
 @pytest.fixture(scope="module")
-def judge() -> Agreement:
+def judge() -> PromptAgreementModel:
     return open_judge(SHIPPED_JUDGE)
 
 
-def test_images_agree_with_their_captions_and_not_with_others(judge: Agreement, scene_images: np.ndarray) -> None:
+def test_images_agree_with_their_captions_and_not_with_others(
+    judge: PromptAgreementModel, scene_images: np.ndarray
+) -> None:
     images = [Image.fromarray(picture) for picture in scene_images]
     rng = np.random.default_rng(0)
-    captions = [describe(scene, rng) for scene in SCENES]  # captions omit attributes at random
+    captions = [write_caption(scene, rng) for scene in SCENES]  # captions omit attributes at random
     own_agreement = judge(images, captions)
     other_agreement = judge(images, captions[1:] + captions[:1])
     assert own_agreement.min() > 0.9
@@ -59,7 +61,9 @@ def test_images_agree_with_their_captions_and_not_with_others(judge: Agreement, 
     assert (other_agreement < own_agreement).all()
 
 
-def test_the_graph_computes_the_mean_of_the_judges_probabilities(judge: Agreement, scene_images: np.ndarray) -> None:
+def test_the_graph_computes_the_mean_of_the_judges_probabilities(
+    judge: PromptAgreementModel, scene_images: np.ndarray
+) -> None:
     with torch.no_grad():
         sky, ground, colours, shapes = (
             logits.softmax(-1).numpy() for logits in load_judge()(to_tensor(scene_images[:8]))
@@ -85,7 +89,7 @@ def test_the_graph_computes_the_mean_of_the_judges_probabilities(judge: Agreemen
         assert agreement == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
 
 
-def test_a_solid_at_another_place_only_loses_its_place_and_counts_once(judge: Agreement) -> None:
+def test_a_solid_at_another_place_only_loses_its_place_and_counts_once(judge: PromptAgreementModel) -> None:
     scene = Scene("night", "sand", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     prompts = ["a green cube", "a green cube on the left", "a green cube on the right", "a green cube and a green cube"]
@@ -96,7 +100,7 @@ def test_a_solid_at_another_place_only_loses_its_place_and_counts_once(judge: Ag
     assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # one cube is not two
 
 
-def test_pairs_are_compared_in_the_order_of_the_caption(judge: Agreement) -> None:
+def test_pairs_are_compared_in_the_order_of_the_caption(judge: PromptAgreementModel) -> None:
     solids = Solid("cube", "green", "large", "matte", 0.27), Solid("sphere", "red", "large", "matte", 0.73)
     image = Image.fromarray(render_scenes([Scene("clear", "sand", solids, 3)])[0])
     right = ["a green cube left of a red ball", "a red ball right of a green cube", "a red ball and a green cube"]
@@ -107,7 +111,7 @@ def test_pairs_are_compared_in_the_order_of_the_caption(judge: Agreement) -> Non
 
 
 def test_another_trained_judge_is_saved_as_the_same_graph_with_other_weights(
-    judge: Agreement, scene_images: np.ndarray, tmp_path: Path
+    judge: PromptAgreementModel, scene_images: np.ndarray, tmp_path: Path
 ) -> None:
     images = [Image.fromarray(picture) for picture in scene_images[:4]]
     captions = ["a cube on sand"] * 4
@@ -116,7 +120,7 @@ def test_another_trained_judge_is_saved_as_the_same_graph_with_other_weights(
     saved_agreement = open_judge(tmp_path / JUDGE_FILE)(images, captions)
     np.testing.assert_array_equal(saved_agreement, judge(images, captions))
     torch.manual_seed(0)
-    new_judge = Judge()
+    new_judge = SceneJudge()
     save_judge(new_judge, tmp_path / JUDGE_FILE)
     for name, weight in load_judge(tmp_path).state_dict().items():
         new_weight = new_judge.state_dict()[name].float()

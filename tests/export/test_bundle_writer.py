@@ -21,12 +21,12 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import OutputError, ParityError, RequestError
-from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph
-from lantern_rt.export.graph.onnx_ops import Value
-from lantern_rt.export.model import Model
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
+from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
+from lantern_rt.export.graph.onnx_ops import TensorSpec
+from lantern_rt.export.model import BundleContents
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
 from lantern_rt.export.writer import export_model
-from lantern_rt.output.files import atomic_folder
+from lantern_rt.output.files import write_folder_atomically
 
 CONFIG = DecoderConfig(
     hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
@@ -54,25 +54,25 @@ class Prefixes(nn.Module):
         return prefix, torch.zeros_like(prefix)
 
 
-def make_model() -> Model:
+def make_model() -> BundleContents:
     torch.manual_seed(0)
     decoder = Decoder(CONFIG).eval()
     table = torch.randn(16, 8)
-    outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
-    ids = named_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
-    codes = named_cases({"codes": np.array([[1], [2]])})
-    class_ids = (Value("class_ids", ("rows",), "int64"),)
-    picture = (Value("image", ("images", 1, 4)),)
-    return Model(
+    outputs = tuple(TensorSpec(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
+    ids = name_test_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
+    codes = name_test_cases({"codes": np.array([[1], [2]])})
+    class_ids = (TensorSpec("class_ids", ("rows",), "int64"),)
+    picture = (TensorSpec("image", ("images", 1, 4)),)
+    return BundleContents(
         graphs=[
-            target_graph(decoder, table),
+            make_target_graph(decoder, table),
             Graph("condition", Prefixes().eval(), class_ids, outputs, ids),
-            Graph("vq_decoder", Rows(4).eval(), (Value("codes", ("images", 1), "int64"),), picture, codes),
+            Graph("vq_decoder", Rows(4).eval(), (TensorSpec("codes", ("images", 1), "int64"),), picture, codes),
         ],
         code_embeddings=table,
         codebook=table.numpy(),
-        files={"notes": ("notes.txt", b"hello")},
-        fields={
+        extra_files={"notes": ("notes.txt", b"hello")},
+        manifest_fields={
             "name": "toy",
             "family": "toy",
             "grid_rows": 2,
@@ -80,7 +80,7 @@ def make_model() -> Model:
             "codebook_size": 16,
             "image_height": 4,
             "image_width": 4,
-            "target": DecoderSpec(**decoder_fields(CONFIG), max_positions=CONFIG.positions),
+            "target": DecoderSpec(**get_decoder_spec_fields(CONFIG), max_positions=CONFIG.num_rope_positions),
             "condition": {"kind": "class", "prefix": 1, "classes": 16},
             "sampling": {},
             "decoding": {},
@@ -95,7 +95,7 @@ def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
     assert bundle.code_embeddings.shape == (16, 8)
-    assert bundle.neighbors.shape == (16, 15)
+    assert bundle.neighbor_table.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
     assert stages[:4] == ["preparing graphs", "sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx"]
 
@@ -131,7 +131,7 @@ def test_folders_around_a_bundle_are_made_and_vanish_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_bundle(export_model(make_model(), tmp_path / "bundles/large/toy"))
-    monkeypatch.setattr("lantern_rt.export.writer.check_parity", raise_error(ParityError("differs")))
+    monkeypatch.setattr("lantern_rt.export.writer.check_graph_parity", raise_error(ParityError("differs")))
     with pytest.raises(ParityError):
         export_model(make_model(), tmp_path / "bundles/small/toy")
     assert [path.name for path in (tmp_path / "bundles").iterdir()] == ["large"]
@@ -151,10 +151,10 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from lantern_rt.cli import main as program
-from lantern_rt.output.files import atomic_folder
+from lantern_rt.output.files import write_folder_atomically
 
 def write(arguments):
-    with atomic_folder(Path(*arguments), False, "bundle.json"):
+    with write_folder_atomically(Path(*arguments), False, "bundle.json"):
         print("half-written", flush=True)
         time.sleep(60)
 
@@ -174,7 +174,7 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
         (partial,) = (tmp_path / "bundles").iterdir()
         unrelated = tmp_path / "bundles/.other.x.partial"
         unrelated.mkdir()
-        with atomic_folder(output, False, "bundle.json"):
+        with write_folder_atomically(output, False, "bundle.json"):
             assert partial.is_dir()  # the folder of the running program
         shutil.rmtree(output)
         program.send_signal(number)
@@ -185,7 +185,7 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ParityError("differs"), RuntimeError("bug")])
-@pytest.mark.parametrize("step", ["check_parity", "FileEntry.from_file"])
+@pytest.mark.parametrize("step", ["check_graph_parity", "FileEntry.from_file"])
 def test_nothing_half_written_stays_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: str
 ) -> None:

@@ -16,7 +16,7 @@ from refusals import error_of
 from safetensors.torch import load_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.families.common_lumina import lumina_image_size, patch_sizes
+from lantern_rt.export.families.common_lumina import list_patch_grids, make_lumina_image_size
 from lantern_rt.export.models.decoder import Attention
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
@@ -41,7 +41,7 @@ def test_the_output_head_has_only_the_image_tokens() -> None:
     weights = load_file(ANOLE / "model.safetensors")
     assert torch.equal(model.graphs[0].module.state_dict()["head.weight"], weights["lm_head.weight"][4:132])
     assert torch.equal(model.code_embeddings, weights["model.embed_tokens.weight"][4:132])
-    layout = model.fields["condition"].layout
+    layout = model.manifest_fields["condition"].layout
     assert layout is not None
     assert (layout.before, layout.after, layout.uncond) == ((0,), (140, 133), (0, 133))
 
@@ -50,13 +50,13 @@ def test_the_image_size_comes_from_the_yaml_or_the_caller(tmp_path: Path) -> Non
     assert read_vqgan(VQGAN).grid == read_vqgan(VQGAN / "vqgan.ckpt").grid == 8
     (tmp_path / "vqgan.ckpt").write_bytes((VQGAN / "vqgan.ckpt").read_bytes())
     assert read_vqgan(tmp_path).grid is None
-    assert read_anole(ANOLE, tmp_path, grid=6).fields["grid_rows"] == 6
+    assert read_anole(ANOLE, tmp_path, grid=6).manifest_fields["grid_rows"] == 6
 
 
 @pytest.mark.parametrize("pixels", [512, 768, 1024])
 def test_lumina_sizes_are_the_published_ones_of_each_model(pixels: int) -> None:
     names = {f"<reserved{8800 + n:05d}>": 8804 + n for n in range(65)} | {"<racm3:break>": 8197}
-    sizes = [lumina_image_size(rows, columns, names, 2) for rows, columns in patch_sizes(pixels // 32)]
+    sizes = [make_lumina_image_size(rows, columns, names, 2) for rows, columns in list_patch_grids(pixels // 32)]
     assert [[*map(int, size.name.split("x"))] for size in sizes] == PROTOCOL["official_sizes"][str(pixels)]
     assert all((16 * size.columns, 16 * size.rows) == (*map(int, size.name.split("x")),) for size in sizes)
     square = next(size for size in sizes if size.rows == size.columns)
@@ -65,7 +65,7 @@ def test_lumina_sizes_are_the_published_ones_of_each_model(pixels: int) -> None:
 
 
 def test_lumina_defaults_are_those_of_the_published_solver() -> None:
-    sampling = read_lumina(LUMINA, VQGAN, grid=4).fields["sampling"]
+    sampling = read_lumina(LUMINA, VQGAN, grid=4).manifest_fields["sampling"]
     assert (sampling.cfg_scale, sampling.top_k) == (
         PROTOCOL["cfg"],
         2000,

@@ -20,14 +20,14 @@ from checkpoint_copies import (
     copy_sharded,
     copy_weights,
 )
-from family_readers import read_transformer
+from family_readers import read_llamagen_transformer
 from goldens import load_golden
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.common_llamagen import KnownSize, LlamaGen, LlamaGenVariant
+from lantern_rt.export.families.common_llamagen import LlamaGenTransformer, LlamaGenVariant, PublishedSize
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
@@ -40,7 +40,7 @@ def same_weights(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(*pair) for pair in pairs)
 
 
-def assert_same(first: LlamaGen, second: LlamaGen) -> None:
+def assert_same(first: LlamaGenTransformer, second: LlamaGenTransformer) -> None:
     assert first.decoder.config == second.decoder.config
     assert torch.equal(first.code_embeddings, second.code_embeddings)
     assert same_weights(first.decoder, second.decoder)
@@ -49,7 +49,7 @@ def assert_same(first: LlamaGen, second: LlamaGen) -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return read_transformer(T2I, config=config_path(T2I)).decoder
+    return read_llamagen_transformer(T2I, config=config_path(T2I)).decoder
 
 
 # ---------------------------------------------------------------- files
@@ -66,14 +66,14 @@ def test_a_state_dict_is_read_alone_or_inside_a_training_checkpoint(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("averaged", "expected", "warnings"),
+    ("prefer_ema", "expected", "warnings"),
     [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
 def test_a_checkpoint_with_model_and_average_reads_one_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: int, warnings: list[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefer_ema: bool | None, expected: int, warnings: list[str]
 ) -> None:
     torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
-    assert read_weights(tmp_path / "a.pt", averaged=averaged)["a"].tolist() == [expected] * 2
+    assert read_weights(tmp_path / "a.pt", prefer_ema=prefer_ema)["a"].tolist() == [expected] * 2
     assert [text in message for text, message in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
 
 
@@ -84,7 +84,7 @@ def test_a_missing_average_is_a_warning_and_a_lone_average_is_read(
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "b.pt")
     assert [read_weights(path)["a"].tolist() for path in sorted(tmp_path.iterdir())] == [[1, 1]] * 2
     assert caplog.messages == []
-    read_weights(tmp_path / "b.pt", averaged=True)
+    read_weights(tmp_path / "b.pt", prefer_ema=True)
     assert caplog.messages == [f"{tmp_path / 'b.pt'}: has no ema; using its only weights"]
 
 
@@ -101,7 +101,7 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
     for i in range(3):
         torch.save({str(i): torch.zeros(500_000)}, tmp_path / f"{i}.pt")
     reports: list[tuple[str, int, int]] = []
-    Checkpoint(tmp_path, progress=lambda *report: reports.append(report)).read()
+    Checkpoint(tmp_path, progress=lambda *report: reports.append(report)).read_weights()
     amounts = [done for _, done, _ in reports]
     assert {(stage, total) for stage, _, total in reports} == {(f"reading {tmp_path.name} (MB)", 7)}
     assert amounts == sorted(amounts)
@@ -112,13 +112,13 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
 
 
 def test_sizes_come_from_the_weights(target: Decoder) -> None:
-    result = read_transformer(C2I, config=config_path(C2I))
+    result = read_llamagen_transformer(C2I, config=config_path(C2I))
     sizes = result.decoder.config
     assert (sizes.hidden_size, sizes.num_layers, sizes.intermediate_size, sizes.vocab_size) == (64, 3, 256, 128)
     assert (sizes.num_heads, sizes.num_kv_heads, sizes.grid, sizes.prefix) == (4, 4, 4, 1)
     assert isinstance(result.condition, ClassCondition)
     assert result.condition.table.shape == (11, 64)
-    condition = read_transformer(T2I, config=config_path(T2I)).condition
+    condition = read_llamagen_transformer(T2I, config=config_path(T2I)).condition
     assert (target.config.grid, target.config.prefix) == (6, 8)
     assert isinstance(condition, CaptionCondition)
     np.testing.assert_array_equal(condition.uncond, load_golden("llamagen-t2i")["uncond_embedding"])
@@ -127,20 +127,20 @@ def test_sizes_come_from_the_weights(target: Decoder) -> None:
 def test_the_grid_comes_from_the_weights_the_configuration_or_the_caller(tmp_path: Path) -> None:
     no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
     stored = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
-    assert read_transformer(C2I, config=config_path(C2I), grid=4).decoder.config.grid == 4
-    assert read_transformer(stored, config=no_block).decoder.config.grid == 5
-    assert read_transformer(C2I, config=no_block, grid=7).decoder.config.grid == 7
+    assert read_llamagen_transformer(C2I, config=config_path(C2I), grid=4).decoder.config.grid == 4
+    assert read_llamagen_transformer(stored, config=no_block).decoder.config.grid == 5
+    assert read_llamagen_transformer(C2I, config=no_block, grid=7).decoder.config.grid == 7
 
 
 def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) -> None:
     no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
-    small = LlamaGenVariant(models=(KnownSize(3, 64, 8, (24,)),))
-    sizes = read_transformer(C2I, config=no_block, variant=small).decoder.config
+    small = LlamaGenVariant(published_sizes=(PublishedSize(3, 64, 8, (24,)),))
+    sizes = read_llamagen_transformer(C2I, config=no_block, variant=small).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 
 
 def test_every_layout_of_the_same_weights_is_read_the_same(tmp_path: Path) -> None:
-    plain = read_transformer(LANTERN / "t2i")
+    plain = read_llamagen_transformer(LANTERN / "t2i")
     (tmp_path / "bin").mkdir()
     shutil.copy(LANTERN / "t2i/config.json", tmp_path / "bin")
     torch.save(load_file(LANTERN / "t2i/model.safetensors"), tmp_path / "bin/pytorch_model.bin")
@@ -149,22 +149,22 @@ def test_every_layout_of_the_same_weights_is_read_the_same(tmp_path: Path) -> No
         LANTERN / "t2i/model.safetensors",
         copy_checkpoint(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
     ):
-        assert_same(read_transformer(checkpoint), plain)
-    assert_same(read_transformer(T2I, config=config_path(T2I)), plain)
+        assert_same(read_llamagen_transformer(checkpoint), plain)
+    assert_same(read_llamagen_transformer(T2I, config=config_path(T2I)), plain)
 
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_shards_with_an_index_are_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
-    result = read_transformer(copy_sharded(LANTERN / kind, tmp_path / "shards", ending))
-    assert_same(result, read_transformer(LANTERN / kind))
+    result = read_llamagen_transformer(copy_sharded(LANTERN / kind, tmp_path / "shards", ending))
+    assert_same(result, read_llamagen_transformer(LANTERN / kind))
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
 def test_the_folders_configuration_is_a_source_besides_another_configuration(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
-    sources = read_transformer(folder, config=other_config).checkpoint.sources
+    sources = read_llamagen_transformer(folder, config=other_config).checkpoint.sources
     weights = ("target", folder / "model.safetensors")
     assert sources == [("target_config", folder / "config.json"), weights, ("config", other_config)]
 
@@ -176,15 +176,15 @@ def test_official_shards_without_an_index_are_joined(tmp_path: Path, names: list
         torch.save({key: weights[key] for key in sorted(weights)[i::2]}, tmp_path / name)
     torch.save({"state": {}}, tmp_path / "optimizer.00000-of-00001.pth")
     config = config_path(C2I)
-    assert_same(read_transformer(tmp_path, config=config), read_transformer(C2I, config=config))
+    assert_same(read_llamagen_transformer(tmp_path, config=config), read_llamagen_transformer(C2I, config=config))
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_a_file_consolidated_from_fsdp_may_have_prefixed_names(tmp_path: Path, prefix: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
-    result = read_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
-    assert_same(result, read_transformer(C2I, config=config_path(C2I)))
+    result = read_llamagen_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
+    assert_same(result, read_llamagen_transformer(C2I, config=config_path(C2I)))
 
 
 # ---------------------------------------------------------------- drafters

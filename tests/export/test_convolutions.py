@@ -18,12 +18,12 @@ from goldens import read_values
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
-from lantern_rt.export.compare import compare_with_module
-from lantern_rt.export.convolutions import measure_activations, quantize_convolutions
-from lantern_rt.export.families.common import vq_graphs
+from lantern_rt.export.compare import compare_graph_with_module
+from lantern_rt.export.convolutions import measure_activation_ranges, quantize_convolutions
+from lantern_rt.export.families.common import make_vq_graphs
 from lantern_rt.export.graph.graphs import Graph, plan_graph
 from lantern_rt.export.measures import measure_image_difference
-from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
+from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq, read_vqgan
 
 
 def scale_down_residuals(weights: Weights) -> None:
@@ -37,7 +37,7 @@ def decoder(family: str) -> Graph:
     if family == "emu3":
         graphs = read_emu3(EMU3, grid=4).graphs
     else:
-        graphs = vq_graphs(read_vq(VQ)[0] if family == "llamagen" else read_vqgan(VQGAN).vq, 4)
+        graphs = make_vq_graphs(read_llamagen_vq(VQ)[0] if family == "llamagen" else read_vqgan(VQGAN).vq, 4)
     return next(graph for graph in graphs if graph.role == "vq_decoder")
 
 
@@ -47,9 +47,9 @@ def test_int8_images_are_near_float32_and_sums_do_not_depend_on_their_order(tmp_
     path = tmp_path / "vq_decoder.onnx"
     scale_down_residuals(graph.module.state_dict())
     plan = plan_graph(graph)
-    quantize_convolutions(plan, measure_activations(graph, 96))
+    quantize_convolutions(plan, measure_activation_ranges(graph, 96))
     plan.write(path)
-    levels, psnr = measure_image_difference(compare_with_module(graph, path, [*graph.cases]))
+    levels, psnr = measure_image_difference(compare_graph_with_module(graph, path, [*graph.test_cases]))
     assert levels < 2
     assert psnr > 40
     model = onnx.load(path)
@@ -57,7 +57,7 @@ def test_int8_images_are_near_float32_and_sums_do_not_depend_on_their_order(tmp_
     kernels = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     convolutions = [node for node in model.graph.node if node.op_type == "Conv" and node.input[1] in kernels][:-1]
     assert max(np.abs(kernel).max() for name, kernel in kernels.items() if name.endswith(".int8")) == 64
-    feeds = dict(next(iter(graph.cases.values())))
+    feeds = dict(next(iter(graph.test_cases.values())))
     values = read_values(path, [name for node in convolutions for name in (node.input[0], node.output[0])], feeds)
     for node, node_input, node_output in zip(convolutions, values[::2], values[1::2], strict=True):
         kernel, bias = (torch.from_numpy(kernels[name].astype(np.float64)) for name in node.input[1:])
@@ -69,7 +69,7 @@ def test_int8_images_are_near_float32_and_sums_do_not_depend_on_their_order(tmp_
 def test_onnx_runtime_fuses_int8_convolutions(tmp_path: Path) -> None:
     graph = decoder("llamagen")
     plan = plan_graph(graph)
-    quantize_convolutions(plan, measure_activations(graph, 96))
+    quantize_convolutions(plan, measure_activation_ranges(graph, 96))
     options: Any = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     onnxruntime.InferenceSession(plan.write(tmp_path / "vq_decoder.onnx")[0], options)

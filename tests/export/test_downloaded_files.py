@@ -31,16 +31,16 @@ from family_readers import (
     read_emu3,
     read_janus,
     read_llamagen,
+    read_llamagen_transformer,
     read_lumina,
     read_lumina2,
     read_simplear,
-    read_transformer,
 )
 from refusals import error_of
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
-from lantern_rt.export.checkpoints.folders import Checkpoint, read_index
+from lantern_rt.export.checkpoints.folders import Checkpoint, read_weight_index
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
@@ -137,7 +137,7 @@ def test_the_error_of_a_git_lfs_pointer_as_yaml_names_it(tmp_path: Path) -> None
 def test_the_error_of_shards_without_their_index_names_them(tmp_path: Path) -> None:
     folder = copy_sharded(LANTERN / "t2i", tmp_path / "shards")
     (folder / "model.safetensors.index.json").unlink()
-    error = error_of(CheckpointError, Checkpoint(folder).read)
+    error = error_of(CheckpointError, Checkpoint(folder).read_weights)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert error.found == f"{', '.join(names)} without an index"
     assert "model.safetensors.index.json" in error.expected
@@ -146,20 +146,23 @@ def test_the_error_of_shards_without_their_index_names_them(tmp_path: Path) -> N
 def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
     shutil.copy(C2I, tmp_path)
     (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
-    assert read_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == ("target", tmp_path / C2I.name)
+    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == (
+        "target",
+        tmp_path / C2I.name,
+    )
 
 
 @pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", "?", ".hidden", "a/b", "a\\b", "a b", "-rf", "", 7])
 def test_an_index_must_name_plain_files(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"x": "model-1.safetensors", "y": name}}))
-    error = error_of(CheckpointError, read_index, path)
+    error = error_of(CheckpointError, read_weight_index, path)
     assert error.field == f"{path}: 'y'"
     assert error.found == repr(name)
 
 
 def test_the_error_of_a_missing_configuration_shows_its_format(program: Any, tmp_path: Path) -> None:
-    error = error_of(CheckpointError, read_transformer, Path(shutil.copy(C2I, tmp_path)))
+    error = error_of(CheckpointError, read_llamagen_transformer, Path(shutil.copy(C2I, tmp_path)))
     assert error.remedy.startswith(
         'give {"n_head": 12}, with your number, in a JSON file: as --config, or as config.json '
     )
@@ -169,7 +172,7 @@ def test_the_error_of_a_missing_configuration_shows_its_format(program: Any, tmp
 
 
 def test_the_configuration_in_the_folder_of_an_official_file_is_read_if_it_belongs_to_the_model(tmp_path: Path) -> None:
-    assert read_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
+    assert read_llamagen_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
     copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
-    assert "n_head" in error_of(CheckpointError, read_transformer, path).remedy
+    assert "n_head" in error_of(CheckpointError, read_llamagen_transformer, path).remedy

@@ -27,12 +27,12 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families import emu35
-from lantern_rt.export.model import Model
-from lantern_rt.export.models.decoder import rotate
+from lantern_rt.export.model import BundleContents
+from lantern_rt.export.models.decoder import apply_rope
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import image_from_pixels
-from lantern_rt.prompts import prepare_prompts
+from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
@@ -54,7 +54,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emu35, "SIZES", SIZES)
 
 
-def read_small(vq: Path = EMU35_VQ) -> Model:
+def read_small(vq: Path = EMU35_VQ) -> BundleContents:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emu35, "SIZES", SIZES)
         return read_emu35(EMU35, vq)
@@ -91,7 +91,9 @@ def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
     for part, (heads, norm) in parts.items():
         assert_close(heads.numpy(), ARRAYS[f"layer0_{part}"])
         assert_close(norm(heads).numpy(), ARRAYS[f"layer0_{part}_normed"])
-        assert_close(rotate(norm(heads)[None], rope[None, :12], "half")[0].numpy(), ARRAYS[f"layer0_{part}_rotated"])
+        assert_close(
+            apply_rope(norm(heads)[None], rope[None, :12], "half")[0].numpy(), ARRAYS[f"layer0_{part}_rotated"]
+        )
     for i, name in enumerate(("rotary_cos", "rotary_sin")):
         assert_close(np.tile(rope[:40, :, i].numpy(), 2), ARRAYS[name])
 
@@ -268,27 +270,29 @@ def test_the_image_tokenizer_is_read_from_either_file(tmp_path: Path) -> None:
 
 def test_prompts_are_those_of_the_published_template() -> None:
     model = read_small()
-    condition = model.fields["condition"]
-    sizes = model.fields["sizes"]
-    tokenizer = TemplateTokenizer(parse_tokenizer(model.files["tokenizer"][1]), condition.layout.template)
+    condition = model.manifest_fields["condition"]
+    sizes = model.manifest_fields["sizes"]
+    tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
     cases = [case for case in PROTOCOL["prompt_cases"] if case["text"]]
-    requests = prepare_prompts(condition, tokenizer, sizes[0], [case["text"] for case in cases])
+    requests = build_prompt_requests(condition, tokenizer, sizes[0], [case["text"] for case in cases])
     assert len(cases) > 10
     end = [555, *sizes[0].tokens]
     for case, request in zip(cases, requests, strict=True):
-        assert request.inputs["token_ids"][0].tolist() == [*case["prompt_ids"], *end]
-        assert request.inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
+        assert request.condition_inputs["token_ids"][0].tolist() == [*case["prompt_ids"], *end]
+        assert request.condition_inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
 
 
 def test_sizes_and_settings_are_the_published_ones(tmp_path: Path) -> None:
     large = copy_checkpoint(EMU35, tmp_path / "large", config=lambda config: config.pop("max_position_embeddings"))
-    fields = read_emu35(large, EMU35_VQ).fields
+    manifest_fields = read_emu35(large, EMU35_VQ).manifest_fields
     published = [(size["rows"], size["columns"]) for size in PROTOCOL["sizes"]]
-    assert [(size.rows, size.columns) for size in fields["sizes"]] == published[:-1]
-    assert (fields["grid_rows"], fields["grid_columns"]) == published[-1] == (55, 73)
-    assert (fields["image_width"], fields["image_height"]) == (1168, 880)
+    assert [(size.rows, size.columns) for size in manifest_fields["sizes"]] == published[:-1]
+    assert (manifest_fields["grid_rows"], manifest_fields["grid_columns"]) == published[-1] == (55, 73)
+    assert (manifest_fields["image_width"], manifest_fields["image_height"]) == (1168, 880)
     defaults = PROTOCOL["defaults"]
-    assert fields["sampling"] == Sampling(cfg_scale=defaults["cfg"], top_k=defaults["sampling_params"]["image_top_k"])
+    assert manifest_fields["sampling"] == Sampling(
+        cfg_scale=defaults["cfg"], top_k=defaults["sampling_params"]["image_top_k"]
+    )
 
 
 @pytest.mark.parametrize("name", ["41x97", "55x73"])

@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import compute_tensor
-from lantern_rt.export.families.common import grid_sizes
-from lantern_rt.export.families.common_emu3 import convert_tiktoken, emu3_image_size
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, emu3_prompt_layout
+from lantern_rt.export.families.common import list_grid_shapes
+from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_layout
 from lantern_rt.export.graph.graphs import write_graph
-from lantern_rt.export.model import Model
-from lantern_rt.prompts import prepare_prompts
+from lantern_rt.export.model import BundleContents
+from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
@@ -43,17 +43,17 @@ def as_published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def libraries(as_published: tuple[Path, Path]) -> dict[str, Tokenizer]:
     """Return the tokenizers of both checkpoint layouts, as bundles contain them."""
     models = {"hf": read_emu3(EMU3, grid=4), "original": read_emu3(*as_published, grid=4)}
-    return {name: Tokenizer.from_buffer(model.files["tokenizer"][1]) for name, model in models.items()}
+    return {name: Tokenizer.from_buffer(model.extra_files["tokenizer"][1]) for name, model in models.items()}
 
 
-def describe(model: Model) -> tuple[Any, ...]:
+def describe(model: BundleContents) -> tuple[Any, ...]:
     """Return everything of a model but its files: manifest fields, arrays, and the weights of graphs."""
     weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
     numbers = {(role, name): compute_tensor(weight).numpy().tobytes() for role, name, weight in weights}
-    return {**model.fields}, compute_tensor(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
+    return {**model.manifest_fields}, compute_tensor(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
 
 
-def write_graphs(model: Model, folder: Path) -> dict[str, bytes]:
+def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
     folder.mkdir()
     return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
 
@@ -97,8 +97,8 @@ def test_omitted_fields_of_a_configuration_have_the_defaults_of_its_class(tmp_pa
 
 def test_the_published_sizes_and_defaults_are_those_of_the_program() -> None:
     ratios = PROTOCOL["sizes_for_image_area_518400"]
-    assert grid_sizes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
-    sampling = read_emu3(EMU3, grid=4).fields["sampling"]
+    assert list_grid_shapes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
+    sampling = read_emu3(EMU3, grid=4).manifest_fields["sampling"]
     assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg_default"], PROTOCOL["top_k_default"])
     assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
     assert [PROTOCOL[name] for name in ("negative_default", "positive_suffix")] == [NEGATIVE, SUFFIX]
@@ -109,7 +109,7 @@ def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(na
     with np.load(DATA / "emu3/golden.npz") as arrays:
         forced = arrays[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
-    assert (rows, columns) in grid_sizes(PROTOCOL["image_area_default"], 8)
+    assert (rows, columns) in list_grid_shapes(PROTOCOL["image_area_default"], 8)
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
     tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
@@ -127,8 +127,8 @@ def test_prompt_and_unconditional_ids_of_runs(
     libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
     library = libraries[layout]
-    words = emu3_prompt_layout(library, trace["negative"])
-    size = emu3_image_size(library, *trace["grid"], 2)
+    words = make_emu3_prompt_layout(library, trace["negative"])
+    size = make_emu3_image_size(library, *trace["grid"], 2)
     text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
     assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
     assert words.uncond is not None
@@ -136,9 +136,9 @@ def test_prompt_and_unconditional_ids_of_runs(
         assert [*words.uncond, *size.tokens] == trace["unconditional_ids"]
     if trace["unconditional_ids"] is not None and trace["negative"]:
         spec = ConditionSpec(kind="tokens", prefix=2048, layout=words)
-        (request,) = prepare_prompts(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
-        assert request.tokens is not None
-        assert request.tokens[1].tolist() == trace["unconditional_ids"]
+        (request,) = build_prompt_requests(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
+        assert request.token_ids is not None
+        assert request.token_ids[1].tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
 
 

@@ -101,9 +101,9 @@ def test_scores_of_every_generated_token_of_a_run_of_emu3(family: GoldenFamily, 
 
 @pytest.mark.parametrize("row", range(2))
 def test_generated_ids_of_the_recorded_batch_with_and_without_padding(family: GoldenFamily, row: int) -> None:
-    is_real = np.array(BATCH["attention_mask"][row]) > 0
+    is_real_token = np.array(BATCH["attention_mask"][row]) > 0
     trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
-    trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real].tolist()
+    trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real_token].tolist()
     scores = greedy_scores(family.bundle, trace)
     ids = np.array(trace["generated_ids"])
     is_code = ids >= CODES.start

@@ -26,7 +26,7 @@ from refusals import error_of
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import Weights
-from lantern_rt.export.registry import check_family
+from lantern_rt.export.registry import check_family_options
 
 
 def test_an_export_prints_its_files_and_the_command_for_presets(program: Any, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_drafter_of_other_weights_of_the_same_shape_is_exported_with_a_warning
 
 def test_an_image_may_have_more_tokens_than_the_positions_of_lumina_mgpts_configuration(tmp_path: Path) -> None:
     model = read_lumina(copy_checkpoint(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
-    assert model.fields["condition"].prefix == 2048
+    assert model.manifest_fields["condition"].prefix == 2048
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_an_image_may_have_more_tokens_than_the_positions_of_lumina_mgpts_config
 def test_options_that_a_family_does_not_support_or_lacks_are_rejected(
     family: str, options: dict[str, str], field: str
 ) -> None:
-    assert error_of(CheckpointError, check_family, family, {"target": "t"} | options).field == field
+    assert error_of(CheckpointError, check_family_options, family, {"target": "t"} | options).field == field

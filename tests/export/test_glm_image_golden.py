@@ -40,7 +40,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "MAX_PROMPT", PROMPT)
-        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         model = read_glm_image(FOLDER, grid=2)
     return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
 
@@ -71,7 +71,7 @@ class Sequence:
 def test_the_prompt_gives_the_recorded_logits_keys_and_values(bundle: Path) -> None:
     out = Sequence(bundle, "run0").prefill
     np.testing.assert_allclose(out["logits"][0], ARRAYS["prefill_logits"][:, CODES], **CLOSE)
-    order = glm_image.rotated_order(20, 10).numpy()
+    order = glm_image.make_rotary_permutation(20, 10).numpy()
     for part, numbers in (("key", order), ("value", np.arange(20))):
         stacked = np.stack([out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]).transpose(0, 2, 1, 3)
         np.testing.assert_allclose(stacked, ARRAYS[f"prefill_{part}s"][..., numbers], **CLOSE)
@@ -129,15 +129,15 @@ def test_logits_of_whole_runs_and_the_likeliest_codes_are_the_recorded_ones(glm_
 @pytest.mark.parametrize("run", ["run0", "run1", "run2"])
 def test_positions_of_prompts_and_cells_turn_as_recorded(bundle: Path, run: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         decoder = read_glm_image(FOLDER, grid=2).graphs[0].module
     places = np.concatenate([ARRAYS[f"{run}_prompt_position_ids"], ARRAYS[f"{run}_decode_position_ids"]], 1)
     cells = places.shape[1] - 1
     number = GRIDS.index(tuple(TRACES[run]["large_grid"]))
-    start = number * decoder.config.length + decoder.config.prefix - len(TRACES[run]["prompt_ids"])
+    start = number * decoder.config.max_sequence_length + decoder.config.prefix - len(TRACES[run]["prompt_ids"])
     shift = decoder.config.prefix - len(TRACES[run]["prompt_ids"])
     # The second grids of all sizes start at the same place.
-    shift += max(glm_image.first_grid(*GRIDS[0])) - max(TRACES[run]["small_grid"])
+    shift += max(glm_image.compute_first_grid(*GRIDS[0])) - max(TRACES[run]["small_grid"])
     sections = np.repeat(np.arange(3), decoder.config.rope_sections)
     angles = (places[sections, :cells].T + shift) * 10000.0 ** -(np.arange(5) / 5)
     rotations = decoder.rope[start : start + cells].numpy()
@@ -157,10 +157,10 @@ def test_the_rotary_rows_are_the_recorded_ones(bundle: Path) -> None:
 def test_prompts_of_all_kinds_become_the_published_ids(bundle: Path, case: dict[str, Any]) -> None:
     pair = (case["height"] // 32, case["width"] // 32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), pair])
-        fields = read_glm_image(FOLDER, grid=2).fields
-    layout = fields["condition"].layout
-    size = fields["sizes"][1]
+        patch.setattr(glm_image, "list_image_grids", lambda square: [(2, 2), pair])
+        manifest_fields = read_glm_image(FOLDER, grid=2).manifest_fields
+    layout = manifest_fields["condition"].layout
+    size = manifest_fields["sizes"][1]
     ids = load_tokenizer(bundle / "tokenizer.json").encode(case["prompt"], add_special_tokens=False).ids
     assert [*layout.before, *ids, *layout.after, *size.tokens] == case["prompt_ids"]
     assert [[1, *grid] for grid in (pair, size.first_grid)] == case["grids"]
@@ -169,7 +169,7 @@ def test_prompts_of_all_kinds_become_the_published_ids(bundle: Path, case: dict[
 def test_grids_of_sizes_are_those_of_the_published_processor() -> None:
     for height, width, rows, columns, first_rows, first_columns in ARRAYS["sizes"].tolist():
         assert (height // 32, width // 32) == (rows, columns)
-        assert glm_image.first_grid(rows, columns) == (first_rows, first_columns)
+        assert glm_image.compute_first_grid(rows, columns) == (first_rows, first_columns)
 
 
 def test_filters_give_the_recorded_probabilities() -> None:
@@ -229,4 +229,4 @@ def test_a_part_alone_is_rejected() -> None:
 
 def test_top_k_is_that_of_transformers_where_the_generation_config_has_none(tmp_path: Path) -> None:
     folder = copy_with_edit(tmp_path, PARTS[0], "generation_config.json", lambda c: c.pop("top_k"))
-    assert read_glm_image(folder, grid=2).fields["sampling"].top_k == 50
+    assert read_glm_image(folder, grid=2).manifest_fields["sampling"].top_k == 50

@@ -18,7 +18,7 @@ from refusals import error_of
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.families import glm_image
-from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.verify import verify_bundle
 from lantern_rt.export.writer import export_model
 from lantern_rt.requests import Request
@@ -51,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(folder: Path, output: Path, precision: str | None = None, compute: str = "float32") -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         model = read_glm_image(folder, grid=2)
-    return export_model(model, output, precisions=read_precisions(precision, compute=compute))
+    return export_model(model, output, precisions=parse_precisions(precision, compute=compute))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def picture(rows: int, columns: int, seed: int = 0) -> Image.Image:
 def prompt_ids(request: Request) -> list[int]:
     (image,) = request.images
     assert image.edit is not None
-    ids: list[int] = image.edit.complete(image.inputs)["token_ids"][0].tolist()
+    ids: list[int] = image.edit.complete_inputs(image.condition_inputs)["token_ids"][0].tolist()
     return ids
 
 
@@ -143,7 +143,7 @@ def test_every_precision_reads_the_same_source_and_agrees_with_the_checkpoint(
     assert codes.shape == (15,)
     assert (codes >= 0).all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         report = verify_bundle(rounded.bundle, read_glm_image(folder, grid=2))
     # The limits of integer weights are of trained models, whose distributions are less sensitive than these.
     rounds = precision is not None and precision.startswith("int")
@@ -160,7 +160,7 @@ def test_other_weights_of_the_encoder_do_not_agree(folder: Path, pipe: Pipeline,
         folder / PART, other / PART, lambda weights: weights["model.visual.blocks.1.mlp.fc2.bias"].add_(0.5)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "image_grids", lambda square: GRIDS)
+        patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         report = verify_bundle(pipe.bundle, read_glm_image(other, grid=2))
     assert {row["graph"] for row in report.tensors if not row["passed"]} == {"vq_encoder"}
 

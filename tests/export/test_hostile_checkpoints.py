@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_readers import read_transformer
+from family_readers import read_llamagen_transformer
 from goldens import DATA
 from refusals import error_of
 from safetensors.torch import save_file
@@ -193,7 +193,7 @@ def test_an_unusual_tensor_that_is_not_needed_is_ignored(tmp_path: Path, words: 
     path = save_checkpoint(
         tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": UNUSUAL_TENSORS[words]()}
     )
-    assert [*read_weights(path, keep=lambda name: not name.startswith("loss."))] == ["good"]
+    assert [*read_weights(path, name_filter=lambda name: not name.startswith("loss."))] == ["good"]
 
 
 @pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
@@ -213,13 +213,13 @@ def test_boolean_weights_are_rejected(tmp_path: Path, name: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     weights[name] = weights[name] > 0
     with pytest.raises(CheckpointError, match=rf"{name}.* bool numbers, expected floating-point numbers"):
-        read_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
+        read_llamagen_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
 def test_a_position_table_of_another_shape_is_rejected(tmp_path: Path) -> None:
     weights = torch.load(C2I, weights_only=True)["model"] | {"freqs_cis": torch.tensor(1.0)}
     with pytest.raises(CheckpointError, match=r"freqs_cis: found shape \[\], expected 3 sizes"):
-        read_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
+        read_llamagen_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_configuration_that_breaks_the_json_parser_is_rejected_with_a_short_er
     path = tmp_path / "config.json"
     path.write_text(text, "latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
-        read_transformer(C2I, config=path)
+        read_llamagen_transformer(C2I, config=path)
     assert len(str(caught.value)) < 600
 
 
@@ -290,7 +290,7 @@ def test_a_pipe_or_an_endless_device_is_rejected_as_a_configuration(tmp_path: Pa
 def test_the_error_of_an_invalid_path_names_the_systems_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="File name too long"):
         read_weights(tmp_path / ("a" * 300))
-    target = read_transformer(C2I, config=C2I.with_name("config.json")).decoder
+    target = read_llamagen_transformer(C2I, config=C2I.with_name("config.json")).decoder
     with pytest.raises(CheckpointError, match="File name too long"):
         read_drafter(tmp_path / ("a" * 300), target)
 

@@ -22,9 +22,9 @@ from stand_in_hub import COMMIT, HEADERS, OLD, PUBLIC, REPOSITORIES, Hub, enviro
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.hub import parse_reference
+from lantern_rt.bundle.hub import parse_hub_reference
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.hub import fetch, find_hub_origin
+from lantern_rt.export.checkpoints.hub import fetch_checkpoint, find_hub_reference
 
 pytest.importorskip("huggingface_hub")
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
@@ -51,12 +51,12 @@ OWNED: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import find_hub_origin, fetch
+from lantern_rt.export.checkpoints.hub import find_hub_reference, fetch_checkpoint
 for place in sys.argv[1:]:
     try:
-        path = fetch(place)
+        path = fetch_checkpoint(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
-        print(json.dumps([str(path), [find_hub_origin(file) for file in files]]))
+        print(json.dumps([str(path), [find_hub_reference(file) for file in files]]))
     except LanternError as error:
         print(json.dumps([error.field, str(error)]))
 """
@@ -273,17 +273,17 @@ ELSEWHERE = [f"hf:owner/target{file}@{name}" for file in ("", "/x.pt") for name 
 @pytest.mark.parametrize("text", [*MALFORMED, *ELSEWHERE])
 def test_a_malformed_reference_is_rejected(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"expected hf:owner/name, hf:owner/name/file"):
-        fetch(text)
+        fetch_checkpoint(text)
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/7", COMMIT])
 def test_a_revision_is_a_branch_a_tag_or_a_commit(revision: str) -> None:
-    assert parse_reference(f"hf:a/b/c.pt@{revision}", CheckpointError) == ("a/b", "c.pt", revision)
+    assert parse_hub_reference(f"hf:a/b/c.pt@{revision}", CheckpointError) == ("a/b", "c.pt", revision)
 
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
-    assert fetch(tmp_path / "x.pt") == tmp_path / "x.pt"
-    assert find_hub_origin(fetch("models/x.pt")) is None
+    assert fetch_checkpoint(tmp_path / "x.pt") == tmp_path / "x.pt"
+    assert find_hub_reference(fetch_checkpoint("models/x.pt")) is None
 
 
 # ---------------------------------------------------------------- bundles

@@ -19,11 +19,11 @@ from small_models import CONFIG, make_target, randomise_norms
 
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
-from lantern_rt.export.compare import run_module
+from lantern_rt.export.compare import run_torch_module
 from lantern_rt.export.graph.graphs import Graph, plan_graph
 from lantern_rt.export.graph.precision import quantize, round_activations
 from lantern_rt.export.measures import measure_relative_error
-from lantern_rt.export.verify import check_parity
+from lantern_rt.export.verify import check_graph_parity
 
 NODES = 24
 HIDDEN = -1e9
@@ -173,12 +173,12 @@ def test_nodes_of_zeros_have_the_outputs_of_biases_alone(session: Any) -> None:
 def test_the_graph_agrees_with_the_module_on_rounded_activations(graph: Graph, tmp_path: Path) -> None:
     plan = plan_graph(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert plan.storages["head.weight"] == "columns"
-    assert check_parity(graph, path, plan) < 0.1
+    assert plan.storage_types["head.weight"] == "columns"
+    assert check_graph_parity(graph, path, plan) < 0.1
     with torch.no_grad():
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-20:] += 0.5
     with pytest.raises(ParityError, match=r"new_key_values\.1\.value by"):
-        check_parity(graph, path, plan)
+        check_graph_parity(graph, path, plan)
 
 
 def test_activations_with_outliers_have_15_bits(graph: Graph, session: Any, embeds: Floats) -> None:
@@ -187,7 +187,7 @@ def test_activations_with_outliers_have_15_bits(graph: Graph, session: Any, embe
     inputs = {"input_embeds": outliers, "position_ids": np.tile(np.arange(NODES), (2, 1))}
     inputs["attention_mask"] = np.where(np.tri(NODES, dtype=bool), 0, HIDDEN).astype(np.float32)[None, None]
     inputs |= {name: array[:0] for name, array in masked_past(session).items()}
-    exact = run_module(graph, inputs, plan_graph(graph, "int8"))["new_key_values.0.key"]
+    exact = run_torch_module(graph, inputs, plan_graph(graph, "int8"))["new_key_values.0.key"]
     assert measure_relative_error(outputs["new_key_values.0.key"], exact) < 5e-4  # would be 4e-2 with 8 bits
 
 

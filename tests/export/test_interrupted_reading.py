@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lantern_rt.export.checkpoints.files import read_tokenizer, read_weights
-from lantern_rt.export.checkpoints.hub import fetch
+from lantern_rt.export.checkpoints.hub import fetch_checkpoint
 
 
 def test_a_time_limit_ends_the_reading_of_a_checkpoint(
@@ -32,4 +32,4 @@ def test_a_time_limit_ends_a_download_of_files_that_are_in_the_cache(
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", interrupt)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "file"))
     with pytest.raises(TimeoutError):
-        fetch("hf:owner/name/file")
+        fetch_checkpoint("hf:owner/name/file")

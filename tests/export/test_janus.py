@@ -117,8 +117,10 @@ def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_a
     inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
     bias = rng.normal(size=9)
     order = rng.permutation(500)
-    products = exact.linear(inputs, exact.split(weight), bias)
-    assert np.array_equal(products, exact.linear(inputs[:, order], exact.split(weight[:, order]), bias))
+    products = exact.apply_exact_linear(inputs, exact.split_matrix(weight), bias)
+    assert np.array_equal(
+        products, exact.apply_exact_linear(inputs[:, order], exact.split_matrix(weight[:, order]), bias)
+    )
     scale = np.abs(inputs).max() * np.abs(weight).max()
     np.testing.assert_allclose(products, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)
     values = np.linspace(-20, 20, 10_001)

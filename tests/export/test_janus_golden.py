@@ -201,7 +201,7 @@ def copy_with_start_token(folder: Path) -> Path:
 @pytest.mark.parametrize("adds_start", [False, True])
 def test_prompts_have_the_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
-    from lantern_rt.prompts import prepare_prompts
+    from lantern_rt.prompts import build_prompt_requests
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
     folder = copy_with_start_token(tmp_path / "janus") if adds_start else JANUS
@@ -210,13 +210,13 @@ def test_prompts_have_the_ids_of_the_published_processor(tmp_path: Path, adds_st
     assert len(cases) > 8
     for roles in ("User,Assistant", "<|User|>,<|Assistant|>"):
         model = read_janus(folder, roles=roles)
-        condition = model.fields["condition"]
-        tokenizer = TemplateTokenizer(parse_tokenizer(model.files["tokenizer"][1]), condition.layout.template)
+        condition = model.manifest_fields["condition"]
+        tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
         role_cases = [case for case in cases if ",".join(case["roles"]) == roles]
         captions = [case["caption"] for case in role_cases]
-        requests = prepare_prompts(condition, tokenizer, Size(name="64x64", rows=4, columns=4), captions)
+        requests = build_prompt_requests(condition, tokenizer, Size(name="64x64", rows=4, columns=4), captions)
         for case, request in zip(role_cases, requests, strict=True):
-            ids = [request.inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
+            ids = [request.condition_inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
             assert ids == [case["prompt_ids"], case["unconditional_ids"]], case["caption"]
 
 

@@ -23,13 +23,13 @@ from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, RequestError
-from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession
-from lantern_rt.export.graph.graphs import Graph, convert_to_float16, plan_graph, target_graph, write_graph
-from lantern_rt.export.graph.precision import Rule, read_precisions
-from lantern_rt.export.measures import measure_difference
+from lantern_rt.export.compare import DeviceGraphSession, GraphFileSession
+from lantern_rt.export.graph.graphs import Graph, convert_to_float16, make_target_graph, plan_graph, write_graph
+from lantern_rt.export.graph.precision import StorageRule, parse_precisions
+from lantern_rt.export.measures import measure_max_difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleModule, drafter_graph
-from lantern_rt.export.verify import check_parity
+from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
+from lantern_rt.export.verify import check_graph_parity
 from lantern_rt.export.writer import export_model
 
 LLAMA = replace(CONFIG, rotary="sequence", rope_style="half", prefix_rotation="identity")
@@ -65,33 +65,33 @@ def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # with inputs s
     torch.manual_seed(0)
     decoder = Decoder(config)
     randomise_norms(decoder)
-    return target_graph(decoder, scale * torch.randn(config.vocab_size, config.hidden_size))
+    return make_target_graph(decoder, scale * torch.randn(config.vocab_size, config.hidden_size))
 
 
 def drafter(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
-    eagle_drafter = EagleModule(
+    eagle_drafter = EagleDrafter(
         config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50
     )
     randomise_norms(eagle_drafter)
-    return drafter_graph(eagle_drafter)
+    return make_drafter_graph(eagle_drafter)
 
 
 GRAPHS = {name: target(config) for name, config in TARGETS.items()}
 GRAPHS |= {name: drafter(*arguments) for name, arguments in DRAFTERS.items()}
 
 
-def layout_difference(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
+def layout_difference(graph: Graph, folder: Path, rule: StorageRule = "fp32") -> float:
     """Return the largest difference of the two layouts of a graph's file over all its cases."""
     path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
     exported = GraphFileSession(path, low_memory=True)
-    device = DeviceLayoutSession(graph, path, low_memory=True)
+    device = DeviceGraphSession(graph, path, low_memory=True)
     largest = 0.0
-    for inputs in graph.cases.values():
+    for inputs in graph.test_cases.values():
         expected = exported.run(inputs)
         outputs = device.run(inputs)
         assert outputs.keys() == expected.keys()
-        largest = max(largest, *(measure_difference(outputs[name], expected[name]) for name in expected))
+        largest = max(largest, *(measure_max_difference(outputs[name], expected[name]) for name in expected))
     return largest
 
 
@@ -102,15 +102,15 @@ def test_both_layouts_of_a_file_compute_the_same(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rule", [*(rule for rule in get_args(Precision) if rule != "int8"), "lossless"])
 @pytest.mark.parametrize("name", ["normed heads, another epsilon", "deep head", "drafter with bias"])
-def test_both_layouts_compute_the_same_with_rounded_weights(name: str, rule: Rule, tmp_path: Path) -> None:
+def test_both_layouts_compute_the_same_with_rounded_weights(name: str, rule: StorageRule, tmp_path: Path) -> None:
     assert layout_difference(GRAPHS[name], tmp_path, rule) < 1e-5
 
 
 def test_masked_columns_have_no_effect(tmp_path: Path) -> None:
     graph = GRAPHS["grid, interleaved"]
     path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
-    device = DeviceLayoutSession(graph, path)
-    inputs = dict(graph.cases["rows of different length"])
+    device = DeviceGraphSession(graph, path)
+    inputs = dict(graph.test_cases["rows of different length"])
     expected = device.run(inputs)
     for name in [name for name in inputs if name.startswith("past_")]:
         inputs[name] = inputs[name].copy()
@@ -130,13 +130,13 @@ def test_a_float16_graph_agrees_with_the_float32_module(name: str, tmp_path: Pat
     assert types.pop("position_ids") == TensorProto.INT64
     types.pop("input_ids", None)
     assert set(types.values()) == {TensorProto.FLOAT16}
-    check_parity(replace(graph, compute="float16"), path)
+    check_graph_parity(replace(graph, compute_type="float16"), path)
 
 
 def test_squares_beyond_the_range_of_float16_cause_no_error(tmp_path: Path) -> None:
     # Squares of 4,000,000; the largest number is 65,504.
-    graph = replace(target(CONFIG, scale=2000), tolerance=0.01, compute="float16")
-    assert check_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
+    graph = replace(target(CONFIG, scale=2000), tolerance=0.01, compute_type="float16")
+    assert check_graph_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
 
 
 def test_a_weight_beyond_float16_is_rejected(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_weight_beyond_float16_is_rejected(tmp_path: Path) -> None:
     with torch.no_grad():
         decoder.layers[1].ffn.up.weight[0, 0] = 1e6
     error = error_of(
-        CheckpointError, write_graph, convert_to_float16(target_graph(decoder, torch.randn(40, 64))), tmp_path
+        CheckpointError, write_graph, convert_to_float16(make_target_graph(decoder, torch.randn(40, 64))), tmp_path
     )
     assert (error.field, error.found) == ("layers.1.ffn.up.weight", "numbers up to 1e+06")
     assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
@@ -154,7 +154,7 @@ def test_the_error_of_a_weight_beyond_float16_has_its_name_in_the_file(tmp_path:
     name = "layers.1.feed_forward.w3.weight"
     large = copy_weights(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
     model = read_llamagen(large, VQ, config=config_path(C2I))
-    error = error_of(CheckpointError, export_model, model, tmp_path / "b", precisions=read_precisions("fp16"))
+    error = error_of(CheckpointError, export_model, model, tmp_path / "b", precisions=parse_precisions("fp16"))
     assert error.field == f"{large}: {name}"
 
 
@@ -201,4 +201,4 @@ def test_verify_passes_for_a_float16_bundle(t2i_half_bundle: Path, capsys: pytes
 )
 def test_invalid_combinations_of_compute_and_precision_are_rejected(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
-        read_precisions(**arguments)
+        parse_precisions(**arguments)

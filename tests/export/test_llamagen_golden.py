@@ -57,10 +57,10 @@ class Target:
         images = len(next(iter(inputs.values())))
         self.prefix = condition(bundle, **inputs)[: self.rows_per_image * images]
         ones = np.ones((images, self.prefix.shape[1]), np.int64)
-        is_real = np.tile(inputs.get("caption_mask", ones) > 0, (self.rows_per_image, 1))
+        is_real_token = np.tile(inputs.get("caption_mask", ones) > 0, (self.rows_per_image, 1))
         self.codes = np.load(bundle / "code_embeddings.npy")
         self.run = GraphRun(bundle, rows=len(self.prefix))
-        self.prefill_output = self.run.step(visible(is_real, lantern), is_real, input_embeds=self.prefix)
+        self.prefill_output = self.run.step(visible(is_real_token, lantern), is_real_token, input_embeds=self.prefix)
 
     def feed(self, tokens: np.ndarray, **layout: np.ndarray) -> Arrays:
         """Run codes `[images, nodes]` in all rows of each image."""
@@ -248,9 +248,9 @@ def test_the_target_graph_outputs_the_hidden_states_that_the_drafter_was_recorde
 ) -> None:
     prefix = condition(t2i_drafter_bundle, caption_embeds=arrays["caption_emb"], caption_mask=arrays["emb_mask"])
     codes = np.load(t2i_drafter_bundle / "code_embeddings.npy")[arrays["token_ids"][:, prefix.shape[1] :]]
-    is_real = np.pad(np.tile(arrays["emb_mask"], (2, 1)) > 0, ((0, 0), (0, codes.shape[1])), constant_values=True)
+    is_real_token = np.pad(np.tile(arrays["emb_mask"], (2, 1)) > 0, ((0, 0), (0, codes.shape[1])), constant_values=True)
     out = GraphRun(t2i_drafter_bundle, rows=2).step(
-        visible(is_real, True), input_embeds=np.concatenate([prefix, codes], 1)
+        visible(is_real_token, True), input_embeds=np.concatenate([prefix, codes], 1)
     )
     assert_close(out["hidden_states"], arrays["target_hidden"])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_path, copy_checkpoint, copy_weights
-from family_readers import read_emu3, read_simplear, read_transformer
+from family_readers import read_emu3, read_llamagen_transformer, read_simplear
 from refusals import error_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,8 +18,8 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import compute_tensor
-from lantern_rt.export.checkpoints.lora import read_adapter, split_scale
-from lantern_rt.export.model import Model
+from lantern_rt.export.checkpoints.lora import read_adapter, split_folder_and_scale
+from lantern_rt.export.model import BundleContents
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -54,7 +54,7 @@ def save_adapter(
     return folder, products
 
 
-def target_weights(model: Model) -> dict[str, Tensor]:
+def target_weights(model: BundleContents) -> dict[str, Tensor]:
     """Return the weights of the target."""
     return {name: compute_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
@@ -133,7 +133,9 @@ def test_an_adapter_of_a_tied_head_changes_only_the_head(tmp_path: Path, stores_
 @pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
 def test_a_scale_that_makes_infinite_weights_is_rejected_before_the_export(tmp_path: Path, scale: float) -> None:
     lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)})
-    error = error_of(CheckpointError, read_transformer, C2I, config=config_path(C2I), lora=[read_adapter(lora, scale)])
+    error = error_of(
+        CheckpointError, read_llamagen_transformer, C2I, config=config_path(C2I), lora=[read_adapter(lora, scale)]
+    )
     assert error.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
     assert "infinite weights" in error.problem
     assert error.remedy == "give a smaller scale, or correct lora_alpha"
@@ -218,9 +220,9 @@ def test_an_adapter_that_does_not_fit_is_rejected_by_name(
 
 
 def test_a_scale_follows_the_folder() -> None:
-    assert split_scale("style/") == ("style/", 1.0)
-    assert split_scale("hf:owner/style@v1:-0.5") == ("hf:owner/style@v1", -0.5)
-    assert split_scale("hf:owner/style") == ("hf:owner/style", 1.0)
+    assert split_folder_and_scale("style/") == ("style/", 1.0)
+    assert split_folder_and_scale("hf:owner/style@v1:-0.5") == ("hf:owner/style@v1", -0.5)
+    assert split_folder_and_scale("hf:owner/style") == ("hf:owner/style", 1.0)
     for text in (":1", "style:nan"):
         with pytest.raises(CheckpointError, match="expected FOLDER or FOLDER:scale"):
-            split_scale(text)
+            split_folder_and_scale(text)

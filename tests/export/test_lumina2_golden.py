@@ -18,7 +18,7 @@ from shared_goldens import GoldenFamily, RowEndDecoderGolden
 
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.common_lumina import patch_sizes
+from lantern_rt.export.families.common_lumina import list_patch_grids
 from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
 from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.methods import Sampling
@@ -72,7 +72,7 @@ def test_scores_of_every_generated_code_of_a_run(family: GoldenFamily, trace: di
     if uncond is not None:
         used = np.array(trace["scale_used"])[size:][free_indices]
         np.testing.assert_allclose(used, guidance.scales(cells), rtol=1e-6)
-    guided = guidance.mix(logits[:, free_indices], cells)
+    guided = guidance.mix_logits(logits[:, free_indices], cells)
     assert_close(guided, expected[free_indices], 1e-5 * max(30, 10 * trace["cfg"]))
     assert guided.argmax(-1).tolist() == np.ravel(trace["codes"])[cells].tolist()
 
@@ -102,8 +102,8 @@ def test_texts_of_all_kinds_have_the_published_ids(lumina2_bundle: Path, case: d
     if head == "Generate an image of 64x64 according to the following prompt:" and caption:
         with Pipeline.from_bundle(lumina2_bundle, threads=1) as pipe:
             (image,) = pipe.check(caption, size="64x64").images
-        assert image.tokens is not None
-        cond, uncond = (part.tolist() for part in image.tokens)
+        assert image.token_ids is not None
+        cond, uncond = (part.tolist() for part in image.token_ids)
         assert cond == [*case["prompt_ids"], *uncond]
         assert uncond == TRACES[0]["unconditional_prefix"]
 
@@ -125,7 +125,7 @@ def test_codes_begin_at_the_published_token_in_a_vocabulary_of_published_size(tm
 
 @pytest.mark.parametrize("pixels", [512, 768])
 def test_sizes_are_those_of_the_published_program(pixels: int) -> None:
-    sizes = [[32 * columns, 32 * rows] for rows, columns in patch_sizes(pixels // 32)]
+    sizes = [[32 * columns, 32 * rows] for rows, columns in list_patch_grids(pixels // 32)]
     assert sorted(sizes) == sorted(PROTOCOL["sizes"][str(pixels)])
 
 
@@ -141,8 +141,8 @@ def test_the_guidance_scale_of_768_pixels_changes_as_published(start: float) -> 
     layout = RowEndLayout(96 * 96, 96, row_end=1)
     expected = ARRAYS[f"official_scale_{start}_24x24"]
     guidance = Guidance(Sampling(cfg_scale=start, cfg_final=4.0), layout)
-    cells = [cell for cell in range(layout.num_codes) if layout.position(cell) < len(expected)]
-    positions = [layout.position(cell) for cell in cells]
+    cells = [cell for cell in range(layout.num_codes) if layout.token_position(cell) < len(expected)]
+    positions = [layout.token_position(cell) for cell in cells]
     np.testing.assert_allclose(guidance.scales(cells), expected[positions], rtol=1e-6)
 
 

@@ -25,8 +25,8 @@ from shared_goldens import (
 )
 
 from lantern_rt import CheckpointError, Pipeline
-from lantern_rt.export.families.nar import diagonal_order
-from lantern_rt.export.registry import read_family
+from lantern_rt.export.families.nar import make_diagonal_order
+from lantern_rt.export.registry import read_family_checkpoints
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.sampling import compute_distribution
@@ -93,7 +93,7 @@ def in_raster_order(pipe: Pipeline, values: NDArray[Any]) -> NDArray[Any]:
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("c2i", 16), ("t2i", 32)])
 def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: str, grid: int) -> None:
-    groups = diagonal_order(grid).groups
+    groups = make_diagonal_order(grid).groups
     assert len(groups) == 2 * grid - 1
     cells = [cell for group in groups for cell in group]
     assert cells == arrays[f"{model}_g{grid}_order"].tolist()
@@ -108,13 +108,13 @@ def test_mask_and_rotary_positions_are_the_recorded_ones(
     pipe = pipes[model, grid]
     prefix = PREFIX[model]
     order = group_layout(pipe)
-    code_pass = order.lay_out(range(1, len(order.groups)), np.arange(grid**2))
+    code_pass = order.lay_out_groups(range(1, len(order.groups)), np.arange(grid**2))
     by_cell = np.argsort(code_pass.positions)
     assert code_pass.positions[by_cell].tolist() == [
         *range(grid**2 - 1)
     ]  # the token of the last cell is never an input
     assert code_pass.tokens.tolist() == [*range(grid**2 - 1)]  # in the order of generation
-    among_cells = code_pass.ancestors[by_cell][:, by_cell]
+    among_cells = code_pass.ancestor_mask[by_cell][:, by_cell]
     if model == "c2i":
         recorded = arrays[f"c2i_g{grid}_mask"]
         np.testing.assert_array_equal(among_cells, recorded[1:, 1:-1])
@@ -170,8 +170,10 @@ def test_inputs_keys_values_and_both_heads_of_the_first_run_are_recorded(
     codes = np.array(trace["raster"][0])[cells]
     embeds, *cache, logits = run_whole_sequence(pipe, codes, [*names, "logits"], **prompts_of(trace, arrays)[0])
     recorded_indices = np.array([*range(prefix), *(prefix + cells[:-1])])
-    is_real = arrays["t2i_emb_mask"][trace["captions"][0]].astype(bool) if model == "t2i" else np.ones(prefix, bool)
-    is_compared = np.array([*is_real, *[True] * (len(recorded_indices) - prefix)])
+    is_real_token = (
+        arrays["t2i_emb_mask"][trace["captions"][0]].astype(bool) if model == "t2i" else np.ones(prefix, bool)
+    )
+    is_compared = np.array([*is_real_token, *[True] * (len(recorded_indices) - prefix)])
     assert_close(embeds[:, is_compared], arrays[f"{model}_g4_inputs"][:, recorded_indices[is_compared]])
     for part, tensors in zip(("keys", "values"), (cache[:layers], cache[layers:]), strict=True):
         entries = np.stack(tensors).transpose(0, 2, 3, 1, 4)  # [layer, row, head, position, width]
@@ -254,7 +256,7 @@ def test_checkpoints_that_are_not_nar_are_rejected_with_one_line(
     (tmp_path / "config.json").write_text(json.dumps(fields.get("config", {"n_head": 2})))
     options = {"target": checkpoint("c2i"), "vq": DATA / "llamagen-vq/vq_tiny.pt", **fields}
     with pytest.raises(CheckpointError) as caught:
-        read_family("nar", {**options, "config": tmp_path / "config.json"})
+        read_family_checkpoints("nar", {**options, "config": tmp_path / "config.json"})
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -263,7 +265,7 @@ def test_the_file_of_nar_is_rejected_as_llamagen(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 2}')
     options = {"target": checkpoint("c2i"), "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
     with pytest.raises(CheckpointError, match="unexpected: medusa_norm"):
-        read_family("llamagen", {**options, "config": tmp_path / "config.json"})
+        read_family_checkpoints("llamagen", {**options, "config": tmp_path / "config.json"})
 
 
 def test_a_training_checkpoint_with_pickled_code_is_rejected(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from goldens import DATA
 
-from lantern_rt.export.models.fsq import code_vectors
+from lantern_rt.export.models.fsq import decode_fsq_codes
 from lantern_rt.export.neighbours import compute_neighbour_table
 
 
@@ -40,7 +40,7 @@ def test_equal_rows_are_neighbours_in_order_of_index() -> None:
 
 @pytest.mark.parametrize("k", [1, 40, 119])
 def test_points_of_a_grid_have_the_neighbours_of_a_full_sort(k: int) -> None:
-    grid = code_vectors(torch.arange(120), (8, 5, 3)).double().numpy()
+    grid = decode_fsq_codes(torch.arange(120), (8, 5, 3)).double().numpy()
     squares = np.square(grid[:, None] - grid).sum(-1)  # exact, as all numbers are multiples of a quarter
     np.fill_diagonal(squares, -1)
     table = compute_neighbour_table(grid, k)

@@ -24,8 +24,8 @@ from shared_goldens import (
 )
 
 from lantern_rt import CheckpointError, Pipeline
-from lantern_rt.export.families.par import parallel_order
-from lantern_rt.export.registry import read_family
+from lantern_rt.export.families.par import make_parallel_order
+from lantern_rt.export.registry import read_family_checkpoints
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.sampling import compute_distribution
@@ -68,7 +68,7 @@ def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pip
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("4x", 24), ("16x", 24)])
 def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: str, grid: int) -> None:
-    spec = parallel_order(grid, 4 if model == "4x" else 16)
+    spec = make_parallel_order(grid, 4 if model == "4x" else 16)
     assert spec is not None
     row, column = arrays[f"{model}_g{grid}_order"].T
     assert [cell for group in spec.groups for cell in group] == (row * grid + column).tolist()
@@ -85,11 +85,11 @@ def test_inputs_mask_and_rotary_positions_are_the_recorded_ones(
     pipe = pipes[model, grid]
     order = group_layout(pipe)
     cells = grid**2
-    code_pass = order.lay_out(range(1, len(order.groups)), np.arange(cells))
+    code_pass = order.lay_out_groups(range(1, len(order.groups)), np.arange(cells))
     recorded_inputs = arrays[f"{model}_g{grid}_fed"]
-    inputs = np.where(code_pass.positions == cells, order.first_vector_token - 2 - code_pass.tokens, code_pass.tokens)
+    inputs = np.where(code_pass.positions == cells, order.first_learned_token - 2 - code_pass.tokens, code_pass.tokens)
     np.testing.assert_array_equal(inputs, recorded_inputs[1:])
-    np.testing.assert_array_equal(code_pass.ancestors, arrays[f"{model}_g{grid}_mask"][1:, 1:])
+    np.testing.assert_array_equal(code_pass.ancestor_mask, arrays[f"{model}_g{grid}_mask"][1:, 1:])
     assert (arrays[f"{model}_g{grid}_mask"][:, 0] == 1).all()
     graph = onnx.load(pipe.bundle.path("target")).graph
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -191,7 +191,7 @@ def test_checkpoints_that_are_not_par_are_rejected_with_one_line(
     (tmp_path / "config.json").write_text(json.dumps(fields.get("config", {"n_head": 4})))
     options = {"target": DATA / "par/4x/par_4x.pt", "vq": DATA / "llamagen-vq/vq_tiny.pt", **fields}
     with pytest.raises(CheckpointError) as caught:
-        read_family("par", {**options, "config": tmp_path / "config.json"})
+        read_family_checkpoints("par", {**options, "config": tmp_path / "config.json"})
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -200,7 +200,7 @@ def test_the_file_of_par_is_rejected_as_llamagen(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 4}')
     options = {"target": DATA / "par/4x/par_4x.pt", "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
     with pytest.raises(CheckpointError, match="unexpected: spe_tok_embeddings"):
-        read_family("llamagen", {**options, "config": tmp_path / "config.json"})
+        read_family_checkpoints("llamagen", {**options, "config": tmp_path / "config.json"})
 
 
 def test_a_training_checkpoint_with_pickled_code_is_rejected(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.errors import BundleError, ParityError
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.common import vq_graphs
-from lantern_rt.export.graph.graphs import Graph, named_cases, target_graph, write_graph
-from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.families.common import make_vq_graphs
+from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases, write_graph
+from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleModule, drafter_graph
-from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.verify import check_parity, choose_tolerance
+from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQTokenizerConfig
+from lantern_rt.export.verify import check_graph_parity, choose_tolerance
 
 
 @st.composite
@@ -68,8 +68,8 @@ def test_a_target_graph_equals_its_module(
         config = replace(config, two_heads=True, final_norm=True, num_layers=config.num_layers + 1)
     decoder = Decoder(config)
     randomise_norms(decoder)
-    graph = target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
-    assert check_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
+    graph = make_target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
+    assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
 
 
 @few
@@ -79,10 +79,10 @@ def test_a_drafter_graph_equals_its_module(
 ) -> None:
     torch.manual_seed(seed)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    drafter = EagleModule(config, head, bias)
+    drafter = EagleDrafter(config, head, bias)
     randomise_norms(drafter)
-    graph = drafter_graph(drafter)
-    assert check_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
+    graph = make_drafter_graph(drafter)
+    assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
 
 
 class FarFromZero(nn.Module):
@@ -98,26 +98,26 @@ class FarFromZero(nn.Module):
 
 def test_the_default_tolerance_is_a_multiple_of_the_modules_rounding() -> None:
     values = np.full((1, 1), 0.1, np.float32)
-    x = Value("x", ("rows", 1))
-    y = Value("y", ("rows", 1))
-    graph = Graph("far", FarFromZero(), (x,), (y,), named_cases({"x": values}), lambda ops: None, tolerance=None)
+    x = TensorSpec("x", ("rows", 1))
+    y = TensorSpec("y", ("rows", 1))
+    graph = Graph("far", FarFromZero(), (x,), (y,), name_test_cases({"x": values}), lambda ops: None, tolerance=None)
     rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
     assert choose_tolerance(graph) == pytest.approx(32 * rounding)
     assert choose_tolerance(replace(graph, tolerance=0.5)) == 0.5
 
 
 @st.composite
-def vq_configs(draw: st.DrawFn) -> VQConfig:
+def vq_configs(draw: st.DrawFn) -> VQTokenizerConfig:
     widths = tuple(draw(st.lists(st.sampled_from([32, 64]), min_size=1, max_size=2)))
-    return VQConfig(
-        codes=draw(st.integers(2, 40)),
+    return VQTokenizerConfig(
+        num_codes=draw(st.integers(2, 40)),
         code_width=draw(st.integers(2, 9)),
         latent_width=draw(st.integers(2, 20)),
-        encoder_stem=32,
+        encoder_stem_width=32,
         encoder_widths=widths,
         decoder_widths=widths[::-1],
-        blocks=1,
-        attention=draw(st.booleans()),
+        num_blocks=1,
+        has_attention=draw(st.booleans()),
         normalize_for_decoder=draw(st.booleans()),
         normalize_for_encoder=draw(st.booleans()),
     )
@@ -126,14 +126,14 @@ def vq_configs(draw: st.DrawFn) -> VQConfig:
 @settings(few, max_examples=8)
 @given(config=vq_configs(), grid=st.integers(2, 4))
 def test_the_graphs_of_an_image_tokenizer_equal_its_module(
-    tmp_path_factory: pytest.TempPathFactory, config: VQConfig, grid: int
+    tmp_path_factory: pytest.TempPathFactory, config: VQTokenizerConfig, grid: int
 ) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(config)
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
-    for graph in vq_graphs(tokenizer, grid):
-        assert check_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 1e-4
+    for graph in make_vq_graphs(tokenizer, grid):
+        assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 1e-4
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -141,33 +141,36 @@ def test_graphs_of_large_images_are_checked_with_one_image_and_accept_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: bool
 ) -> None:
     torch.manual_seed(0)
-    tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 64), (64, 32), 1, attention))
+    tokenizer = LlamaGenVQ(VQTokenizerConfig(20, 4, 8, 32, (32, 64), (64, 32), 1, attention))
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
-    usual_graphs = vq_graphs(tokenizer, 3)
+    usual_graphs = make_vq_graphs(tokenizer, 3)
     monkeypatch.setattr("lantern_rt.export.families.common.MAX_PAIR_PIXELS", 5)  # these images have 6 pixels
-    for graph, usual_graph in zip(vq_graphs(tokenizer, 3), usual_graphs, strict=True):
-        assert list(graph.cases) == ["1 rows"]
-        assert check_parity(replace(graph, cases=usual_graph.cases), write_graph(graph, tmp_path)[0]) < 1e-4
+    for graph, usual_graph in zip(make_vq_graphs(tokenizer, 3), usual_graphs, strict=True):
+        assert list(graph.test_cases) == ["1 rows"]
+        assert (
+            check_graph_parity(replace(graph, test_cases=usual_graph.test_cases), write_graph(graph, tmp_path)[0])
+            < 1e-4
+        )
 
 
 def test_graphs_of_variable_size_are_checked_with_small_images_and_accept_any_size(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
+    tokenizer = LlamaGenVQ(VQTokenizerConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
-    decoder, encoder = vq_graphs(tokenizer, 256, any_size=True)
-    assert [case["images"].shape[2:] for case in encoder.cases.values()] == [(128, 128)] * 2
-    assert [case["codes"].shape for case in decoder.cases.values()] == [(2, 32, 32), (1, 64, 16)]
+    decoder, encoder = make_vq_graphs(tokenizer, 256, accepts_any_size=True)
+    assert [case["images"].shape[2:] for case in encoder.test_cases.values()] == [(128, 128)] * 2
+    assert [case["codes"].shape for case in decoder.test_cases.values()] == [(2, 32, 32), (1, 64, 16)]
     wide = {"codes": np.arange(18).reshape(2, 3, 3)}, {"images": np.ones((2, 3, 12, 20), np.float32)}
     for graph, inputs in zip((decoder, encoder), wide, strict=True):
-        assert check_parity(replace(graph, cases={"wide": inputs}), write_graph(graph, tmp_path)[0]) < 1e-4
+        assert check_graph_parity(replace(graph, test_cases={"wide": inputs}), write_graph(graph, tmp_path)[0]) < 1e-4
 
 
 def test_checks_of_a_large_vocabulary_are_short() -> None:
     config = replace(CONFIG, vocab_size=1 << 17, prefix=99)
-    graph = target_graph(Decoder(config), torch.zeros(1, config.hidden_size))
-    assert [case["input_embeds"].shape[1] for case in graph.cases.values()] == [8, 1, 7, 8, 7]
+    graph = make_target_graph(Decoder(config), torch.zeros(1, config.hidden_size))
+    assert [case["input_embeds"].shape[1] for case in graph.test_cases.values()] == [8, 1, 7, 8, 7]
 
 
 def test_the_error_of_a_graph_that_differs_names_every_tensor(tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_the_error_of_a_graph_that_differs_names_every_tensor(tmp_path: Path) ->
     written = write_graph(graph, tmp_path)
     with torch.no_grad():
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-1] += 1e-2
-    message = str(error_of(ParityError, check_parity, graph, written[0]))
+    message = str(error_of(ParityError, check_graph_parity, graph, written[0]))
     named = ("target.onnx", "logits by", "hidden_states by", "new_key_values.1.value by")
     assert [name for name in named if name not in message] == []
     assert "new_key_values.0" not in message
@@ -188,7 +191,7 @@ def test_the_error_of_a_device_layout_that_differs_names_the_layout(
     graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
     monkeypatch.setitem(MASKED, "float32", 0.0)  # every node attends to every column
-    error = error_of(ParityError, check_parity, graph, path)
+    error = error_of(ParityError, check_graph_parity, graph, path)
     named = str(error).partition(": logits by ")[2].split(", ")
     assert "new_key_values.0" not in str(error)  # the inputs of the first layer are the same
     layouts = [part for part in named if part.endswith(")")]
@@ -202,7 +205,7 @@ def test_a_graph_that_does_not_run_is_rejected(tmp_path: Path) -> None:
     del model.graph.node[3]
     onnx.save(model, path)
     with pytest.raises(BundleError, match=r"target\.onnx: .*, expected a graph that runs"):
-        check_parity(graph, path)
+        check_graph_parity(graph, path)
 
 
 class Frozen(nn.Module):
@@ -213,10 +216,10 @@ class Frozen(nn.Module):
 
 
 def test_a_traced_module_that_froze_a_size_is_rejected(tmp_path: Path) -> None:
-    cases = named_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
-    graph = Graph("frozen", Frozen(), (Value("x", ("rows", 3)),), (Value("y", ("rows", 3)),), cases)
+    test_cases = name_test_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
+    graph = Graph("frozen", Frozen(), (TensorSpec("x", ("rows", 3)),), (TensorSpec("y", ("rows", 3)),), test_cases)
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
-        check_parity(graph, write_graph(graph, tmp_path)[0])
+        check_graph_parity(graph, write_graph(graph, tmp_path)[0])
 
 
 def test_attention_weights_are_never_denormal_and_those_of_masked_columns_are_negligible(
@@ -226,7 +229,7 @@ def test_attention_weights_are_never_denormal_and_those_of_masked_columns_are_ne
     model = onnx.load(write_graph(graph, tmp_path)[0])
     softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in softmaxes)
-    inputs = graph.cases["rows of different length"]
+    inputs = graph.test_cases["rows of different length"]
     outputs = GraphFileSession(tmp_path / "target.onnx", low_memory=True, model=model.SerializeToString()).run(inputs)
     is_masked = inputs["attention_mask"] < 0
     shape = outputs[softmaxes[0]].shape
@@ -243,8 +246,8 @@ def test_weights_above_a_megabyte_are_stored_in_a_separate_file(tmp_path: Path) 
     graph = make_target(torch.float32)
     assert [p.name for p in write_graph(graph, tmp_path)] == ["target.onnx"]
     config = replace(CONFIG, hidden_size=128, intermediate_size=512, vocab_size=300)
-    graph = target_graph(Decoder(config).eval(), torch.randn(300, 128))
+    graph = make_target_graph(Decoder(config).eval(), torch.randn(300, 128))
     written = write_graph(graph, tmp_path)
     assert [p.name for p in written] == ["target.onnx", "target.onnx.data"]
     assert written[0].stat().st_size < 50_000
-    check_parity(graph, written[0])
+    check_graph_parity(graph, written[0])

@@ -18,16 +18,16 @@ from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import convert_to_float16, plan_graph
 from lantern_rt.export.graph.precision import (
-    Storage,
-    block_size,
-    choose_storage,
+    StorageType,
+    choose_storage_type,
     fake_quantize,
-    iter_chunks,
+    find_block_size,
+    iter_float32_chunks,
+    parse_precisions,
     quantize,
-    read_precisions,
-    resolve_storage,
+    resolve_storage_type,
 )
-from lantern_rt.export.verify import check_parity
+from lantern_rt.export.verify import check_graph_parity
 
 PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # float32 graphs do not have bf16
 
@@ -37,7 +37,7 @@ def test_rounding_errors_are_at_most_half_a_step_of_the_block(kind: str, steps: 
     torch.manual_seed(0)
     weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
     integers, scales = quantize(weight, kind)  # type: ignore[arg-type]
-    size = block_size(kind, 128)  # type: ignore[arg-type]
+    size = find_block_size(kind, 128)  # type: ignore[arg-type]
     assert size is not None
     assert integers.abs().max() == steps
     assert scales.shape == (128 // size, 6)
@@ -49,28 +49,28 @@ def test_a_block_of_zeros_stays_zero() -> None:
     integers, scales = quantize(torch.zeros(32, 2), "int4")
     assert not integers.any()
     assert not scales.any()
-    assert not fake_quantize(torch.zeros(2, 32), "int4", matrix=True).any()
+    assert not fake_quantize(torch.zeros(2, 32), "int4", is_matrix=True).any()
 
 
 def test_the_chunks_of_a_weight_add_up_to_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 40)
     weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
-    assert [len(chunk) for chunk in iter_chunks(weight)] == [5] * 19 + [1]
-    assert [len(chunk) for chunk in iter_chunks(weight, 32)] == [32] * 3
-    assert torch.equal(torch.cat(list(iter_chunks(weight))), weight.float())
-    assert torch.equal(next(iter_chunks(torch.tensor(3.0))), torch.tensor(3.0))
+    assert [len(chunk) for chunk in iter_float32_chunks(weight)] == [5] * 19 + [1]
+    assert [len(chunk) for chunk in iter_float32_chunks(weight, 32)] == [32] * 3
+    assert torch.equal(torch.cat(list(iter_float32_chunks(weight))), weight.float())
+    assert torch.equal(next(iter_float32_chunks(torch.tensor(3.0))), torch.tensor(3.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
 def test_rounding_in_chunks_equals_rounding_at_once_and_does_not_change_the_weight(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: Storage
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: StorageType
 ) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # not contiguous in memory
     before = weight.clone()
-    whole = fake_quantize(weight, kind, matrix=True)
+    whole = fake_quantize(weight, kind, is_matrix=True)
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 1000)
-    assert torch.equal(fake_quantize(weight, kind, matrix=True), whole)
+    assert torch.equal(fake_quantize(weight, kind, is_matrix=True), whole)
     assert torch.equal(weight, before)
     if kind == "float16":
         assert torch.equal(whole, weight.half().float())
@@ -78,17 +78,18 @@ def test_rounding_in_chunks_equals_rounding_at_once_and_does_not_change_the_weig
 
 def test_only_matrices_of_layers_become_integers() -> None:
     matrix = torch.zeros(64, 8)
-    assert choose_storage(matrix, True, "int8-weights") == "int8"
-    assert choose_storage(matrix[:40], True, "int8-weights") == "float16"  # 40 is not a multiple of a block
-    assert choose_storage(matrix, False, "int4-weights") == "float16"
-    assert choose_storage(matrix[0], False, "int4-weights") == "float32"
-    assert choose_storage(matrix, True, "fp32") == "float32"
+    assert choose_storage_type(matrix, True, "int8-weights") == "int8"
+    assert choose_storage_type(matrix[:40], True, "int8-weights") == "float16"  # 40 is not a multiple of a block
+    assert choose_storage_type(matrix, False, "int4-weights") == "float16"
+    assert choose_storage_type(matrix[0], False, "int4-weights") == "float32"
+    assert choose_storage_type(matrix, True, "fp32") == "float32"
 
 
 def test_only_weights_of_the_checkpoint_are_quantized() -> None:
     plan = plan_graph(make_target(torch.float32), "int4-weights")
     kinds = {
-        kind: {name for name, storage in plan.storages.items() if storage == kind} for kind in plan.storages.values()
+        kind: {name for name, storage in plan.storage_types.items() if storage == kind}
+        for kind in plan.storage_types.values()
     }
     assert kinds["float16"] == {"head.weight"}
     assert len(kinds["int4"]) == 5 * 3  # five matrices in each of three layers
@@ -97,32 +98,32 @@ def test_only_weights_of_the_checkpoint_are_quantized() -> None:
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
 def test_numbers_beyond_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
-    assert resolve_storage("w", weight, "float16", "bf16-safe") == "float32"
-    assert resolve_storage("w", weight, "float16", "int8-weights") == "float32"
-    assert resolve_storage("w", torch.randn(9, 9), "float16", "fp16") == "float16"
-    assert resolve_storage("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
+    assert resolve_storage_type("w", weight, "float16", "bf16-safe") == "float32"
+    assert resolve_storage_type("w", weight, "float16", "int8-weights") == "float32"
+    assert resolve_storage_type("w", torch.randn(9, 9), "float16", "fp16") == "float16"
+    assert resolve_storage_type("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
     with pytest.raises(
         CheckpointError,
         match=r"^w: found numbers up to .*, expected numbers that float16 holds; export with precision bf16-safe",
     ):
-        resolve_storage("w", weight, "float16", "fp16")
+        resolve_storage_type("w", weight, "float16", "fp16")
 
 
 def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
     with pytest.raises(
         RequestError, match=r"^precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
     ):
-        read_precisions("int4")
+        parse_precisions("int4")
     with pytest.raises(RequestError, match=r"^drafter_precision: found 'half'"):
-        read_precisions("fp32", "half")
-    chosen = read_precisions("int8-weights", "int4-weights")
+        parse_precisions("fp32", "half")
+    chosen = parse_precisions("int8-weights", "int4-weights")
     assert [chosen.precision_of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
         "int8-weights",
         "int4-weights",
         "bf16-safe",
         "fp32",
     ]
-    assert read_precisions("fp16").precision_of("drafter") == "fp16"
+    assert parse_precisions("fp16").precision_of("drafter") == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -133,39 +134,39 @@ def test_auto_selects_int8_if_the_processor_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
-    assert read_precisions("auto").target == expected
-    assert read_precisions("auto").precision_of("drafter") == expected
-    assert read_precisions("auto", compute="float16").target == "fp16"
+    assert parse_precisions("auto").target == expected
+    assert parse_precisions("auto").precision_of("drafter") == expected
+    assert parse_precisions("auto", compute="float16").target == "fp16"
     with pytest.raises(RequestError, match=r"^drafter_precision: found 'auto', expected one of fp32, .*, int8$"):
-        read_precisions(None, "auto")
+        parse_precisions(None, "auto")
 
 
 @pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
 def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Path, rule: Precision) -> None:
-    graph = replace(make_target(torch.bfloat16), compute="bfloat16")
+    graph = replace(make_target(torch.bfloat16), compute_type="bfloat16")
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan) < 2e-5
+    assert check_graph_parity(graph, path, plan) < 2e-5
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     name = "layers.0.ffn.up.weight." + ("bfloat16" if rule == "bf16" else "scales")
     assert kinds[name] == kinds["head.weight.bfloat16"] == TensorProto.BFLOAT16
     if rule == "bf16":  # a bfloat16 checkpoint is stored without loss
-        assert check_parity(graph, path) < 2e-5
+        assert check_graph_parity(graph, path) < 2e-5
 
 
 @pytest.mark.parametrize("rule", PRECISIONS)
 def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.bfloat16)
     plan = plan_graph(graph, rule)
-    expected = plan.size
+    expected = plan.weight_bytes
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan) < (0.1 if rule == "int8" else 2e-5)
+    assert check_graph_parity(graph, path, plan) < (0.1 if rule == "int8" else 2e-5)
     model = onnx.load(path)
     types = {tensor.data_type for tensor in model.graph.initializer}
     assert (TensorProto.INT8 in types, TensorProto.INT4 in types) == ("int8" in rule, rule == "int4-weights")
     assert model.opset_import[0].version == (21 if "int" in rule else 20)
     onnx.checker.check_model(model)
-    sizes = sum(part.bytes for name in plan.weights for part in plan.initializers(name))
+    sizes = sum(part.num_bytes for name in plan.weights for part in plan.list_initializers(name))
     assert sizes == expected
 
 
@@ -174,7 +175,7 @@ def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: 
     graph = convert_to_float16(make_target(torch.bfloat16))
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_parity(graph, path, plan) < 0.01  # in both layouts
+    assert check_graph_parity(graph, path, plan) < 0.01  # in both layouts
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     assert kinds["layers.0.ffn.up.weight.scales"] == kinds["head.weight"] == TensorProto.FLOAT16
     wrong = plan_graph(graph, rule)
@@ -188,7 +189,7 @@ def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path
     graph = make_target(torch.float32)
     path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
     session = GraphFileSession(path)  # with all fusions, as in generation
-    inputs = dict(list(graph.cases.values())[-1])
+    inputs = dict(list(graph.test_cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
     whole = session.run(inputs)["logits"]
     for num_nodes in (2, 3):

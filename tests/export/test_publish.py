@@ -120,7 +120,7 @@ def test_a_bundle_that_differs_from_its_checkpoint_is_not_published(hub: str, tm
 def test_every_family_goes_from_its_checkpoint_to_a_host_without_pytorch(
     hub: str, tmp_path: Path, family: str, precision: str
 ) -> None:
-    models = published.published_models()
+    models = published.load_published_models()
     named = "t2i" if family == "text" else ""
     name = next(name for name, model in models.items() if named in name and family in (model.family, "text"))
     if (family, precision) == ("glm_image", "int8"):

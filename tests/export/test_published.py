@@ -21,7 +21,7 @@ from stand_in_hub import COMMIT, OLD, REPOSITORIES, STALLED, run, serve_hub
 
 from lantern_rt import published
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.hub import parse_reference
+from lantern_rt.bundle.hub import parse_hub_reference
 from lantern_rt.errors import CheckpointError
 
 
@@ -164,10 +164,10 @@ def test_without_a_network_one_line_says_what_to_do(host: Host) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", published.published_models())
+@pytest.mark.parametrize("name", published.load_published_models())
 def test_every_published_model_goes_from_its_name_to_an_image(hub: str, tmp_path: Path, name: str) -> None:
     host = Host(hub, tmp_path, name)
-    model = published.find_model(name)
+    model = published.find_published_model(name)
     subject = ["a red cube"] if model.family != "llamagen" or "t2i" in name else ["--class-id", "3"]
     suffix = ".npz" if model.family == "glm_image" else ".png"
     done = host("run", name, *subject, "--yes", "--output", tmp_path / f"image{suffix}")
@@ -186,7 +186,7 @@ def test_every_published_model_goes_from_its_name_to_an_image(hub: str, tmp_path
     manifest = open_bundle(host.cache / f"{name}@int8").manifest
     assert manifest.sampling.cfg_scale == (model.cfg_scale or manifest.sampling.cfg_scale)
     for reference in model.files.values():
-        REPOSITORIES.pop(parse_reference(reference, CheckpointError)[0], None)
+        REPOSITORIES.pop(parse_hub_reference(reference, CheckpointError)[0], None)
 
 
 def _wait_for(condition: Any, seconds: float = 60) -> None:

@@ -46,7 +46,7 @@ def test_the_page_is_that_of_the_table() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL)
 def test_the_lines_of_a_model_run_on_small_weights(hub: str, tmp_path: Path, family: str) -> None:
-    models = published.published_models()
+    models = published.load_published_models()
     named = "t2i" if family == "text" else ""
     name = next(name for name, model in models.items() if named in name and family in (model.family, "text"))
     host = Host(hub, tmp_path, name)

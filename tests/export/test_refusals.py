@@ -27,20 +27,20 @@ from checkpoint_copies import (
     copy_sharded,
     copy_weights,
 )
-from family_readers import read_anole, read_emu3, read_llamagen, read_lumina, read_transformer
+from family_readers import read_anole, read_emu3, read_llamagen, read_llamagen_transformer, read_lumina
 from refusals import error_of
 from small_models import save_t5
 
 from lantern_rt.errors import CheckpointError, LanternError
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.export.models.vq_checkpoints import read_vq
+from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq
 
 Read = Callable[[Path], object]  # copies a checkpoint to a folder, changes the copy and reads it
 
 
 def official(edit: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_transformer(
+    return lambda folder: read_llamagen_transformer(
         copy_weights(folder, C2I, edit or (lambda weights: None)),
         config=copy_json(config_path(C2I), folder / "config.json", **fields),
     )
@@ -99,7 +99,7 @@ def vqgan(yaml: str | None) -> Read:
 def index(content: Any) -> Read:
     def read(folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-        Checkpoint(folder).read()
+        Checkpoint(folder).read_weights()
 
     return read
 
@@ -124,18 +124,18 @@ def remove_files(folder: Path, *names: str) -> Path:
 def read_duplicate_weights(folder: Path) -> None:
     for name in ("a.pt", "b.pt"):
         torch.save({"x": torch.ones(2)}, folder / name)
-    Checkpoint(folder).read()
+    Checkpoint(folder).read_weights()
 
 
 def read_wrong_shard(folder: Path) -> None:
     shards = copy_sharded(LANTERN / "t2i", folder / "shards")
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
-    Checkpoint(shards).read()
+    Checkpoint(shards).read_weights()
 
 
 def read_duplicate_field(folder: Path) -> None:
     (folder / "config.json").write_text('{"n_head": 4, "n_head": 8}')
-    read_transformer(C2I, config=folder / "config.json")
+    read_llamagen_transformer(C2I, config=folder / "config.json")
 
 
 def read_few_codes(folder: Path) -> None:
@@ -202,25 +202,25 @@ WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
     "another shape": (official(lambda w: w.update({"norm.weight": torch.ones(63)})), C2I.name, "norm.weight [63] [64]"),
     "a grid that positions contradict": (official(lambda w: w.update(FREQUENCIES)), "block_size", "a grid of 4 5"),
     "a grid that the caller contradicts": (
-        lambda folder: read_transformer(C2I, config=config_path(C2I), grid=7),
+        lambda folder: read_llamagen_transformer(C2I, config=config_path(C2I), grid=7),
         "block_size",
         "a grid of 4 7",
     ),
     "a grid far too large": (official(block_size=10**60), "grid", "1 to 256"),
     "no grid": (official(block_size=None), "grid", "do not show 16 (256 pixels)"),
     "no heads": (
-        lambda folder: read_transformer(Path(shutil.copy(C2I, folder))),
+        lambda folder: read_llamagen_transformer(Path(shutil.copy(C2I, folder))),
         C2I.name,
         "do not show the number of heads",
     ),
     "a VQ tokenizer for a target": (
-        lambda folder: read_transformer(VQ),
+        lambda folder: read_llamagen_transformer(VQ),
         VQ.name,
         "but decoder.conv_blocks.0.attn.0.k.bias",
     ),
-    "a target for a VQ tokenizer": (lambda folder: read_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
+    "a target for a VQ tokenizer": (lambda folder: read_llamagen_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
     "a missing level": (
-        lambda folder: read_vq(copy_weights(folder, VQ, drop("encoder.conv_blocks.4."))),
+        lambda folder: read_llamagen_vq(copy_weights(folder, VQ, drop("encoder.conv_blocks.4."))),
         VQ.name,
         "4 encoder and 5 decoder levels",
     ),
@@ -229,7 +229,7 @@ WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
     "missing shards": (
         lambda folder: Checkpoint(
             remove_files(copy_sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
-        ).read(),
+        ).read_weights(),
         "shards",
         "pytorch_model-00002-of-00003.bin pytorch_model.bin.index.json",
     ),
@@ -238,7 +238,7 @@ WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
     "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file in its folder"),
     "an empty index": (index({"weight_map": {}}), "weight_map", "{}"),
     "a weight twice": (read_duplicate_weights, "b.pt: x", "in an earlier file"),
-    "no weights": (lambda folder: Checkpoint(folder).read(), "", "no weights model.safetensors"),
+    "no weights": (lambda folder: Checkpoint(folder).read_weights(), "", "no weights model.safetensors"),
     # Drafters
     **{
         f"a drafter's {name}": (drafter(**{name: value}), f"drafter/config.json: {name}", words)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from lantern_rt.errors import LanternError
 from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.families.simplear import image_sizes
+from lantern_rt.export.families.simplear import list_image_sizes
 
 Read = Callable[[Path], object]
 EMBED = "model.embed_tokens.weight"
@@ -51,7 +51,9 @@ def test_training_settings_in_the_tokenizer_do_not_change_the_prompt_layout(tmp_
     tokenizer.enable_truncation(2)
     tokenizer.model.dropout = 0.5
     tokenizer.save(str(target / "tokenizer.json"))
-    actual, expected = (read_simplear(folder, COSMOS, grid=4).fields["condition"] for folder in (target, SIMPLEAR))
+    actual, expected = (
+        read_simplear(folder, COSMOS, grid=4).manifest_fields["condition"] for folder in (target, SIMPLEAR)
+    )
     assert actual.layout == expected.layout
 
 
@@ -99,7 +101,7 @@ def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path:
         assert all(
             torch.equal(compute_tensor(weights[name]), compute_tensor(weight)) for name, weight in stored_weights
         )
-    assert tied.fields["sampling"].repetition_penalty == 1.1  # from generation_config.json
+    assert tied.manifest_fields["sampling"].repetition_penalty == 1.1  # from generation_config.json
 
 
 def test_an_invalid_config_of_the_image_tokenizer_is_ignored(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_an_invalid_config_of_the_image_tokenizer_is_ignored(tmp_path: Path) -> 
 
 
 def test_sizes_are_a_square_other_shapes_of_its_area_and_smaller_squares() -> None:
-    names = [size.name for size in image_sizes(64, 16)]
+    names = [size.name for size in list_image_sizes(64, 16)]
     assert names[0] == "1024x1024"
     assert "1360x768" in names
     assert names[-3:] == ["768x768", "512x512", "256x256"]

@@ -18,12 +18,12 @@ from shared_goldens import DecoderGolden, GoldenFamily, log_softmax
 from tokenizers import Tokenizer
 
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, simplear_prompt_layout
-from lantern_rt.export.models.cosmos_vq import haar_bands
-from lantern_rt.export.models.fsq import code_vectors, nearest_codes
+from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, make_simplear_prompt_layout
+from lantern_rt.export.models.cosmos_vq import compute_haar_matrices
+from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import image_from_pixels
-from lantern_rt.prompts import prepare_prompts
+from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
@@ -138,11 +138,11 @@ def test_clamp_codes_agree_with_clamp_ids_of_image_tokens(simplear_bundle: Path)
 def test_fsq_official_codes_indices_and_z_of_the_published_levels() -> None:
     levels = (8, 8, 8, 5, 5, 5)
     assert_close(
-        code_vectors(torch.from_numpy(ARRAYS["fsq_official_indices"]), levels).numpy(), ARRAYS["fsq_official_codes"]
+        decode_fsq_codes(torch.from_numpy(ARRAYS["fsq_official_indices"]), levels).numpy(), ARRAYS["fsq_official_codes"]
     )
-    codes = nearest_codes(torch.from_numpy(ARRAYS["fsq_official_z"]).T[None, :, :, None], levels)
+    codes = quantize_fsq_latents(torch.from_numpy(ARRAYS["fsq_official_z"]).T[None, :, :, None], levels)
     np.testing.assert_array_equal(codes[0], ARRAYS["fsq_official_z_indices"])
-    assert_close(code_vectors(codes, levels)[0].T.numpy(), ARRAYS["fsq_official_z_codes"])
+    assert_close(decode_fsq_codes(codes, levels)[0].T.numpy(), ARRAYS["fsq_official_z_codes"])
 
 
 @pytest.mark.parametrize("name", ["vq0", "vq1"])
@@ -164,7 +164,7 @@ def test_vq_codes_become_code_vectors_post_quant_mid_and_decoded(simplear_bundle
 
 
 def test_vq1_bands_become_vq1_decoded_and_the_transform_is_invertible() -> None:
-    to_bands, to_pixels = haar_bands()
+    to_bands, to_pixels = compute_haar_matrices()
     patches = torch.einsum("pb,nb...->np...", to_pixels.float(), torch.from_numpy(ARRAYS["vq1_bands"]))
     assert_close(torch.pixel_shuffle(patches, 4).numpy(), ARRAYS["vq1_decoded"])
     assert torch.equal(to_pixels @ to_bands, torch.eye(48).double())
@@ -179,7 +179,7 @@ def test_vq_image_becomes_encoder_out_pre_quant_encoded_quantized_and_reconstruc
     assert_close(latents, ARRAYS["vq_pre_quant"])
     codes = GraphFileSession(path).run(feeds)["codes"].reshape(ARRAYS["vq_encoded"].shape)
     np.testing.assert_array_equal(codes, ARRAYS["vq_encoded"])
-    assert_close(code_vectors(torch.from_numpy(codes), (4, 4, 4, 3, 3)).numpy(), ARRAYS["vq_quantized"])
+    assert_close(decode_fsq_codes(torch.from_numpy(codes), (4, 4, 4, 3, 3)).numpy(), ARRAYS["vq_quantized"])
     assert_close(
         GraphFileSession(simplear_bundle / "vq_decoder.onnx").run({"codes": codes})["images"],
         ARRAYS["vq_reconstruction"],
@@ -201,22 +201,22 @@ def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundl
     bundle_manifest = read_manifest(simplear_bundle)
     library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
-    assert bundle_manifest.condition.layout == simplear_prompt_layout(library)
+    assert bundle_manifest.condition.layout == make_simplear_prompt_layout(library)
     tokenizer = TemplateTokenizer(library, TEMPLATE)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
         text = case["text"].removesuffix("<|soi|>")
         if text.startswith(prefix):
-            (request,) = prepare_prompts(
+            (request,) = build_prompt_requests(
                 bundle_manifest.condition, tokenizer, bundle_manifest.size(), [text.removeprefix(prefix)]
             )
-            cond, uncond = request.tokens or ()
+            cond, uncond = request.token_ids or ()
             assert uncond.tolist() == ARRAYS["uncond_ids"].tolist()
         elif negative := text.removeprefix("<|t2i|>"):
-            (request,) = prepare_prompts(
+            (request,) = build_prompt_requests(
                 bundle_manifest.condition, tokenizer, bundle_manifest.size(), ["a fox"], negative
             )
-            cond = (request.tokens or ())[1]
+            cond = (request.token_ids or ())[1]
         else:
-            cond = np.array(simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
+            cond = np.array(make_simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
         assert cond.tolist() == case["ids"]

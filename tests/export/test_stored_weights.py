@@ -13,17 +13,17 @@ from small_models import make_target
 from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import plan_graph
-from lantern_rt.export.graph.precision import Rule, fake_quantize
+from lantern_rt.export.graph.precision import StorageRule, fake_quantize
 
 
 @pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
-def test_every_weight_is_read_as_the_graph_uses_it(rule: Rule, tmp_path: Path) -> None:
+def test_every_weight_is_read_as_the_graph_uses_it(rule: StorageRule, tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     plan = plan_graph(graph, rule)
     stored_weights = StoredWeights(plan.write(tmp_path / "target.onnx")[0])
     module_weights = graph.module.state_dict()
     for name in ("layers.1.attention.out.weight", "layers.2.ffn.down.weight", "head.weight"):
-        expected = fake_quantize(module_weights[name], plan.storages[name], name in plan.matrices)
+        expected = fake_quantize(module_weights[name], plan.storage_types[name], name in plan.matrix_names)
         np.testing.assert_array_equal(stored_weights.float32(name), expected.T)
         assert stored_weights[name].shape == tuple(expected.T.shape)
     assert "layers.9" not in stored_weights

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.compare import DeviceLayoutSession, GraphFileSession, convert_weights
-from lantern_rt.export.graph.graphs import Graph, named_cases, plan_graph, write_graph
-from lantern_rt.export.graph.onnx_ops import Value
-from lantern_rt.export.graph.precision import Rule
+from lantern_rt.export.compare import DeviceGraphSession, GraphFileSession, convert_weights
+from lantern_rt.export.graph.graphs import Graph, name_test_cases, plan_graph, write_graph
+from lantern_rt.export.graph.onnx_ops import TensorSpec
+from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.verify import check_parity
-from lantern_rt.memory import PeakMemory, anonymous_memory
+from lantern_rt.export.verify import check_graph_parity
+from lantern_rt.memory import PeakMemoryMonitor, measure_process_memory
 
 MEGABYTE = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -56,8 +56,8 @@ def test_reading_a_checkpoint_maps_it(tmp_path: Path, in_new_process: Any, name:
 
 def bytes_of_reading(path: Path) -> int:
     """Return the bytes of memory for reading a checkpoint of four weights."""
-    before = anonymous_memory() or 0
-    with PeakMemory() as peak:
+    before = measure_process_memory() or 0
+    with PeakMemoryMonitor() as peak:
         weights = read_weights(path)
     assert len(weights) == 4
     return (peak.bytes or 0) - before
@@ -68,7 +68,7 @@ def test_a_module_with_weights_of_any_dtype_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     graph = make_target(dtype)
-    assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
+    assert check_graph_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
@@ -85,24 +85,26 @@ def test_a_module_has_its_original_weights_after_an_error() -> None:
 
 @linux
 @pytest.mark.parametrize("rule", ["fp16", "int8"])
-def test_only_one_layer_at_a_time_is_converted_to_float32(tmp_path: Path, in_new_process: Any, rule: Rule) -> None:
+def test_only_one_layer_at_a_time_is_converted_to_float32(
+    tmp_path: Path, in_new_process: Any, rule: StorageRule
+) -> None:
     layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
     assert in_new_process(bytes_of_exporting, tmp_path, rule) < 6 * layer
 
 
-def bytes_of_exporting(folder: Path, rule: Rule) -> int:
+def bytes_of_exporting(folder: Path, rule: StorageRule) -> int:
     """Return the bytes of memory for writing a decoder of 12 layers and running it in both layouts."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
     graph = make_target(torch.bfloat16, config)
     plan = plan_graph(graph, rule)
-    inputs = list(graph.cases.values())[-1]
-    before = anonymous_memory() or 0
-    with PeakMemory() as peak:
+    inputs = list(graph.test_cases.values())[-1]
+    before = measure_process_memory() or 0
+    with PeakMemoryMonitor() as peak:
         path = plan.write(folder / "target.onnx")[0]
         with torch.no_grad(), convert_weights(graph.module, plan):
             graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
         GraphFileSession(path, low_memory=True).run(inputs)
-        DeviceLayoutSession(graph, path, low_memory=True).run(inputs)
+        DeviceGraphSession(graph, path, low_memory=True).run(inputs)
     return (peak.bytes or 0) - before
 
 
@@ -122,10 +124,14 @@ class SimilarWeights(nn.Module):
 
 def test_traced_weights_of_the_same_shape_are_distinct_and_shared_weights_shared(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    cases = named_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
+    test_cases = name_test_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
     graph = Graph(
-        "twins", SimilarWeights().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases
+        "twins",
+        SimilarWeights().eval(),
+        (TensorSpec("ids", ("rows",), "int64"),),
+        (TensorSpec("y", ("rows", 8)),),
+        test_cases,
     )
     path = write_graph(graph, tmp_path)[0]
-    assert check_parity(graph, path) < 1e-5
+    assert check_graph_parity(graph, path) < 1e-5
     assert len(onnx.load(path).graph.initializer) == 3

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from small_models import save_t5
 
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.graph.conditions import CaptionCondition, text_condition
+from lantern_rt.export.graph.conditions import CaptionCondition, make_text_condition
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.export.verify import check_parity
+from lantern_rt.export.verify import check_graph_parity
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,7 +56,7 @@ def test_prompts_of_every_length_agree_with_transformers_and_llamagen(tmp_path: 
     """Check that padding on the left equals padding on the right and rolling, for prompts of all lengths."""
     encoder = save_t5(tmp_path / "t5")
     projection = caption(120, 32)
-    graph = text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", projection).graph
+    graph = make_text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", projection).graph
     path = write_graph(graph, tmp_path)[0]
     ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
     out = GraphFileSession(path).run(pad_left(ids, mask))
@@ -107,9 +107,9 @@ def test_encoders_of_any_size_equal_transformers(
         relative_attention_max_distance=distance,
     )
     projection = caption(prefix, width)
-    graph = text_condition(read_text_encoder(folder, width).encoder, b"", projection).graph
+    graph = make_text_condition(read_text_encoder(folder, width).encoder, b"", projection).graph
     path = write_graph(graph, folder)[0]
-    assert check_parity(graph, path) < 1e-4
+    assert check_graph_parity(graph, path) < 1e-4
     ids, mask = prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
     expected = published(encoder, projection, ids, mask)
     embeds = GraphFileSession(path).run(pad_left(ids, mask))["prefix_embeds"]

@@ -94,7 +94,7 @@ def test_prefixes_of_a_prompt_agree_with_prefixes_of_its_embeddings_from_transfo
         embeddings.bundle, embeddings.engines, embeddings.check(embeddings=embeddings_and_mask).images
     )
     for row, expected_row in ((from_prompt.cond, from_embeddings.cond), (from_prompt.uncond, from_embeddings.uncond)):
-        np.testing.assert_array_equal(row.is_real, expected_row.is_real)
+        np.testing.assert_array_equal(row.is_real_token, expected_row.is_real_token)
         np.testing.assert_allclose(row.embeds, expected_row.embeds, rtol=0, atol=1e-5)
 
 

@@ -37,7 +37,7 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
-from lantern_rt.export.verify import compare_top_tokens, measure_divergence
+from lantern_rt.export.verify import compare_top_tokens, measure_kl_divergence
 
 # Checkpoints in the order of the provenance; the small bundles are exported with a configuration.
 C2I_FILES = [C2I, VQ, config_path(C2I)]
@@ -69,7 +69,7 @@ def test_the_divergence_of_distributions_is_in_nats() -> None:
     expected = np.log([[0.5, 0.5], [0.25, 0.75]])
     logits = np.log([[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(
-        measure_divergence(expected, logits + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
+        measure_kl_divergence(expected, logits + 7), [0, 0.25 * np.log(0.5) + 0.75 * np.log(1.5)], atol=1e-12
     )
 
 

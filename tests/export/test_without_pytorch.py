@@ -23,8 +23,8 @@ from published_host import SMALL
 from stand_in_hub import COMMIT, COMPLETED, REPOSITORIES, STALLED, environment, serve_hub
 
 from lantern_rt import published
-from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.registry import read_family
+from lantern_rt.export.graph.precision import parse_precisions
+from lantern_rt.export.registry import read_family_checkpoints
 from lantern_rt.export.writer import export_model
 
 OTHER = os.environ.get("LANTERN_WITHOUT_PYTORCH")
@@ -56,7 +56,7 @@ def models(tmp_path: Path) -> dict[str, Any]:
     """Return table rows of all publishable names, with finished bundles on the hub; families share exports."""
     rows: dict[str, Any] = {}
     exports: dict[str, dict[str, bytes]] = {}
-    for name, model in published.published_models().items():
+    for name, model in published.load_published_models().items():
         if model.licence not in ("MIT", "Apache-2.0"):
             continue
         if model.family not in exports:
@@ -64,8 +64,8 @@ def models(tmp_path: Path) -> dict[str, Any]:
             folder.mkdir()
             sources, further = SMALL[model.family](folder)
             options = {role: str(path) for role, path in sources.items()} | further
-            loaded = read_family(model.family, options, lambda *_: None)
-            output = export_model(loaded, folder / "bundle", name="NAME", precisions=read_precisions(target="int8"))
+            loaded = read_family_checkpoints(model.family, options, lambda *_: None)
+            output = export_model(loaded, folder / "bundle", name="NAME", precisions=parse_precisions(target="int8"))
             exports[model.family] = {path.name: path.read_bytes() for path in output.iterdir()}
         files = dict(exports[model.family])
         files["bundle.json"] = files["bundle.json"].replace(b'"NAME"', json.dumps(name).encode())

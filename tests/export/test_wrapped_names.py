@@ -28,7 +28,15 @@ from checkpoint_copies import (
     copy_published_emu3,
     copy_sharded,
 )
-from family_readers import read_anole, read_emu3, read_janus, read_lumina, read_lumina2, read_simplear, read_transformer
+from family_readers import (
+    read_anole,
+    read_emu3,
+    read_janus,
+    read_llamagen_transformer,
+    read_lumina,
+    read_lumina2,
+    read_simplear,
+)
 from refusals import error_of
 from safetensors.torch import load_file, save_file
 from small_janus import random_janus, write_janus
@@ -39,13 +47,13 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.model import Model
+from lantern_rt.export.model import BundleContents
 from lantern_rt.export.models.cosmos_vq import load_cosmos_vq
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.export.models.vq_checkpoints import read_vq, read_vqgan
+from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq, read_vqgan
 
 Weights = dict[str, Tensor]
 Wrap = Callable[[Weights], Weights]
@@ -137,21 +145,21 @@ def small_drafter(folder: Path) -> object:
 
 
 def target() -> Decoder:
-    return read_transformer(T2I, config=config_path(T2I)).decoder
+    return read_llamagen_transformer(T2I, config=config_path(T2I)).decoder
 
 
 # By name: function that writes a checkpoint's folder, and function that reads it.
 READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "LlamaGen": (
         copy_into(C2I),
-        lambda folder: read_transformer(folder / C2I.name, config=config_path(C2I)),
+        lambda folder: read_llamagen_transformer(folder / C2I.name, config=config_path(C2I)),
     ),
-    "LlamaGen in LANTERN's layout": (copy_into(LANTERN / "t2i"), read_transformer),
+    "LlamaGen in LANTERN's layout": (copy_into(LANTERN / "t2i"), read_llamagen_transformer),
     "LlamaGen in shards": (
         lambda folder: copy_sharded(LANTERN / "c2i", folder / "shards"),
-        lambda folder: read_transformer(folder / "shards"),
+        lambda folder: read_llamagen_transformer(folder / "shards"),
     ),
-    "LlamaGen's image tokenizer": (copy_into(VQ), lambda folder: read_vq(folder / VQ.name)),
+    "LlamaGen's image tokenizer": (copy_into(VQ), lambda folder: read_llamagen_vq(folder / VQ.name)),
     "a drafter": (copy_into(DRAFTER), small_drafter),
     "a text encoder": (save_t5, lambda folder: read_text_encoder(folder, 32)),
     "Anole": (copy_into(ANOLE), lambda folder: read_anole(folder, VQGAN)),
@@ -176,7 +184,7 @@ def tensors(result: Any) -> Iterator[Tensor]:
         yield compute_tensor(result)
     elif isinstance(result, nn.Module):
         yield from map(compute_tensor, result.state_dict().values())
-    elif isinstance(result, Model):
+    elif isinstance(result, BundleContents):
         yield from tensors([*(graph.module for graph in result.graphs), result.code_embeddings])
     elif isinstance(result, tuple | list):
         for part in result:
@@ -218,7 +226,7 @@ def test_a_wrapped_checkpoint_reads_as_the_plain_one(
 def test_averaged_weights_besides_the_models_are_unwrapped(tmp_path: Path, weights: bool) -> None:
     plain = {"a.weight": torch.ones(2)}
     torch.save({"model": plain, "ema": averaged({"a.weight": torch.full((2,), 2.0)})}, tmp_path / "a.pt")
-    assert read_weights(tmp_path / "a.pt", averaged=weights)["a.weight"].tolist() == [1.0 + weights] * 2
+    assert read_weights(tmp_path / "a.pt", prefer_ema=weights)["a.weight"].tolist() == [1.0 + weights] * 2
 
 
 def test_two_weights_whose_names_differ_only_by_wrappers_are_rejected(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
 from lantern_rt.output.images import encode_png
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
-from lantern_rt.train.drafter.data import write_shards
+from lantern_rt.train.drafter.data import generate_shards
 
 SECONDS = 120
 MEMORY = 2 << 30
@@ -55,7 +55,7 @@ class Originals:
         self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
             list(
-                write_shards(
+                generate_shards(
                     pipeline, Prompts("class_ids", [3, 1]), 2, self.shards, lambda *_: None, images_per_shard=2
                 )
             )

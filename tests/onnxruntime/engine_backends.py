@@ -22,16 +22,16 @@ from toy_engine import (
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.gpu import find_gpu
-from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
-from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.profiles import ShapeProfile
 from lantern_rt.engines.trt import builder
 from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
-from lantern_rt.export.graph.graphs import target_graph, write_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-from lantern_rt.export.models.eagle import EagleModule, drafter_graph
+from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
+from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.engine import Engine
 from lantern_rt.runtime.raster import RasterLayout
@@ -54,8 +54,8 @@ SINGLE_THREAD = 1
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, device", "tensorrt, host")
 ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (
-    Profile(name="ar", rows=(1, 2, 512), nodes=(2, 2, 2), columns=(64, 64, 64)),
-    Profile(name="tree", rows=(1, 2, 512), nodes=(2, 12, 12), columns=(64, 64, 64)),
+    ShapeProfile(name="ar", rows=(1, 2, 512), nodes=(2, 2, 2), columns=(64, 64, 64)),
+    ShapeProfile(name="tree", rows=(1, 2, 512), nodes=(2, 12, 12), columns=(64, 64, 64)),
 )
 
 
@@ -67,16 +67,16 @@ class SmallModel:
         torch.set_num_threads(1)
         self.decoder = Decoder(SMALL).eval()
         head = torch.nn.Linear(SMALL.hidden_size, SMALL.vocab_size, bias=False)
-        drafter = EagleModule(replace(SMALL, final_norm=False), head, bias=True).eval()
+        drafter = EagleDrafter(replace(SMALL, final_norm=False), head, bias=True).eval()
         with torch.no_grad():
             for linear in (self.decoder.head, drafter.head):
                 linear.weight.mul_(4)  # makes distributions far from uniform
         self.folder = folder
         self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
-        write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
-        write_graph(drafter_graph(drafter), folder)
-        self.target_spec = DecoderSpec(**decoder_fields(SMALL), max_positions=SMALL.positions)
-        self.drafter_spec = DrafterSpec(**decoder_fields(drafter.config))
+        write_graph(make_target_graph(self.decoder, torch.from_numpy(self.table)), folder)
+        write_graph(make_drafter_graph(drafter), folder)
+        self.target_spec = DecoderSpec(**get_decoder_spec_fields(SMALL), max_positions=SMALL.num_rope_positions)
+        self.drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.config))
 
     def model_on(self, backend: str) -> ToyModel:
         """Return the model on one of `BACKENDS`; `toy` is the toy model of unit tests."""
@@ -86,25 +86,25 @@ class SmallModel:
             return self._on_tensorrt(*backend.split(", "))
         paths = {role: self.folder / f"{role}.onnx" for role in ("target", "drafter")}
         if backend in ("onnxruntime, device", "onnxruntime, cuda"):
-            device = Device("cuda" if backend == "onnxruntime, cuda" else "cpu")
+            device = OrtDevice("cuda" if backend == "onnxruntime, cuda" else "cpu")
             target: Engine = OrtDeviceEngine(paths["target"], self.target_spec, self.table, SINGLE_THREAD, device)
             drafter: Engine = OrtDeviceEngine(paths["drafter"], self.drafter_spec, None, SINGLE_THREAD, device)
         else:
             target = OrtEngine(paths["target"], self.target_spec, self.table, SINGLE_THREAD)
             drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, SINGLE_THREAD)
-        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
+        return ToyModel(target, drafter, SMALL.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
 
     def _on_tensorrt(self, name: str, where: str) -> ToyModel:
         """Load TensorRT engines of both graphs on the GPU, or on its stand-in if `where` is `host`."""
         on_host = where == "host"
         specs = SimpleNamespace(
-            target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embedded=SMALL.vocab_size
+            target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embeddings=SMALL.vocab_size
         )
         names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}
         specs.files = names
         bundle: Any = SimpleNamespace(path=lambda name: self.folder / names[name], manifest=specs)
         library = HostLibrary() if on_host else builder.import_library(name)
-        device = Device("cpu" if on_host else MEMORY)
+        device = OrtDevice("cpu" if on_host else MEMORY)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
@@ -120,7 +120,7 @@ class SmallModel:
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
-        return ToyModel(target, drafter, SMALL.positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
+        return ToyModel(target, drafter, SMALL.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
 
     def prompt(self, backend: str, identity: int) -> Prompt:
         """Return a prompt with `identity % 3` padded prefix positions."""
@@ -128,8 +128,8 @@ class SmallModel:
         if backend == "toy":
             return make_prompt(identity, SMALL.prefix, padding)
         rows = np.random.default_rng(identity).normal(size=(2, SMALL.prefix, SMALL.hidden_size)).astype(np.float32)
-        is_real = np.arange(SMALL.prefix) >= padding
-        return Prompt(PrefixRow(rows[0], is_real), PrefixRow(rows[1], is_real))
+        is_real_token = np.arange(SMALL.prefix) >= padding
+        return Prompt(PrefixRow(rows[0], is_real_token), PrefixRow(rows[1], is_real_token))
 
     def joint_distribution(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
         """Compute the probability of every image with full forward passes in torch, `[vocabulary] * codes`."""

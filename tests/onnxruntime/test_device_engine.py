@@ -19,21 +19,21 @@ from tiny_graphs import TINY
 from tiny_rig import spec_of
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.graph_writer import GraphWriter
 from lantern_rt.engines.ort.cache_pool import CachePool
-from lantern_rt.engines.ort.device import Device, GraphTensors
+from lantern_rt.engines.ort.device import GraphTensors, OrtDevice
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.errors import BundleError
-from lantern_rt.export.graph.graphs import target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.device import SampleRequest
-from lantern_rt.runtime.engine import Floats, HiddenView, PassInput
+from lantern_rt.runtime.device import SamplingRequest
+from lantern_rt.runtime.engine import Floats, HiddenStateView, PassInput
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.passes import Prefixes, committed_mask
+from lantern_rt.runtime.passes import PrefixBatch, build_committed_mask
 from lantern_rt.runtime.state import PrefixRow
 
 RNG = np.random.default_rng(0)
@@ -61,9 +61,9 @@ def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
 
 def causal_pass(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> PassInput:
     nodes = np.array(tokens)
-    mask, past_length = committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
+    mask, past_length = build_committed_mask(engine, cache, cache.lengths, nodes.shape[1], NO_PADDING)
     mask[:, :, past_length:] = np.tri(nodes.shape[1], dtype=bool)
-    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.positions - 1)
+    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes.shape[1]), SMALL.num_rope_positions - 1)
     return PassInput(positions, mask, nodes, hidden=hidden)
 
 
@@ -77,7 +77,7 @@ def filled_cache(engine: OrtDeviceEngine, first: int, codes: list[list[int]], ca
         capacity: capacity of the cache.
     """
     cache = engine.new_cache(len(codes), capacity)
-    prefixes = Prefixes([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
+    prefixes = PrefixBatch([PrefixRow(row, np.ones(SMALL.prefix, bool)) for row in PREFIX[first : first + len(codes)]])
     output = engine.run(prefixes.build_prefill(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
     longest = max(map(len, codes))
@@ -120,18 +120,18 @@ def test_hidden_states_are_read_from_device_memory(target: OrtDeviceEngine, draf
     source = target.run(causal_pass(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
     rows = np.array([[2, 0, 1], [1, 1, 0]])  # 5 nodes are stored as 8
     nodes = np.array([[4, 0, 3], [2, 2, 1]])
-    states = HiddenView(source, rows, nodes).read()
+    states = HiddenStateView(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
     other_pass: Any = SimpleNamespace(
-        device=Device("cpu"), outputs={"": source.value}, output_owners=set(), run_queued_pass=lambda: None
+        device=OrtDevice("cpu"), outputs={"": source.device_value}, output_owners=set(), run_queued_pass=lambda: None
     )
     elsewhere = type(source)(other_pass, "")
     hidden_inputs = [
         states,
-        HiddenView(source, rows, nodes),
-        HiddenView(source[:, :5], rows, nodes),
-        HiddenView(elsewhere, rows, nodes),
+        HiddenStateView(source, rows, nodes),
+        HiddenStateView(source[:, :5], rows, nodes),
+        HiddenStateView(elsewhere, rows, nodes),
     ]
     outputs = []
     for hidden in hidden_inputs:
@@ -159,14 +159,14 @@ def test_outputs_stay_valid_after_their_cache_is_freed(target: OrtDeviceEngine) 
 def test_sampled_codes_stay_valid_when_their_pass_is_run_again(target: OrtDeviceEngine) -> None:
     cache = filled_cache(target, 0, CODES[:2], 40)
     nodes = np.array([[0, 1], [0, 1]])
-    request = SampleRequest(
+    request = SamplingRequest(
         slice(0, 2), nodes, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
     )
     samples = []
     for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
         logits = target.run(causal_pass(target, cache, tokens), cache).logits
-        ((codes, scores),) = logits.best_codes([request], 4)
-        ((codes_again, scores_again),) = logits.best_codes([request], 4)  # a second request of the same pass
+        ((codes, scores),) = logits.sample_top_codes([request], 4)
+        ((codes_again, scores_again),) = logits.sample_top_codes([request], 4)  # a second request of the same pass
         np.testing.assert_array_equal(codes, codes_again)
         np.testing.assert_allclose(scores, scores_again, atol=1e-6)
         samples.append((codes, scores, codes.copy(), scores.copy()))
@@ -196,24 +196,24 @@ def test_passes_of_many_nodes_are_not_kept_for_reuse(target: OrtDeviceEngine) ->
 
 def write_copy(graph: GraphWriter) -> GraphTensors:
     graph.op("Identity", "data", name="out")
-    return [Tensor("data", ("float32",), (None,))], [Tensor("out", ("float32",), (None,))]
+    return [TensorSpec("data", ("float32",), (None,))], [TensorSpec("out", ("float32",), (None,))]
 
 
 def test_a_bound_pass_is_recorded_at_its_third_run_up_to_the_limit_and_released_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_recordings=1))
-    device = Device("cpu")
+    monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_captured_graphs=1))
+    device = OrtDevice("cpu")
     graph_ids = list[str]()
     released = list[int]()
     values = {"data": np.zeros(2, np.float32), "out": device.empty((2,), "float32")}
-    graph = device.graph("copy", write_copy)
+    graph = device.get_helper_graph("copy", write_copy)
     graph.session = SimpleNamespace(
         io_binding=graph.session.io_binding,
         run_with_iobinding=lambda binding, options: graph_ids.append(options.get_run_config_entry("gpu_graph_id")),
         release_captured_graph=released.append,
     )
-    bound = [graph.bind(values, record=True) for _ in range(2)]
+    bound = [graph.bind_tensors(values, capture_graph=True) for _ in range(2)]
     for number in (0, 0, 0, 1, 1, 1):
         bound[number]()
     assert graph_ids == ["-1", "-1", "1", "-1", "-1", "-1"]
@@ -222,12 +222,12 @@ def test_a_bound_pass_is_recorded_at_its_third_run_up_to_the_limit_and_released_
 
 
 def test_memory_that_was_released_last_is_reused_first() -> None:
-    pool = CachePool(Device("cpu"), 1, "float32", 4, None)
-    handles = [pool.acquire(1, columns) for columns in (1, 2, 3)]
+    pool = CachePool(OrtDevice("cpu"), 1, "float32", 4, None)
+    handles = [pool.acquire_block(1, columns) for columns in (1, 2, 3)]
     used = [handle.block for handle in handles]
     while handles:
         del handles[0]
-    new_handles = [pool.acquire(1, columns) for columns in (3, 2, 1)]
+    new_handles = [pool.acquire_block(1, columns) for columns in (3, 2, 1)]
     assert [handle.block in used for handle in new_handles] == [True, True, False]
 
 
@@ -236,7 +236,7 @@ def test_memory_that_contained_nan_is_not_reused(target: OrtDeviceEngine) -> Non
     cache = filled_cache(target, 0, [[0, 1], [1]], 40)
     cache.forbid_memory_reuse()
     discarded = cache.block_handle.block
-    for value in discarded.values:
+    for value in discarded.device_values:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
     del cache
     new_cache = filled_cache(target, 0, [[0, 1], [1]], 40)
@@ -281,7 +281,7 @@ def test_a_pass_without_the_inputs_of_its_decoder_is_rejected(
 
 
 def load(path: Path, spec: Any, table: Floats | None) -> OrtDeviceEngine:
-    return OrtDeviceEngine(path, spec, table, SINGLE_THREAD, Device("cpu"))
+    return OrtDeviceEngine(path, spec, table, SINGLE_THREAD, OrtDevice("cpu"))
 
 
 @pytest.mark.parametrize("content", [b"", b"no graph", b"\x3a\x05abc"], ids=["empty", "text", "truncated"])
@@ -309,7 +309,7 @@ def test_decoders_without_an_architecture_in_the_manifest_are_rejected(tmp_path:
 def test_a_graph_without_its_weights_is_rejected(tmp_path: Path, damage: str) -> None:
     torch.manual_seed(0)
     config = DecoderConfig(128, 2, 4, 4, 512, 300, 3, 2, spare_positions=8)
-    path, data = write_graph(target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
+    path, data = write_graph(make_target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
     table = np.zeros((300, 128), np.float32)
     load(path, spec_of(config), table)
     if damage == "missing":

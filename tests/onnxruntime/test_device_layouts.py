@@ -19,19 +19,19 @@ from tiny_rig import drafter_spec_of, spec_of
 from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.export import compare
-from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, target_graph, write_graph
-from lantern_rt.export.graph.precision import Rule
+from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, make_target_graph, write_graph
+from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.models.eagle import EagleModule, drafter_graph
-from lantern_rt.export.verify import check_parity
+from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
+from lantern_rt.export.verify import check_graph_parity
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CAPACITY = 64
 SPAN = 48
 ATTENTION: dict[str | None, dict[str, bool]] = {  # attention op: options of `make_device_graph`
     "Attention": {},
-    "MultiHeadAttention": {"multi_head": True},
-    None: {"basic_ops": True},
+    "MultiHeadAttention": {"use_multi_head_op": True},
+    None: {"basic_ops_only": True},
 }
 CONFIGS = {
     "grouped keys": TINY,
@@ -49,8 +49,8 @@ def make_graph(config: DecoderConfig, drafts: bool) -> Graph:
     torch.manual_seed(0)
     if drafts:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        return drafter_graph(EagleModule(replace(config, final_norm=False), head, bias=True).eval())
-    return target_graph(Decoder(config).eval(), torch.randn(config.vocab_size, config.hidden_size))
+        return make_drafter_graph(EagleDrafter(replace(config, final_norm=False), head, bias=True).eval())
+    return make_target_graph(Decoder(config).eval(), torch.randn(config.vocab_size, config.hidden_size))
 
 
 def device_inputs(arrays: Arrays, names: list[str]) -> Arrays:
@@ -89,16 +89,16 @@ def test_a_graph_that_appends_to_its_cache_computes_the_outputs_of_the_exported_
     write_graph(graph, tmp_path)
     path = tmp_path / f"{graph.role}.onnx"
     spec = (drafter_spec_of if drafts else spec_of)(config)
-    max_nodes = max(arrays["position_ids"].shape[1] for arrays in graph.cases.values())
-    device = make_device_graph(path, spec, drafts, graph.compute, capacity=CAPACITY, max_nodes=max_nodes)
+    max_nodes = max(arrays["position_ids"].shape[1] for arrays in graph.test_cases.values())
+    device = make_device_graph(path, spec, drafts, graph.compute_type, capacity=CAPACITY, max_nodes=max_nodes)
     assert device.dtype == ("float16" if half else "float32")
     exported_session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    session = load_session(device.model, 1, "cpu", folder=tmp_path)
+    session = load_session(device.model_bytes, 1, "cpu", weights_folder=tmp_path)
     past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
     for name in ("tree", "rows of different length"):
         arrays = {
             key: array.clip(-6e4).astype(np.float16) if half and array.dtype == np.float32 else array
-            for key, array in graph.cases[name].items()
+            for key, array in graph.test_cases[name].items()
         }
         nodes = arrays["position_ids"].shape[1]
         logits, hidden, *new = exported_session.run(None, arrays)
@@ -121,18 +121,18 @@ def test_a_graph_that_appends_to_its_cache_computes_the_outputs_of_the_exported_
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_bfloat16_device_graph_agrees_with_the_exported_graph_up_to_rounding(
-    tmp_path: Path, config: DecoderConfig, drafts: bool, rule: Rule
+    tmp_path: Path, config: DecoderConfig, drafts: bool, rule: StorageRule
 ) -> None:
     """Compare with ONNX's reference evaluator, as ONNX Runtime supports bfloat16 only on GPUs."""
-    graph = replace(make_graph(config, drafts), compute="bfloat16")
+    graph = replace(make_graph(config, drafts), compute_type="bfloat16")
     (path,) = write_graph(graph, tmp_path, rule)
     spec = (drafter_spec_of if drafts else spec_of)(config)
     device = make_device_graph(path, spec, drafts, "bfloat16", capacity=CAPACITY)
-    arrays = dict(graph.cases["tree"])
+    arrays = dict(graph.test_cases["tree"])
     past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
     feeds = device_inputs(arrays, past)
     feeds |= {name: feeds[name].astype(ml_dtypes.bfloat16) for name in past}
-    outputs = ReferenceEvaluator(onnx.load_from_string(device.model)).run(["logits", "hidden_states"], feeds)
+    outputs = ReferenceEvaluator(onnx.load_from_string(device.model_bytes)).run(["logits", "hidden_states"], feeds)
     exported_session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for array, expected in zip(outputs, exported_session.run(["logits", "hidden_states"], arrays), strict=True):
         relative_error = np.abs(array - expected).max() / np.abs(expected).max()
@@ -156,8 +156,8 @@ def test_a_graph_with_cache_columns_in_any_order_computes_the_outputs_of_the_mod
         return models[-1]
 
     monkeypatch.setattr(compare, "make_device_graph", record_graph)
-    check_parity(graph, path)
-    written = onnx.load_from_string(models[0].model).graph
+    check_graph_parity(graph, path)
+    written = onnx.load_from_string(models[0].model_bytes).graph
     caches = [value.type.tensor_type.shape.dim for value in written.input if value.name.startswith("past_")]
     assert all(dims[-1].dim_value <= 8 for dims in caches), (
         "a CUDA thread writes all values of one index, so there must be few"

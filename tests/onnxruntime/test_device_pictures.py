@@ -11,7 +11,7 @@ from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.ort import cache_pool
-from lantern_rt.engines.ort.cache_pool import BoundPass, CacheBlock, CachePool
+from lantern_rt.engines.ort.cache_pool import BoundForwardPass, CacheBlock, CachePool
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.prepared import load_model
@@ -106,7 +106,7 @@ def test_evicted_shapes_are_bound_again_and_generate_the_same_tokens(
     counts: list[int] = []
     bound = CachePool.get_bound_pass
 
-    def count_bound(pool: CachePool, block: CacheBlock, *arguments: Any) -> BoundPass:
+    def count_bound(pool: CachePool, block: CacheBlock, *arguments: Any) -> BoundForwardPass:
         bound_pass = bound(pool, block, *arguments)
         counts.append(len(block.bound_passes))
         return bound_pass

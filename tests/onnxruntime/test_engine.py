@@ -14,13 +14,13 @@ from refusals import error_of, expects_error
 from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import SINGLE_THREAD, WIDE, Rig, assert_close, drafter_spec_of, spec_of
 
-from lantern_rt.engines.decoder_tensors import kv_dtype
+from lantern_rt.engines.decoder_tensors import find_kv_dtype
 from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.graph.graphs import write_graph
-from lantern_rt.export.models.eagle import drafter_graph
+from lantern_rt.export.models.eagle import make_drafter_graph
 from lantern_rt.runtime.engine import PassInput
 
 
@@ -56,7 +56,7 @@ def test_ragged_rows_agree_with_a_full_forward_pass_of_each(rig: Rig) -> None:
     cache = rig.prefill(4)
     rig.extend(cache, codes)
     assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert rig.engine.next_past_length(cache, 2) == 128
+    assert rig.engine.padded_past_length(cache, 2) == 128
     logits = last_logits(rig, cache, [5, 6, 7, 8])
     for row, last_code in enumerate([5, 6, 7, 8]):
         assert_close(logits[row], rig.reference(row, [*codes[row], last_code])[-1])
@@ -146,10 +146,10 @@ def test_the_past_is_passed_to_onnxruntime_without_a_copy(tiny: Rig, monkeypatch
 
 def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
     cache = tiny.engine.new_cache(2, 130)
-    assert tiny.engine.next_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
+    assert tiny.engine.padded_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
-        assert tiny.engine.next_past_length(cache, 5) == past_length
+        assert tiny.engine.padded_past_length(cache, 5) == past_length
         assert cache.past_views(past_length)[0].shape[0] == past_length
 
 
@@ -234,7 +234,7 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = replace(TINY, num_layers=1, input_norm=False)
     module = tiny_drafter(config)
-    write_graph(drafter_graph(module), tmp_path)
+    write_graph(make_drafter_graph(module), tmp_path)
     engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=SINGLE_THREAD)
     rng = np.random.default_rng(6)
     ids = rng.integers(0, 48, (2, 6))
@@ -242,7 +242,7 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     cache = engine.new_cache(2, 20)
     logits = []
     for start in (0, 3):
-        past_length = engine.next_past_length(cache, 3)
+        past_length = engine.padded_past_length(cache, 3)
         attention_mask = np.zeros((2, 3, past_length + 3), bool)
         attention_mask[:, :, :start] = True
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
@@ -274,7 +274,7 @@ def test_several_threads_may_use_one_engine_with_separate_caches(tiny: Rig) -> N
     for worker in workers:
         worker.join()
     for i, cache in enumerate(caches):
-        assert cache.passes == 1 + len(codes[i]) // 2
+        assert cache.num_passes == 1 + len(codes[i]) // 2
         assert_close(last_logits(tiny, cache, [3])[0], tiny.reference(0, [*codes[i], 3])[-1])
 
 
@@ -320,7 +320,7 @@ def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.Ca
 
 def test_keys_and_values_of_different_dtypes_are_rejected() -> None:
     with pytest.raises(BundleError):
-        kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
+        find_kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
 
 
 def test_outputs_of_another_shape_than_declared_are_rejected(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_a_longer_prefix_in_the_batch_changes_no_bit_of_a_short_one(wide: Rig, l
     def prefill(rows: int, nodes: int) -> list[np.ndarray]:
         embeds = np.random.default_rng(3).normal(size=(6, 130, WIDE.hidden_size)).astype(np.float32)[:rows, :nodes]
         cache = wide.engine.new_cache(rows, 200)
-        past_length = wide.engine.next_past_length(cache, nodes)
+        past_length = wide.engine.padded_past_length(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))

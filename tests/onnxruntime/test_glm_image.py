@@ -65,10 +65,10 @@ def test_greedy_generations_alone_and_together_are_the_published_codes(
         # The last id is behind the image.
         assert result.codes[0].tolist() == trace["generated_ids"][: trace["max_new_tokens"] - 1]
     heard: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
-    with Service(pipe, together=len(TRACES)) as service:
+    with Service(pipe, max_images_per_pass=len(TRACES)) as service:
         for i, trace in enumerate(TRACES):
             listener = partial(lambda i, news: heard.put((i, news)), i)
-            service.submit(listener, **options(trace), steps=False, method=method)
+            service.submit(listener, **options(trace), wants_all_steps=False, method=method)
         values = dict(heard.get(timeout=60) for _ in TRACES)
     for i, trace in enumerate(TRACES):
         step = values[i]
@@ -103,7 +103,7 @@ def test_rows_draw_the_same_codes_in_any_batch_and_the_small_grid_of_plain_decod
         assert (codes >= 0).all()
     heard: queue.Queue[StreamStep | BaseException] = queue.Queue()
     with Service(pipe) as service:  # its own raster is that of the default size
-        service.submit(heard.put, captions, size="160x96", seed=[1, 2], steps=False, method=method)
+        service.submit(heard.put, captions, size="160x96", seed=[1, 2], wants_all_steps=False, method=method)
         step = heard.get(timeout=60)
     assert isinstance(step, StreamStep), step
     assert np.array_equal(step.codes, together.codes)
@@ -232,7 +232,7 @@ def test_greedy_generations_from_a_source_image_are_the_published_codes(
     request: dict[str, Any] = {"prompts": FROM_IMAGE["prompt"], "image": source, "size": "96x128", "temperature": 0}
     (image,) = pipe.check(**request).images
     assert image.edit is not None
-    assert image.edit.complete(image.inputs)["token_ids"][0].tolist() == FROM_IMAGE["prompt_ids"]
+    assert image.edit.complete_inputs(image.condition_inputs)["token_ids"][0].tolist() == FROM_IMAGE["prompt_ids"]
     assert pipe(**request, method=method).codes[0].tolist() == FROM_IMAGE["generated_ids"][:-1]
     guided = pipe(**request, method=method, cfg_scale=2.0).codes  # the unconditional row has no source
     assert np.array_equal(guided, pipe(**request, method="ar", cfg_scale=2.0).codes)
@@ -249,9 +249,9 @@ def test_requests_with_and_without_a_source_image_share_passes(pipes: Pipelines)
     alone = [pipe(**request).codes for request in requests]
     assert [codes.shape for group in alone for codes in group] == [(12,), (12 + 18 * 13,), (6,), (6,)]
     heard: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
-    with Service(pipe, together=4) as service:
+    with Service(pipe, max_images_per_pass=4) as service:
         for i, request in enumerate(requests):
-            service.submit(partial(lambda i, news: heard.put((i, news)), i), **request, steps=False)
+            service.submit(partial(lambda i, news: heard.put((i, news)), i), **request, wants_all_steps=False)
         steps = dict(heard.get(timeout=60) for _ in requests)
     for i, expected in enumerate(alone):
         step = steps[i]

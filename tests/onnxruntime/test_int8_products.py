@@ -11,10 +11,10 @@ import onnx
 import pytest
 
 from lantern_rt import Pipeline, open_bundle
-from lantern_rt.bundle.onnx_scan import graph_weights
+from lantern_rt.bundle.onnx_scan import read_graph_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.loader import choose_providers
-from lantern_rt.engines.ort.providers import Providers
+from lantern_rt.engines.ort.providers import ProviderChoice
 from lantern_rt.engines.precisions import check_matmul_support
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
@@ -47,7 +47,7 @@ def test_weights_need_as_much_memory_as_in_the_file(t2i_products_bundle: Path) -
 
 def test_float_weights_are_counted_as_float32_in_memory(float_scenes_bundle: Path) -> None:
     bundle = open_bundle(float_scenes_bundle)
-    stored = graph_weights(bundle.path("target")).values()
+    stored = read_graph_weights(bundle.path("target")).values()
     assert {weight.dtype for weight in stored} >= {"float16", "float32"}
     assert count_weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
 
@@ -58,18 +58,20 @@ def test_tensorrt_graphs_dequantize_the_weights(t2i_products_bundle: Path, tmp_p
     build_engines(bundle, "tiny", options, tmp_path / "engines", False, lambda *_: None, dry_run=True)
     nodes = onnx.load(tmp_path / "engines" / "target.onnx", load_external_data=False).graph.node
     decoded = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
-    stored = {name for name in graph_weights(bundle.path("target")) if name.endswith(".int8")}
+    stored = {name for name in read_graph_weights(bundle.path("target")) if name.endswith(".int8")}
     assert decoded == stored
     assert len(stored) > 10
 
 
 def test_int8_graphs_run_on_the_cpu_unless_a_gpu_is_requested(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
-    assert choose_providers(Providers(), bundle) == Providers("cpu")
+    assert choose_providers(ProviderChoice(), bundle) == ProviderChoice("cpu")
     int8_decoder_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
-    assert choose_providers(Providers("webgpu"), int8_decoder_bundle).provider_for("vq_decoder") == "cpu"
+    assert choose_providers(ProviderChoice("webgpu"), int8_decoder_bundle).provider_for("vq_decoder") == "cpu"
     assert (
-        choose_providers(Providers("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).provider_for("vq_decoder")
+        choose_providers(ProviderChoice("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).provider_for(
+            "vq_decoder"
+        )
         == "cuda"
     )
 

@@ -16,13 +16,13 @@ from tiny_graphs import TINY, ClassTable, TinyImageDecoder, export, tiny_drafter
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.graph_writer import GraphWriter
-from lantern_rt.engines.loader import Engines
+from lantern_rt.engines.loader import BundleEngines
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.graph.graphs import target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder
-from lantern_rt.export.models.eagle import drafter_graph
+from lantern_rt.export.models.eagle import make_drafter_graph
 
 SINGLE_THREAD = 1
 SIZES = {
@@ -39,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    write_graph(target_graph(Decoder(TINY), torch.zeros(1, TINY.hidden_size)), folder)
-    write_graph(drafter_graph(tiny_drafter()), folder)
+    write_graph(make_target_graph(Decoder(TINY), torch.zeros(1, TINY.hidden_size)), folder)
+    write_graph(make_drafter_graph(tiny_drafter()), folder)
     ids = torch.zeros(2, dtype=torch.int64)
     outputs = ["prefix_embeds", "uncond_embeds"]
     free = {name: {0: "rows"} for name in ["class_ids", *outputs]}
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "codebook_size": TINY.vocab_size,
         "image_height": 2 * TINY.grid,
         "image_width": 2 * TINY.grid,
-        "target": SIZES | {"vocab_size": TINY.vocab_size, "max_positions": TINY.positions},
+        "target": SIZES | {"vocab_size": TINY.vocab_size, "max_positions": TINY.num_rope_positions},
         "drafter": SIZES | {"vocab_size": TINY.vocab_size},
         "condition": {"kind": "class", "prefix": TINY.prefix, "classes": 10},
         "sampling": {},
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
-    engines = Engines(open_bundle(folder), SINGLE_THREAD)
+    engines = BundleEngines(open_bundle(folder), SINGLE_THREAD)
     prefix, uncond = engines.compute_condition({"class_ids": np.array([3, 4, 3])})
     assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.hidden_size)
     assert np.array_equal(prefix[0], prefix[2])
@@ -93,11 +93,11 @@ def test_the_drafter_is_loaded_when_first_needed(folder: Path, tmp_path: Path, m
     copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
     bundle = open_bundle(copy)
     (copy / "drafter.onnx").unlink()
-    engines = Engines(bundle, SINGLE_THREAD)
+    engines = BundleEngines(bundle, SINGLE_THREAD)
     with expects_error(BundleError, "drafter.onnx"):
         engines.load_all()
     monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
-    assert error_of(BundleError, Engines, bundle, SINGLE_THREAD).field.endswith("input `class_ids`")
+    assert error_of(BundleError, BundleEngines, bundle, SINGLE_THREAD).field.endswith("input `class_ids`")
 
 
 def test_a_damaged_image_decoder_is_detected_on_loading(folder: Path, tmp_path: Path) -> None:
@@ -114,16 +114,22 @@ def test_a_damaged_image_decoder_is_detected_on_loading(folder: Path, tmp_path: 
 def test_an_image_encoder_must_accept_images_of_three_channels(folder: Path, tmp_path: Path, channels: int) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
     graph = GraphWriter()
-    codes = graph.op("Slice", graph.reshape("images", 0, -1), graph.ints(0), graph.ints(TINY.grid**2), graph.ints(1))
+    codes = graph.op(
+        "Slice",
+        graph.reshape("images", 0, -1),
+        graph.int_vector(0),
+        graph.int_vector(TINY.grid**2),
+        graph.int_vector(1),
+    )
     graph.op("Cast", codes, name="codes", to=7)
-    image_tensor = Tensor("images", ("float32",), ("rows", channels, 2 * TINY.grid, 2 * TINY.grid))
-    data = graph.to_bytes([image_tensor], [Tensor("codes", ("int64",), ("rows", TINY.grid**2))])
+    image_tensor = TensorSpec("images", ("float32",), ("rows", channels, 2 * TINY.grid, 2 * TINY.grid))
+    data = graph.to_bytes([image_tensor], [TensorSpec("codes", ("int64",), ("rows", TINY.grid**2))])
     (copy / "vq_encoder.onnx").write_bytes(data)
     manifest = json.loads((copy / "bundle.json").read_text())
     entry = {"path": "vq_encoder.onnx", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest["files"]["vq_encoder"] = entry
     (copy / "bundle.json").write_text(json.dumps(manifest))
-    engines = Engines(open_bundle(copy), SINGLE_THREAD)
+    engines = BundleEngines(open_bundle(copy), SINGLE_THREAD)
     image = np.full((1, channels, 16, 16), 5, np.float32)
     if channels == 3:
         assert (engines.encode_images(image) == 5).all()
@@ -134,5 +140,5 @@ def test_an_image_encoder_must_accept_images_of_three_channels(folder: Path, tmp
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with expects_error(EngineError, "failed to run the graph"):
-        Engines(open_bundle(folder), SINGLE_THREAD).decode_images(np.full((1, 64), 999))
+        BundleEngines(open_bundle(folder), SINGLE_THREAD).decode_images(np.full((1, 64), 999))
     assert capfd.readouterr() == ("", "")

@@ -13,7 +13,7 @@ import pytest
 from lantern_rt import Pipeline, RequestError, memory
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.memory import count_image_bytes
+from lantern_rt.memory import estimate_image_memory
 from lantern_rt.requests import resolve_settings
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
@@ -27,7 +27,7 @@ def free_bytes(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Limit free memory to an image with a prompt of 100 tokens."""
     manifest = open_bundle(lumina_bundle).manifest
     settings = resolve_settings(manifest, {})
-    few, many = (sum(count_image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
+    few, many = (sum(estimate_image_memory(manifest, settings, tokens).values()) for tokens in (100, 400))
     assert few < many
     monkeypatch.setattr("lantern_rt.pipeline.available_memory", lambda: few)
     return few
@@ -43,13 +43,13 @@ def test_a_prompt_too_long_for_the_memory_is_rejected_and_a_shorter_one_is_not(
     expected = pipe(SHORT, seed=3).codes[0]
     news_queue = Queue[StreamStep | BaseException]()
     with Service(pipe) as service:
-        request = service.submit(news_queue.put, SHORT, seed=3, steps=False)
+        request = service.submit(news_queue.put, SHORT, seed=3, wants_all_steps=False)
         with pytest.raises(RequestError, match=message):
             service.submit(news_queue.put, [SHORT, LONG])
         step = news_queue.get(timeout=60)
     assert isinstance(step, StreamStep)
     assert np.array_equal(step.codes[0], expected)
-    assert request.ended
+    assert request.has_ended
 
 
 def test_a_server_starts_if_an_image_with_a_short_prompt_fits(

@@ -21,7 +21,7 @@ from toy_engine import plan_of, raster_layout
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
-from lantern_rt.methods import Ar, MethodConfig, Sjd
+from lantern_rt.methods import Autoregressive, MethodConfig, SpeculativeJacobi
 from lantern_rt.prepared import load_model
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
@@ -158,7 +158,7 @@ def test_forty_seeds_generate_the_tokens_of_plain_decoding(pipes: Pipelines, met
         assert np.array_equal(pipes("lumina2")(prompts, **options, method=method).codes, expected)
 
 
-@pytest.mark.parametrize("method", [Ar(), Sjd(window=7)], ids=str)
+@pytest.mark.parametrize("method", [Autoregressive(), SpeculativeJacobi(window=7)], ids=str)
 def test_the_lower_half_of_an_image_is_the_published_one_below_a_preserved_upper_half(
     pipes: Pipelines, method: MethodConfig
 ) -> None:
@@ -187,8 +187,8 @@ def test_the_lower_half_of_an_image_is_the_published_one_below_a_preserved_upper
 @pytest.mark.parametrize("trace", LUMINA, ids=lambda trace: f"{trace['latent']}-cfg{trace['cfg']:g}")
 def test_prompts_are_laid_out_as_the_published_solver_does(pipes: Pipelines, trace: dict[str, Any]) -> None:
     (image,) = pipes("lumina").check(**lumina(trace).options).images
-    assert image.tokens is not None
-    cond, uncond = (ids.tolist() for ids in image.tokens)
+    assert image.token_ids is not None
+    cond, uncond = (ids.tolist() for ids in image.token_ids)
     assert cond == [*trace["prompt_ids"], *trace["generated_ids"][:3]]
     assert uncond == (trace["unconditional_prefix"] or trace["generated_ids"][:3])
 
@@ -200,10 +200,10 @@ def test_requests_for_several_sizes_share_passes_and_get_the_published_tokens(
 ) -> None:
     runs = [run for run in RUNS if run.family == family]
     news_queue: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
-    with Service(pipes(family, on_device), together=len(runs)) as service:
+    with Service(pipes(family, on_device), max_images_per_pass=len(runs)) as service:
         for i, run in enumerate(runs):
             listener = partial(lambda i, news: news_queue.put((i, news)), i)
-            service.submit(listener, **run.options, steps=False, method=method)
+            service.submit(listener, **run.options, wants_all_steps=False, method=method)
         last_news = dict(news_queue.get(timeout=60) for _ in runs)
     for i, run in enumerate(runs):
         step = last_news[i]
@@ -227,14 +227,14 @@ def test_near_ties_of_images_of_several_sizes_do_not_depend_on_the_batch(
     pipes: Pipelines, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Make near-ties in most steps: each of them computes the sequence again, row ends included."""
-    monkeypatch.setattr("lantern_rt.runtime.batch.compute_tie_margin", lambda model, sampling: 3.0)
+    monkeypatch.setattr("lantern_rt.runtime.batch.compute_rounding_margin", lambda model, sampling: 3.0)
     pipe = pipes(family)
     news_queue = queue.Queue[tuple[int, StreamStep | BaseException]]()
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}
-    with Service(pipe, together=len(sizes)) as service:
+    with Service(pipe, max_images_per_pass=len(sizes)) as service:
         for i, size in enumerate(sizes):
             listener = partial(lambda i, news: news_queue.put((i, news)), i)
-            service.submit(listener, **options, size=size, steps=False, method="sjd:window=16")
+            service.submit(listener, **options, size=size, wants_all_steps=False, method="sjd:window=16")
         last_news = dict(news_queue.get(timeout=120) for _ in sizes)
     for i, size in enumerate(sizes):
         step = last_news[i]

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 from lantern_rt import Pipeline, open_bundle
-from lantern_rt.engines.loader import Engines
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
+from lantern_rt.engines.loader import BundleEngines
+from lantern_rt.methods import Autoregressive, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafters import count_nodes
-from lantern_rt.runtime.drafting import Commit
+from lantern_rt.runtime.drafters import count_draft_nodes
+from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.eagle import EagleDrafter
 from lantern_rt.runtime.raster import RasterLayout
-from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
-from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime.state import DecodeSettings, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
+from lantern_rt.runtime.statistics import EngineTimer
 from lantern_rt.runtime.tree import DraftTree
 
 DATA = Path(__file__).parent.parent / "data"
@@ -92,7 +92,7 @@ class RecordedRun:
     def __init__(self, bundle: Path, family: Family, run: str) -> None:
         loaded_bundle = open_bundle(bundle)
         ids = family.golden["token_ids"]
-        drafter = Engines(loaded_bundle).drafter
+        drafter = BundleEngines(loaded_bundle).drafter
         assert drafter is not None
         sampling = Sampling(**{"cfg_scale": family.cfg_scale, "temperature": 0.0, **SETTINGS.get(run, {})})
         positions = loaded_bundle.manifest.target.max_positions
@@ -102,9 +102,9 @@ class RecordedRun:
             PrefixRow(np.zeros((len(prefix), 1), np.float32), np.ones(len(prefix), bool), prefix) for prefix in prefixes
         ]
         method = Lantern(tree=TREES[run])
-        plan = DecodePlan(RasterLayout(100), sampling, method, count_nodes(method))
+        plan = DecodeSettings(RasterLayout(100), sampling, method, count_draft_nodes(method))
         self.sequence = ImageSequence(0, plan, Prompt(*rows), seed=0)
-        self.eagle_drafter = EagleDrafter(model, Lantern(tree=TREES[run]), Clock())
+        self.eagle_drafter = EagleDrafter(model, Lantern(tree=TREES[run]), EngineTimer())
         self.family = family
 
     def calls(self) -> Iterator[tuple[int, DraftTree]]:
@@ -115,8 +115,12 @@ class RecordedRun:
         for call, end in enumerate(np.cumsum([family.prefix, *ACCEPTED_COUNTS]).tolist()):
             nodes_by_row = [np.arange(num_committed, end), np.arange(max(num_committed, family.padding), end)]
             committed = tokens[max(num_committed + 1, family.prefix) : end + 1]
-            self.eagle_drafter.commit(
-                [Commit(self.sequence, committed, nodes_by_row, slice(0, 2), family.golden["target_hidden"], UNUSED)]
+            self.eagle_drafter.store_committed_tokens(
+                [
+                    CommittedTokens(
+                        self.sequence, committed, nodes_by_row, slice(0, 2), family.golden["target_hidden"], UNUSED
+                    )
+                ]
             )
             (tree,) = self.eagle_drafter.draft_trees([self.sequence])
             yield call, tree
@@ -137,10 +141,10 @@ def test_dynamic_trees_have_the_published_tokens_masks_positions_and_leaves(
     for call, tree in recorded_run.calls():
         name = f"{run}_call{call}"
         np.testing.assert_array_equal(tree.tokens + code_offset, golden[f"{name}_draft_tokens"][0])
-        np.testing.assert_array_equal(tree.structure.ancestors, golden[f"{name}_tree_mask"][0, 0] > 0)
-        np.testing.assert_array_equal(tree.structure.depths, golden[f"{name}_tree_position_ids"])
+        np.testing.assert_array_equal(tree.tree_structure.ancestor_mask, golden[f"{name}_tree_mask"][0, 0] > 0)
+        np.testing.assert_array_equal(tree.tree_structure.depths, golden[f"{name}_tree_position_ids"])
         leaves = {tuple(int(n) for n in row if n >= 0) for row in golden[f"{name}_retrieve_indices"]}
-        assert {tuple(tree.path_to(n)) for n in range(tree.nodes) if not tree.structure.children[n]} == leaves
+        assert {tuple(tree.path_to(n)) for n in range(tree.num_nodes) if not tree.tree_structure.children[n]} == leaves
 
 
 @pytest.mark.parametrize(("family", "run"), STATIC)
@@ -190,7 +194,7 @@ EXTRA_CODES = 64  # the published loop generates tokens past the end of an image
 
 def load_llamagen(bundle: Path, folder: str) -> Loaded:
     arrays = np.load(DATA / folder / "golden.npz")
-    engines = Engines(open_bundle(bundle))
+    engines = BundleEngines(open_bundle(bundle))
     manifest = open_bundle(bundle).manifest
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
     image = RasterLayout(manifest.codes_per_image + EXTRA_CODES)
@@ -199,19 +203,19 @@ def load_llamagen(bundle: Path, folder: str) -> Loaded:
     cond, uncond = engines.compute_condition(
         {"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]}
     )
-    is_real = arrays["emb_mask"] > 0
+    is_real_token = arrays["emb_mask"] > 0
     return (
         model,
         image,
         [
             Prompt(PrefixRow(cond[i], is_row_real), PrefixRow(uncond[i], is_row_real))
-            for i, is_row_real in enumerate(is_real)
+            for i, is_row_real in enumerate(is_real_token)
         ],
     )
 
 
 def load_anole(bundle: Path, folder: str) -> Loaded:
-    engines = Engines(open_bundle(bundle))
+    engines = BundleEngines(open_bundle(bundle))
     positions = open_bundle(bundle).manifest.target.max_positions
     neighbors = np.load(DATA / "chameleon-vqgan" / "top_127_indices.npy")
     layout = DrafterLayout(code_offset=FIRST_CODE)
@@ -246,7 +250,7 @@ def traces_of(folder: str, name: str) -> list[Trace]:
 def published_method(trace: Trace) -> MethodConfig:
     """Return the method of a trace; relaxed methods have the published residual, which greedy decoding does not use."""
     if trace["name"] == "ar":
-        return Ar()
+        return Autoregressive()
     tree = STATIC_NAMES[trace.get("tree", "naive_extend_57")] if trace["static"] else "dynamic-59-5-10"
     if not trace["lantern"]:
         return Eagle(tree=tree)
@@ -269,7 +273,9 @@ def test_greedy_generations_follow_the_published_trace_in_every_token_and_step(
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
     method = published_method(traces[0])
-    for step in decode(model, DecodePlan(image, sampling, method, count_nodes(method)), prompts, range(len(prompts))):
+    for step in decode(
+        model, DecodeSettings(image, sampling, method, count_draft_nodes(method)), prompts, range(len(prompts))
+    ):
         for part in step.parts:
             if len(ids[part.sequence]) >= max_length:
                 continue

@@ -15,7 +15,7 @@ from toy_engine import ToyModel, codes_of, decode, plan_of
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
+from lantern_rt.methods import Autoregressive, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import select_next_sequences
 from lantern_rt.runtime.raster import RasterLayout
@@ -24,7 +24,7 @@ from lantern_rt.runtime.state import ImageSequence, Prompt
 CODES = SMALL.grid**2
 BUSHY = "tree-3-210-100"
 METHODS = {
-    "ar": Ar(),
+    "ar": Autoregressive(),
     "eagle, static": Eagle(tree=BUSHY),
     "eagle, dynamic": Eagle(tree="dynamic-6-3-2"),
     "lantern": Lantern(tree="dynamic-6-3-2", neighbors=2, delta=0.2),
@@ -94,7 +94,7 @@ def test_greedy_decoding_with_a_tree_generates_the_tokens_of_plain_decoding(
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
     prompts = [small.prompt(backend, i) for i in range(8)]
-    plain = generate(model, prompts, range(8), greedy, Ar())
+    plain = generate(model, prompts, range(8), greedy, Autoregressive())
     assert generate(model, prompts, range(8), greedy, Eagle(tree=tree)) == plain
 
 

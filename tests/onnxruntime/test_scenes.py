@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline, Result
-from lantern_rt.memory import PeakMemory, count_image_bytes
+from lantern_rt.memory import PeakMemoryMonitor, estimate_image_memory
 from lantern_rt.requests import resolve_settings
 
 RELAXED = ("lantern", "lantern++")
@@ -149,7 +149,7 @@ def test_the_predicted_memory_of_images_agrees_with_the_measured_memory(
     pipe: Pipeline, in_new_process: Any, method: str
 ) -> None:
     settings = resolve_settings(pipe.bundle.manifest, {"method": method})
-    predicted = IMAGES * sum(count_image_bytes(pipe.bundle.manifest, settings).values())
+    predicted = IMAGES * sum(estimate_image_memory(pipe.bundle.manifest, settings).values())
     measured = in_new_process(bytes_of_images, method)
     if measured is None:
         pytest.skip("this system does not report the peak memory")
@@ -160,7 +160,7 @@ def bytes_of_images(method: str) -> int | None:
     """Return the peak memory of generating `IMAGES` images in bytes; None if the system does not report it."""
     with Pipeline.from_bundle("scenes", threads=1) as pipe:
         pipe("a red cube", method=method)
-        with PeakMemory() as peak:
+        with PeakMemoryMonitor() as peak:
             before = peak.bytes
             pipe("a red cube", num_images=IMAGES, method=method)
     return None if before is None or peak.bytes is None else peak.bytes - before

@@ -41,7 +41,7 @@ def run_together(service: Service, requests: list[dict[str, Any]], method: str) 
     """Submit requests that share passes; return their last steps."""
     news = [queue.SimpleQueue[StreamStep | BaseException]() for _ in requests]
     for news_queue, options in zip(news, requests, strict=True):
-        service.submit(news_queue.put, steps=False, method=method, **options)
+        service.submit(news_queue.put, wants_all_steps=False, method=method, **options)
     last_news = [news_queue.get(timeout=120) for news_queue in news]
     return [step for step in last_news if isinstance(step, StreamStep)]
 
@@ -61,14 +61,14 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
     ]
     expected = [pipe(**request, method=EXACT[0]) for request in requests]
     for request, result, cells in zip(requests, expected, masks, strict=True):
-        preserved = pipe.check(**request).images[0].edit.preserved  # type: ignore[union-attr]
-        assert (result.codes[0] == preserved)[~cells.ravel()].all()
+        preserved_codes = pipe.check(**request).images[0].edit.preserved_codes  # type: ignore[union-attr]
+        assert (result.codes[0] == preserved_codes)[~cells.ravel()].all()
         near_regenerated = np.pad(cells, 1)
         near_regenerated = (
             sum(np.roll(near_regenerated, (y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1))[1:-1, 1:-1] > 0
         )
         assert (np.asarray(result.images[0]) == np.asarray(request["image"]))[~pixels(near_regenerated)].all()
-    with Service(pipe, together=4) as service:
+    with Service(pipe, max_images_per_pass=4) as service:
         for method in EXACT:
             alone = [pipe(**request, method=method) for request in requests] if method != EXACT[0] else expected
             groups = [requests[i : i + 4] for i in range(0, len(requests), 4)]

@@ -18,12 +18,12 @@ from tiny_graphs import TinyImageDecoder, export
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import build as build_module
 from lantern_rt.engines.build import build_engines
-from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.engine_folder import file_blake2b, open_engine_folder
 from lantern_rt.engines.gpu import Gpu
-from lantern_rt.engines.ort.device import Device, dtype_of
-from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.ort.device import OrtDevice, dtype_of
+from lantern_rt.engines.profiles import BuildOptions, ShapeProfile
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.builder import Inputs
 from lantern_rt.engines.trt.engine import TensorRTFunction
@@ -31,8 +31,8 @@ from lantern_rt.engines.trt.executable import TensorRTExecutable
 from lantern_rt.errors import EngineError
 from lantern_rt.export import compare_engines as compare_module
 from lantern_rt.export import verify as verify_module
-from lantern_rt.export.verify import Verification
-from lantern_rt.methods import Sjd
+from lantern_rt.export.verify import VerificationReport
+from lantern_rt.methods import SpeculativeJacobi
 from lantern_rt.pipeline import Pipeline
 
 # ---------------------------------------------------------------- functions and bundles
@@ -44,12 +44,12 @@ def test_more_images_than_the_rows_of_an_engine_are_decoded_in_several_runs(tmp_
     module = TinyImageDecoder(48, 4).eval()
     dynamic_axes = {"codes": {0: "rows"}, "images": {0: "rows"}}
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], dynamic_axes, path)
-    rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
+    rows = (ShapeProfile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     library = HostLibrary()
     plan_path = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
     executable = TensorRTExecutable(library, plan_path, rows, "again")
-    tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
-    (images,) = TensorRTFunction(executable, *tensors, Device("cpu")).run({"codes": codes})
+    tensors = [TensorSpec("codes", ("int64",), (None, 16))], [TensorSpec("images", ("float32",), (None, 3, 8, 8))]
+    (images,) = TensorRTFunction(executable, *tensors, OrtDevice("cpu")).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
@@ -122,7 +122,10 @@ def test_the_default_method_is_an_exact_window_as_wide_as_engines_allow(
     pipeline = Pipeline.from_bundle(t2i_drafter_bundle, threads=1, engines=folder)
     states = np.zeros((on_cpu.bundle.manifest.condition.prefix, on_cpu.bundle.manifest.condition.caption_dim or 0))
     cpu_result, engine_result = (pipe(embeddings=states, seed=1) for pipe in (on_cpu, pipeline))
-    assert (cpu_result.settings.method, engine_result.settings.method) == (Sjd(window=7), Sjd(window=window))
+    assert (cpu_result.settings.method, engine_result.settings.method) == (
+        SpeculativeJacobi(window=7),
+        SpeculativeJacobi(window=window),
+    )
     assert cpu_result.settings.quality == engine_result.settings.quality == "strict"
     np.testing.assert_array_equal(engine_result.codes[0], cpu_result.codes[0])
 
@@ -141,7 +144,7 @@ def test_a_float16_bundle_generates_with_a_float16_cache(
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
-    assert [dtype_of(value) for value in cache.block_handle.block.values] == ["float16"]
+    assert [dtype_of(value) for value in cache.block_handle.block.device_values] == ["float16"]
 
 
 def test_row_ends_halve_the_maximum_number_of_nodes(tmp_path: Path, library: HostLibrary, lumina_bundle: Path) -> None:
@@ -186,7 +189,7 @@ def test_verify_compares_an_engine_folder_with_its_bundle(
 ) -> None:
     bundle, folder, library = plans
 
-    def verify() -> tuple[Verification, str | None]:
+    def verify() -> tuple[VerificationReport, str | None]:
         return verify_module.verify_engines(open_bundle(bundle), open_engine_folder(folder), lambda *progress: None)
 
     monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
@@ -216,7 +219,7 @@ def test_verify_compares_an_engine_folder_with_its_bundle(
             return {name: array + errors_by_output.get(name, 0) for name, array in outputs}
 
     monkeypatch.setattr(verify_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
-    monkeypatch.setattr(compare_module, "open_engine", lambda *built: nullcontext(Runner(*built)))
+    monkeypatch.setattr(compare_module, "open_trt_engine", lambda *built: nullcontext(Runner(*built)))
     result, reason = verify()
     assert reason is None
     failed = {(row["graph"].partition(":")[0], row["tensor"]) for row in result.tensors if not row["passed"]}

@@ -18,7 +18,7 @@ from tiny_rig import PROFILES, Rig
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.cache_pool import CachePool
-from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime.engine import PassInput
 
@@ -44,12 +44,12 @@ class CachePair:
     def __init__(self, rows: int, capacity: int = 40, pool: CachePool | None = None) -> None:
         self.rng = np.random.default_rng(0)
         self.numpy_cache = KVCache.empty(rows, capacity, TENSORS // 2, HEADS, WIDTH, np.float32)
-        pool = pool or CachePool(Device("cpu"), TENSORS, "float32", WIDTH, HEADS)
+        pool = pool or CachePool(OrtDevice("cpu"), TENSORS, "float32", WIDTH, HEADS)
         self.cache = DeviceCache(pool, rows, capacity, COLUMNS)
 
     def device_array(self) -> np.ndarray[Any, Any]:
         """Return the device's memory, `[tensors, rows, heads, columns, head_dim]`, not a copy."""
-        (value,) = self.cache.block_handle.block.values
+        (value,) = self.cache.block_handle.block.device_values
         array: np.ndarray[Any, Any] = value.numpy()
         return array.reshape(TENSORS, len(self.cache.lengths), HEADS, COLUMNS, WIDTH)
 
@@ -58,11 +58,11 @@ class CachePair:
         rows = len(accepted_indices)
         new_kv = self.rng.standard_normal((TENSORS, nodes, rows, HEADS, WIDTH), np.float32)
         batch = PassInput(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
-        write = self.cache.encode_pass(batch, nodes)["write"]
+        write = self.cache.encode_pass_inputs(batch, nodes)["write"]
         contents = self.device_array().copy()
         for row, start in enumerate(write.tolist()):
             contents[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
-        (value,) = self.cache.block_handle.block.values
+        (value,) = self.cache.block_handle.block.device_values
         value.update_inplace(contents.reshape(value.shape()))
         self.numpy_cache.append(list(new_kv), accepted_indices)
         self.cache.append(self.cache.written_columns, accepted_indices)
@@ -110,9 +110,11 @@ def test_accepted_chains_stay_in_place_and_nodes_of_trees_move_in_one_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moves: list[int] = []
-    move = Device.move
+    move_vectors = OrtDevice.move_vectors
     monkeypatch.setattr(
-        Device, "move", lambda self, value, at, to, steps: moves.append(len(at)) or move(self, value, at, to, steps)
+        OrtDevice,
+        "move_vectors",
+        lambda self, value, at, to, steps: moves.append(len(at)) or move_vectors(self, value, at, to, steps),
     )
     for accepted_indices, entries in (
         ([[0, 1, 2]] * 3, []),
@@ -138,13 +140,13 @@ def test_outputs_are_valid_while_referenced_and_their_memory_is_reused_afterward
 
     outputs = [run(code) for code in (3, 7, 9)]
     before = [output.logits[:, :2] for output in outputs]
-    values = {id(output.logits.value) for output in outputs}
+    values = {id(output.logits.device_value) for output in outputs}
     assert np.abs(before[0] - before[1]).max() > 0.1
     with pytest.raises(ValueError, match="not from the last pass"):
         cache.append(outputs[0].new_kv, [np.arange(2)] * 2)
     del outputs[1]
     repeated = run(7)
-    assert id(repeated.logits.value) in values
+    assert id(repeated.logits.device_value) in values
     for output, logits in zip([outputs[0], repeated, outputs[1]], before, strict=True):
         np.testing.assert_array_equal(output.logits[:, :2], logits)
 
@@ -173,7 +175,7 @@ def test_padding_nodes_attend_to_the_first_column_and_no_node_attends_to_them() 
     mask[0, :, :20] = True
     mask[1, :, :3] = True
     mask[:, :, 64:] = np.tri(3, dtype=bool)
-    encoded = cache.encode_pass(PassInput(np.full((2, 3), 5), mask), 8)
+    encoded = cache.encode_pass_inputs(PassInput(np.full((2, 3), 5), mask), 8)
     bits = np.unpackbits(encoded["seen"].astype("<u2").view(np.uint8), axis=-1, bitorder="little")
     assert bits.shape == (2, 8, 64)
     assert bits[:, 3:, 0].all()
@@ -196,7 +198,7 @@ def test_the_error_of_sizes_beyond_the_profiles_names_the_option_that_allows_the
     cache = engine.new_cache(1, 340)
     for length, nodes, size in ((0, 25, "25 nodes in one pass"), (319, 2, "384 columns of a cache")):
         cache.lengths = np.array([length])
-        assert error_of(EngineError, lambda nodes=nodes: engine.next_past_length(cache, nodes)).found == size
+        assert error_of(EngineError, lambda nodes=nodes: engine.padded_past_length(cache, nodes)).found == size
 
 
 def test_a_file_that_is_not_an_engine_is_rejected(tiny: Rig, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.models.eagle import EagleModule
+from lantern_rt.export.models.eagle import EagleDrafter
 
 TINY = DecoderConfig(
     hidden_size=64,
@@ -26,10 +26,10 @@ TINY = DecoderConfig(
 )
 
 
-def tiny_drafter(config: DecoderConfig = TINY) -> EagleModule:
+def tiny_drafter(config: DecoderConfig = TINY) -> EagleDrafter:
     """Make a drafter with its output projection."""
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    return EagleModule(replace(config, final_norm=False), head, bias=True).eval()
+    return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
 
 
 class ClassTable(nn.Module):

@@ -12,20 +12,20 @@ from host_tensorrt import HostLibrary, write_plan
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import make_device_graph
-from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
-from lantern_rt.engines.profiles import Profile, count_profile_columns
-from lantern_rt.engines.trt.builder import shape_bounds
+from lantern_rt.engines.profiles import ShapeProfile, count_profile_columns
+from lantern_rt.engines.trt.builder import make_shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
-from lantern_rt.export.graph.graphs import target_graph, write_graph
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
+from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
 from lantern_rt.runtime.engine import PassInput, PassOutput
 
 SINGLE_THREAD = 1
 PROFILES = (
-    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), columns=(64, 192, 320)),
-    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 24), columns=(64, 192, 320)),
+    ShapeProfile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), columns=(64, 192, 320)),
+    ShapeProfile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 24), columns=(64, 192, 320)),
 )
 WIDE = DecoderConfig(
     hidden_size=256,
@@ -40,11 +40,11 @@ WIDE = DecoderConfig(
 
 
 def spec_of(config: DecoderConfig) -> DecoderSpec:
-    return DecoderSpec(**decoder_fields(config), max_positions=config.positions)
+    return DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions)
 
 
 def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
-    return DrafterSpec(**decoder_fields(replace(config, final_norm=False)))
+    return DrafterSpec(**get_decoder_spec_fields(replace(config, final_norm=False)))
 
 
 class Rig:
@@ -64,20 +64,20 @@ class Rig:
         rng = np.random.default_rng(0)
         self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
         self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
-        write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
+        write_graph(make_target_graph(self.decoder, torch.from_numpy(self.table)), folder)
         self.engine: Any = self.load(SINGLE_THREAD)
         if on == "device":
-            self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, SINGLE_THREAD, Device("cpu"))
+            self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, SINGLE_THREAD, OrtDevice("cpu"))
         elif on == "plan":
             self.library = HostLibrary()
             graph_and_inputs = make_device_graph(
                 self.path, spec_of(config), is_drafter=False, capacity=count_profile_columns(PROFILES)
             )
             graph = folder / "device.onnx"
-            graph.write_bytes(graph_and_inputs.model)
+            graph.write_bytes(graph_and_inputs.model_bytes)
             inputs = [
                 {
-                    tensor.name: shape_bounds(tensor.name, tensor.shape, profile, 20_000)
+                    tensor.name: make_shape_bounds(tensor.name, tensor.shape, profile, 20_000)
                     for tensor in graph_and_inputs.inputs
                 }
                 for profile in PROFILES
@@ -89,10 +89,10 @@ class Rig:
         return OrtEngine(self.path, spec_of(self.config), self.table, threads)
 
     def load_executable(
-        self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any
+        self, plan: Path | None = None, profiles: tuple[ShapeProfile, ...] = PROFILES, **change: Any
     ) -> TensorRTEngine:
         loaded = TensorRTExecutable(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
-        return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, Device("cpu"))
+        return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, OrtDevice("cpu"))
 
     def prefill(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
         """Return a cache with the first `rows` prefixes."""
@@ -119,7 +119,7 @@ class Rig:
         """
         engine = engine or self.engine
         rows, nodes = positions.shape
-        past_length = engine.next_past_length(cache, nodes)
+        past_length = engine.padded_past_length(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
         attention_mask[:, :, past_length:] = among

@@ -17,27 +17,27 @@ from lantern_rt.bundle.files import EMBEDDED
 torch = pytest.importorskip("torch")
 
 from lantern_rt.train.muon import orthogonalise  # noqa: E402
-from recipes.scenes.data import draw_scenes, render_scenes  # noqa: E402
+from recipes.scenes.data import render_scenes, sample_scenes  # noqa: E402
 from recipes.scenes.evaluate import evaluate_bundle  # noqa: E402
-from recipes.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
+from recipes.scenes.judge import DetectedScene, compare_attributes, load_judge, measure_judge_accuracy  # noqa: E402
 from recipes.scenes.model import CONFIG, ScenesTarget  # noqa: E402
 from recipes.scenes.render import SIZE, render  # noqa: E402
-from recipes.scenes.restore import restore_work  # noqa: E402
+from recipes.scenes.restore import restore_work_folder  # noqa: E402
 from recipes.scenes.target import load_target  # noqa: E402
 from recipes.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
 from recipes.scenes.vocabulary import (  # noqa: E402
     Scene,
     Solid,
-    describe,
     sample_scene,
     vocabulary,
+    write_caption,
 )
 
 
 def test_every_caption_fits_the_slots_and_has_only_known_words() -> None:
     rng = np.random.default_rng(0)
     for _ in range(2000):
-        caption = describe(sample_scene(rng), rng)
+        caption = write_caption(sample_scene(rng), rng)
         assert len(caption.split()) <= SLOTS
         assert UNKNOWN not in encode_caption(caption)
         assert set(re.findall("[a-z]+", caption)) <= set(vocabulary())
@@ -57,11 +57,11 @@ def test_a_scene_is_rendered_as_described_and_always_the_same() -> None:
 def test_the_folded_target_agrees_step_by_step_with_one_training_pass() -> None:
     torch.manual_seed(0)
     target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CONFIG.vocab_size, 8), dim=1)).eval()
-    decoder, table = target.fold()
+    decoder, table = target.fold_code_tables()
     caption = torch.from_numpy(encode_caption("a red cube on sand"))[None]
     codes = torch.randint(CONFIG.vocab_size, (1, 40))
     with torch.no_grad():
-        whole = target.hidden(target.prefix(caption), codes)
+        whole = target.compute_hidden_states(target.prefix(caption), codes)
         config = target.config
         past = [torch.zeros(0, 1, config.num_kv_heads, config.head_dim)] * 2 * config.num_layers
         steps = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))]
@@ -81,7 +81,7 @@ def test_the_folded_target_agrees_step_by_step_with_one_training_pass() -> None:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Restore the work folder of the embedded bundle, as far as the bundle contains it."""
     folder = tmp_path_factory.mktemp("recipe") / "work"
-    restore_work("scenes", folder)
+    restore_work_folder("scenes", folder)
     return folder
 
 
@@ -94,8 +94,8 @@ def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(
     assert np.load(second.path("code_embeddings"), mmap_mode="r").dtype == np.float16
     assert second.manifest.sampling == first.manifest.sampling
     np.testing.assert_array_equal(second.code_embeddings, first.code_embeddings)
-    np.testing.assert_array_equal(second.neighbors[:, :128], first.neighbors[:, :128])
-    restore_work(float_scenes_bundle, tmp_path / "again")
+    np.testing.assert_array_equal(second.neighbor_table[:, :128], first.neighbor_table[:, :128])
+    restore_work_folder(float_scenes_bundle, tmp_path / "again")
     folders = work, tmp_path / "again"
     targets = (load_target(folder).state_dict() for folder in folders)
     drafters = (load_file(folder / "drafter" / "model.safetensors") for folder in folders)
@@ -126,7 +126,7 @@ def test_muon_updates_have_singular_values_near_one() -> None:
 
 def test_agreement_marks_single_solids_and_pairs() -> None:
     single = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
-    marks = agreement(single, Verdict("night", "snow", {"middle": ("green", "cube")}))
+    marks = compare_attributes(single, DetectedScene("night", "snow", {"middle": ("green", "cube")}))
     assert marks == {"sky": True, "ground": False, "position": True, "colour": True, "shape": False}
     pair = Scene(
         "clear",
@@ -134,13 +134,15 @@ def test_agreement_marks_single_solids_and_pairs() -> None:
         (Solid("cone", "red", "small", "matte", 0.27), Solid("cube", "blue", "small", "matte", 0.73)),
         3,
     )
-    marks = agreement(pair, Verdict("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")}))
+    marks = compare_attributes(
+        pair, DetectedScene("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")})
+    )
     assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
 
 
 def test_the_judge_of_the_recipe_recognizes_rendered_scenes() -> None:
-    scenes = draw_scenes(40, seed=915_000)
-    accuracy = judge_accuracy(load_judge(), scenes, render_scenes(scenes))
+    scenes = sample_scenes(40, seed=915_000)
+    accuracy = measure_judge_accuracy(load_judge(), scenes, render_scenes(scenes))
     assert min(accuracy.values()) >= 0.9
     assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
 

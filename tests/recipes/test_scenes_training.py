@@ -15,33 +15,33 @@ torch = pytest.importorskip("torch")
 
 from lantern_rt.export.graph.precision import fake_quantize  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
+from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from recipes.scenes import distil as distil_module  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
 from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
 from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
-from recipes.scenes.distil import divergence, train_distil  # noqa: E402
-from recipes.scenes.drafter import target_bundle, train_drafter, write_samples  # noqa: E402
+from recipes.scenes.distil import compute_kl_divergence, distil_guidance  # noqa: E402
+from recipes.scenes.drafter import open_target_bundle, train_drafter, write_samples  # noqa: E402
 from recipes.scenes.model import CONFIG, SIZES, ScenesTarget  # noqa: E402
-from recipes.scenes.restore import restore_work  # noqa: E402
+from recipes.scenes.restore import restore_work_folder  # noqa: E402
 from recipes.scenes.rounding import round_layer  # noqa: E402
-from recipes.scenes.sharpen import train_sharpen  # noqa: E402
+from recipes.scenes.sharpen import sharpen_vq_decoder  # noqa: E402
 from recipes.scenes.stopwatch import Stopwatch  # noqa: E402
-from recipes.scenes.target import load_target, token_losses, train_target  # noqa: E402
+from recipes.scenes.target import compute_token_losses, load_target, train_target  # noqa: E402
 from recipes.scenes.text import SLOTS  # noqa: E402
-from recipes.scenes.vq import VQ_SIZES, VQConfig, load_vq, train_vq  # noqa: E402
+from recipes.scenes.vq import VQ_SIZES, ScenesVQConfig, load_vq, train_vq  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
 CODES = open_bundle("scenes").manifest.codebook_size
-TINY_VQ = VQConfig(patch=1, codes=32, encoder=(32, 32), decoder=((32, 1),))
+TINY_VQ = ScenesVQConfig(patch=1, codes=32, encoder=(32, 32), decoder=((32, 1),))
 TINY = replace(CONFIG, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=32)
 SMALL = replace(
     CONFIG, vocab_size=CODES, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=96
 )
 
 
-class Clock(Stopwatch):
+class EngineTimer(Stopwatch):
     """A stopwatch that advances by a second at every call."""
 
     def __init__(self, device: str, before: float = 0.0) -> None:
@@ -55,7 +55,7 @@ class Clock(Stopwatch):
 @pytest.fixture(autouse=True)
 def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("vq", "target", "sharpen", "distil"):
-        monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", Clock)
+        monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", EngineTimer)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
 
@@ -70,7 +70,7 @@ def work(tmp_path: Path) -> Path:
 @pytest.fixture
 def scenes_vq(tmp_path: Path) -> Path:
     """Return a work folder with only the bundle's tokenizer."""
-    restore_work("scenes", tmp_path / "work", only_vq=True)
+    restore_work_folder("scenes", tmp_path / "work", only_vq=True)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["vq.pt"]
     return tmp_path / "work"
 
@@ -82,9 +82,11 @@ def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
     return target
 
 
-def save_drafter(work: Path, config: DecoderConfig) -> EagleModule:
+def save_drafter(work: Path, config: DecoderConfig) -> EagleDrafter:
     drafter_config = replace(config, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
-    drafter = EagleModule(drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
+    drafter = EagleDrafter(
+        drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True
+    )
     save_folder(drafter, work / "drafter", {})
     return drafter
 
@@ -108,7 +110,7 @@ def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_rejected(scenes_
         write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
     wrong_calls = {
         "vq.pt": lambda: train_vq(scenes_vq, minutes=1, config=TINY_VQ),
-        "target.pt": lambda: train_target(scenes_vq, minutes=0, size=SIZES["llamagen-b"]),
+        "target.pt": lambda: train_target(scenes_vq, minutes=0, target_config=SIZES["llamagen-b"]),
         "none/vq.pt": lambda: train_target(scenes_vq / "none", minutes=0),
     }
     for name, train in wrong_calls.items():
@@ -118,9 +120,9 @@ def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_rejected(scenes_
 def test_sharpening_changes_only_the_decoder(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.scenes.sharpen.ALONE", 2)
     before = load_vq(work).state_dict()
-    train_sharpen(work, minutes=0.3, batch=4)
+    sharpen_vq_decoder(work, minutes=0.3, batch=4)
     state = load_checkpoint(work / "sharpen-state.pt")
-    train_sharpen(work, minutes=0.5, batch=4)
+    sharpen_vq_decoder(work, minutes=0.5, batch=4)
     assert load_checkpoint(work / "sharpen-state.pt")["step"] > state["step"] > 2
     after = load_vq(work).state_dict()
     changed_parts = {name.split(".")[0] for name, weight in before.items() if not torch.equal(weight, after[name])}
@@ -129,7 +131,7 @@ def test_sharpening_changes_only_the_decoder(work: Path, monkeypatch: pytest.Mon
 
 def test_training_of_a_target_continues_after_an_interruption(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(minutes: float) -> dict[str, object]:
-        train_target(work, minutes, cooldown=0.5, batch=4, size=TINY, shard=16)
+        train_target(work, minutes, cooldown=0.5, batch=4, target_config=TINY, shard_size=16)
         return load_checkpoint(work / "target-state.pt")
 
     first = train(0.3)
@@ -152,33 +154,35 @@ def test_a_student_learns_the_guided_logits_of_its_teacher_and_training_continue
         monkeypatch.setattr(distil_module, name, value)
     torch.manual_seed(0)
     teacher = save_target(work, replace(TINY, vocab_size=32))
-    captions, codes, blank, guided_logits = distil_module.make_lessons(work, teacher, "cpu")
+    captions, codes, blank, guided_logits = distil_module.make_distillation_data(work, teacher, "cpu")
     assert 0 < blank.sum() < 32
     with torch.no_grad():
         conditional, unconditional = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))
     guided = torch.where(blank[:, None, None], unconditional, 3 * conditional - 2 * unconditional)
     rounding = 0.3 if bfloat16 else 1e-3  # logits are from -4 to 4, and guidance multiplies their rounding by five
     torch.testing.assert_close(guided_logits.float(), guided, rtol=1e-3, atol=rounding)
-    divergences = [divergence(guided_logits, conditional)]
+    divergences = [compute_kl_divergence(guided_logits, conditional)]
     steps = []
     for minutes in (2, 4):
-        train_distil(work, minutes, lr=0.03)
+        distil_guidance(work, minutes, lr=0.03)
         steps.append(load_checkpoint(work / "distil-state.pt")["step"])
-        divergences.append(divergence(guided_logits, load_target(work).logits(captions, codes, blank).detach()))
+        divergences.append(
+            compute_kl_divergence(guided_logits, load_target(work).logits(captions, codes, blank).detach())
+        )
     assert divergences[2] < 0.9 * divergences[1] < 0.8 * divergences[0], divergences
     assert steps[1] > 1.5 * steps[0] > 40
     torch.testing.assert_close(load_target(work, "guided.pt").state_dict(), teacher.state_dict())
-    train_distil(work, 4)
+    distil_guidance(work, 4)
     assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
 
 
 def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes_vq: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     target = save_target(scenes_vq, SMALL)
-    bundle = target_bundle(scenes_vq)
+    bundle = open_target_bundle(scenes_vq)
     assert bundle.manifest.drafter is None
-    assert target_bundle(scenes_vq).digest == bundle.digest
-    write_samples(scenes_vq, 2, shard=2, threads=1)
+    assert open_target_bundle(scenes_vq).digest == bundle.digest
+    write_samples(scenes_vq, 2, images_per_shard=2, threads=1)
     assert 0 < train_drafter(scenes_vq, steps=1, batch=1)["overlap"] < 1
     write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
     manifest = open_bundle(tmp_path / "bundle").manifest
@@ -186,19 +190,19 @@ def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes
     with Pipeline.from_bundle(tmp_path / "bundle", threads=1) as pipeline:
         plain, drafted = (pipeline("a red cube", method=method) for method in ("ar", "eagle"))
     assert (plain.codes[0] == drafted.codes[0]).all()
-    restore_work(tmp_path / "bundle", tmp_path / "again")
+    restore_work_folder(tmp_path / "bundle", tmp_path / "again")
     restored = load_target(tmp_path / "again")
     assert restored.config == SMALL
     captions = torch.randint(1, 60, (2, SLOTS))
     codes = torch.randint(CODES, (2, 256))
-    difference = token_losses(restored, captions, codes) - token_losses(target, captions, codes)
+    difference = compute_token_losses(restored, captions, codes) - compute_token_losses(target, captions, codes)
     assert difference.abs().max() < 0.01  # the bundle stores weights in float16
     trained, stored = (
         load_file(folder / "drafter" / "model.safetensors") for folder in (scenes_vq, tmp_path / "again")
     )
     torch.testing.assert_close(stored["fc.weight"], trained["fc.weight"].half().float())
     save_target(scenes_vq, SMALL)  # another target
-    assert target_bundle(scenes_vq).digest != bundle.digest
+    assert open_target_bundle(scenes_vq).digest != bundle.digest
 
 
 def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path) -> None:
@@ -213,7 +217,7 @@ def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path)
     write_scenes_bundle(tmp_path / "work", tmp_path / "bundle", force=False, progress=lambda *_: None)
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert (manifest.image_height, manifest.codebook_size, manifest.target.vocab_size) == (128, 64, 64)
-    restore_work(tmp_path / "bundle", tmp_path / "again")
+    restore_work_folder(tmp_path / "bundle", tmp_path / "again")
     assert load_vq(tmp_path / "again").config == config
 
 

@@ -57,11 +57,11 @@ def test_headers_that_do_not_come_are_given_up(text: str, monkeypatch: pytest.Mo
         await send({"type": "http.response.body", "body": b""})
 
     async def request_twice() -> tuple[bytes, bytes]:
-        config = uvicorn.Config(app, http=connections.Connection, lifespan="off", log_config=None)
+        config = uvicorn.Config(app, http=connections.LimitedConnection, lifespan="off", log_config=None)
         config.load()
         state = uvicorn.server.ServerState()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: connections.Connection(config, state, {}), "127.0.0.1", 0)
+        server = await loop.create_server(lambda: connections.LimitedConnection(config, state, {}), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         first_answer = await reader.readuntil(b"\r\n\r\n")

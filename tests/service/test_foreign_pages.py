@@ -17,8 +17,11 @@ UI = "https://ui.example"
 ANSWERED = 503  # status of an allowed request, as no model is loaded
 
 
-def make_client(origins: tuple[str, ...] = (), hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
-    return TestClient(make_app(ServerState(ServerLimits()), origins=origins, hosts=hosts), base_url=OWN)
+def make_client(allowed_origins: tuple[str, ...] = (), allowed_hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
+    return TestClient(
+        make_app(ServerState(ServerLimits()), allowed_origins=allowed_origins, allowed_hosts=allowed_hosts),
+        base_url=OWN,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
 def test_names_of_other_sites_are_rejected_on_loopback(host: str, status: int) -> None:
     for path in ("/", "/v1/models", "/livez"):
         assert make_client().get(path, headers={"host": host}).status_code == status
-    assert make_client(hosts=()).get("/livez", headers={"host": host}).status_code == 200
+    assert make_client(allowed_hosts=()).get("/livez", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(

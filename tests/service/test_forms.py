@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from refusals import error_of
 from running_server import EDITS, FORM, RunningServer, format_form, format_head, wait_until
 
-from lantern_rt.serve.forms import MAX_PARTS, FormReader
+from lantern_rt.serve.forms import MAX_PARTS, FormBodyParser
 from lantern_rt.serve.protocol import EditRequest, HttpError
 
 TEXT = 1 << 16  # bytes of a field
@@ -24,13 +24,13 @@ LARGE = 8 << 20
 
 def parse_form(body: bytes, content_type: str = FORM, sizes: tuple[int, ...] = (1 << 16,)) -> EditRequest:
     """Return the request in a form whose bytes come in pieces of these sizes, repeated in turn."""
-    reader = FormReader(content_type, TEXT)
+    reader = FormBodyParser(content_type, TEXT)
     position = i = 0
     while position < len(body):
         reader.write(body[position : position + sizes[i % len(sizes)]])
         position += sizes[i % len(sizes)]
         i += 1
-    return reader.request()
+    return reader.parse_request()
 
 
 pieces = st.lists(st.sampled_from([b"\r\n", b"--", b"-", b"x", b"\r", b"\n", b"\0", b"\r\n-", b"\r\n--"]), max_size=30)

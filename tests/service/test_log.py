@@ -97,7 +97,7 @@ def test_a_level_leaves_out_what_is_less_serious(
     package.addHandler(previous_handler)
     try:
         with log_to_stderr(level, "json"):
-            RequestRecord("1", "", "/").write()
+            RequestRecord("1", "", "/").write_to_log()
             logging.getLogger("lantern_rt.serve.server").warning("a warning")
             logging.getLogger("another").error("an error")
             logging.getLogger("another").info("not of the server")

@@ -16,9 +16,9 @@ from tiny_bundle import CODES, WIDTH, make_heads_bundle, make_order_bundle, make
 
 from lantern_rt import AsyncPipeline, Pipeline, RequestError, __version__
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.rewrite import write_heads
+from lantern_rt.bundle.rewrite import write_draft_heads
 from lantern_rt.methods import METHODS
-from lantern_rt.runtime.heads import head_shapes
+from lantern_rt.runtime.heads import draft_head_shapes
 from lantern_rt.serve.backend import LocalBackend
 
 BUNDLES: dict[str, Any] = {
@@ -42,8 +42,8 @@ def change_manifest(folder: Path, **fields: Any) -> Path:
 
 def add_heads(folder: Path) -> Path:
     """Add draft heads of zeros to a bundle."""
-    tables = {name: np.zeros(shape, np.float16) for name, shape in head_shapes(CODES, WIDTH, 4, 4).items()}
-    return write_heads(open_bundle(folder), tables).folder
+    tables = {name: np.zeros(shape, np.float16) for name, shape in draft_head_shapes(CODES, WIDTH, 4, 4).items()}
+    return write_draft_heads(open_bundle(folder), tables).folder
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
 
 def is_allowed(written: str, sent: str) -> bool:
     """Return whether an application with the origin `written` lets pages of the origin `sent` read its answers."""
-    app = make_app(ServerState(ServerLimits()), origins=[written])
+    app = make_app(ServerState(ServerLimits()), allowed_origins=[written])
     return send_request(app, "origin", sent)["headers"].get(b"access-control-allow-origin") in (b"*", sent.encode())
 
 
@@ -78,8 +78,8 @@ def test_an_origin_is_compared_as_browsers_send_it(written: str, sent: str) -> N
 def test_what_no_browser_sends_is_rejected_before_a_port_is_opened(
     written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lantern_rt.serve.server.listen", lambda *_: pytest.fail("a port was opened"))
-    error = error_of(RequestError, Server, {}, port=0, origins=[written])
+    monkeypatch.setattr("lantern_rt.serve.server.open_listening_socket", lambda *_: pytest.fail("a port was opened"))
+    error = error_of(RequestError, Server, {}, port=0, allowed_origins=[written])
     assert (error.field, error.found) == ("cors", repr(written))
 
 
@@ -103,4 +103,7 @@ def test_what_no_browser_sends_is_rejected_before_a_port_is_opened(
     ],
 )
 def test_on_loopback_a_host_is_an_address_or_a_name_of_loopback(host: str, status: int) -> None:
-    assert send_request(make_app(ServerState(ServerLimits()), hosts={"localhost"}), "host", host)["status"] == status
+    assert (
+        send_request(make_app(ServerState(ServerLimits()), allowed_hosts={"localhost"}), "host", host)["status"]
+        == status
+    )

@@ -34,10 +34,10 @@ PROMPTS = ["a red sphere on sand", "a green cube on snow", "a blue cone on grass
 METHODS = ["ar", "sjd:window=4", "lantern++", None]
 ONE_THREAD = {"threads": None, "pipeline": {"threads": 1}}  # a replica on each node
 FAST_SCALING = {"upscale_delay_s": 0.5, "downscale_delay_s": 2, "metrics_interval_s": 0.3, "look_back_period_s": 1}
-STEADY = {"together": 4, "waiting": 8, "autoscaling": {"min_replicas": 2, "max_replicas": 2}}
+STEADY = {"max_images_per_pass": 4, "max_queued_images": 8, "autoscaling": {"min_replicas": 2, "max_replicas": 2}}
 GROWING = {
-    "together": 1,
-    "waiting": 5,
+    "max_images_per_pass": 1,
+    "max_queued_images": 5,
     "queued": 4,
     "autoscaling": {"min_replicas": 1, "max_replicas": 2, **FAST_SCALING},
 }

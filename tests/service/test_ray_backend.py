@@ -24,8 +24,8 @@ from lantern_rt.serve import ray
 from lantern_rt.serve.backend import ADMITTED, BackendLoad
 from lantern_rt.serve.codes import CodesFileRequest, CodesRequest
 from lantern_rt.serve.protocol import Completion, GenerationRequest, HttpError, ImagesRequest
-from lantern_rt.serve.ray import MAX_REPLICAS_LOST, RayBackend, Replica, Settings, app
-from lantern_rt.serve.sglang import TokensRequest
+from lantern_rt.serve.ray import MAX_REPLICAS_LOST, DeploymentSettings, RayBackend, Replica, app
+from lantern_rt.serve.sglang import TokenPromptRequest
 from lantern_rt.service import Service
 
 PROMPT = "red cube"
@@ -91,7 +91,7 @@ def collect_updates(replicas: Replicas, **options: Any) -> list[Any]:
 
 
 def decode_pixels(completion: Completion) -> list[bytes]:
-    return [Image.open(io.BytesIO(file)).tobytes() for file in completion.files]
+    return [Image.open(io.BytesIO(file)).tobytes() for file in completion.encoded_files]
 
 
 @pytest.mark.parametrize("method", ["ar", None, "lantern++:lambda=1.23456789"])
@@ -125,7 +125,7 @@ def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
     with pytest.raises(RequestError) as caught:
         collect_updates(Replicas(replica), size="9x9")
     assert caught.value.field == "size"
-    assert pickle.loads(pickle.dumps(BusyError("full", 7))).seconds == 7
+    assert pickle.loads(pickle.dumps(BusyError("full", 7))).retry_seconds == 7
 
 
 def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_rejected(
@@ -140,10 +140,12 @@ def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_a
     fields: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "deadline": 600}
     (codes,) = tiny_pipe(PROMPT, seed=3).codes
     assert asyncio.run(complete(CodesRequest(**fields))).codes[0].tolist() == codes.tolist()
-    with np.load(io.BytesIO(asyncio.run(complete(CodesFileRequest(**fields))).files[0])) as file:
+    with np.load(io.BytesIO(asyncio.run(complete(CodesFileRequest(**fields))).encoded_files[0])) as file:
         assert file["codes"].ravel().tolist() == codes.tolist()
     with pytest.raises(HttpError) as caught:
-        asyncio.run(complete(TokensRequest(token_ids=[1], grids=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields)))
+        asyncio.run(
+            complete(TokenPromptRequest(token_ids=[1], grid_shapes=[[1, 2, 2], [1, 1, 1]], max_tokens=9, **fields))
+        )
     assert (caught.value.status, caught.value.field) == (400, "image_data")
 
 
@@ -151,7 +153,7 @@ def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
     replicas = Replicas(replica, BackPressureError(4, 4))
     with pytest.raises(BusyError) as caught:
         collect_updates(replicas)
-    assert 1 <= caught.value.seconds <= 3
+    assert 1 <= caught.value.retry_seconds <= 3
     assert len(replicas.responses) == 1
 
 
@@ -201,12 +203,12 @@ def test_a_replica_is_healthy_until_its_service_ends(tiny_folder: Path, monkeypa
 @pytest.mark.parametrize("bundles", [[], ["a/tiny", "b/tiny"], ["ingress"]])
 def test_deployments_need_names_of_their_own(bundles: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
-        app(Settings(bundles=bundles))
+        app(DeploymentSettings(bundles=bundles))
     assert caught.value.field == "bundles"
 
 
 def test_a_model_has_the_name_that_the_operator_gives(tiny_folder: Path) -> None:
     assert Replica(str(tiny_folder), 1, 1, {"threads": 1}, "other").describe()[0] == "other"
     with pytest.raises(RequestError) as caught:
-        app(Settings(bundles=["a/one", "a/two"], names=["other"]))
+        app(DeploymentSettings(bundles=["a/one", "a/two"], names=["other"]))
     assert caught.value.field == "names"

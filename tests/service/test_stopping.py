@@ -21,7 +21,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import RequestError
 from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
-from lantern_rt.serve.state import read_keys
+from lantern_rt.serve.state import read_api_keys
 
 SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
 
@@ -157,7 +157,7 @@ def test_wrong_options_are_rejected_in_one_line(
 @pytest.mark.parametrize("content", ["# nobody\n\n", "schl\u00fcssel\n"])
 def test_a_file_of_keys_must_hold_some_that_headers_carry(tmp_path: Path, content: str) -> None:
     (tmp_path / "keys.txt").write_text(content, "utf-8")
-    assert error_of(RequestError, read_keys, tmp_path / "keys.txt").field == "api_key_file"
+    assert error_of(RequestError, read_api_keys, tmp_path / "keys.txt").field == "api_key_file"
 
 
 @pytest.mark.parametrize("content", ["", "schl\u00fcssel"])
@@ -172,4 +172,4 @@ def test_a_key_of_the_environment_must_be_one_that_headers_carry(
 def test_byte_order_marks_are_no_part_of_a_key(tmp_path: Path) -> None:
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     (tmp_path / "plain.txt").write_text("one\ntwo\n")
-    assert read_keys(tmp_path / "marked.txt") == read_keys(tmp_path / "plain.txt")
+    assert read_api_keys(tmp_path / "marked.txt") == read_api_keys(tmp_path / "plain.txt")

@@ -11,14 +11,14 @@ import pytest
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import make_device_graph
-from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.trt.builder import shape_bounds
+from lantern_rt.engines.profiles import ShapeProfile
+from lantern_rt.engines.trt.builder import make_shape_bounds
 
 for needed in ("torch", "tensorrt_rtx"):
     pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
 
 COLUMNS = 448
-TREE = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 16, 64), columns=(64, 320, COLUMNS))
+TREE = ShapeProfile(name="tree", rows=(1, 2, 8), nodes=(2, 16, 64), columns=(64, 320, COLUMNS))
 _LAYER = re.compile(r"Name: (.*?), LayerType: (\w+), Inputs: \[(.*?)\], Constants: .*?, Outputs: \[(.*?)\], Tac")
 _TENSOR = re.compile(r"\{ Name: (\S+), ")
 _NO_WORK = ("shape_call", "signal", "wait")  # kinds of layers that compute nothing on the device
@@ -47,9 +47,9 @@ def write_decoder(
     """
     import torch
 
-    from lantern_rt.export.graph.graphs import convert_to_float16, target_graph, write_graph
-    from lantern_rt.export.models.decoder import Decoder, DecoderConfig, decoder_fields
-    from lantern_rt.export.models.eagle import EagleModule, drafter_graph
+    from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph, write_graph
+    from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
+    from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 
     config = DecoderConfig(1280, layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
     torch.manual_seed(0)
@@ -57,12 +57,12 @@ def write_decoder(
     if drafts:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         drafter_config = replace(config, final_norm=False, input_norm=False)
-        graph = drafter_graph(EagleModule(drafter_config, head, bias=True).eval())
-        spec = DrafterSpec(**decoder_fields(drafter_config))
+        graph = make_drafter_graph(EagleDrafter(drafter_config, head, bias=True).eval())
+        spec = DrafterSpec(**get_decoder_spec_fields(drafter_config))
     else:
-        graph = target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
-        spec = DecoderSpec(**decoder_fields(config), max_positions=config.positions)
-    written_graph: Any = convert_to_float16(graph) if compute == "float16" else replace(graph, compute=compute)
+        graph = make_target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
+        spec = DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions)
+    written_graph: Any = convert_to_float16(graph) if compute == "float16" else replace(graph, compute_type=compute)
     (path, *_) = write_graph(written_graph, folder, rule)  # type: ignore[arg-type]
     return path, spec
 
@@ -81,7 +81,7 @@ def build_layers(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, comp
     network = builder.create_network(0)
     graph = make_device_graph(path, spec, drafts, compute, capacity=COLUMNS)
     parser = library.OnnxParser(network, logger)
-    assert parser.parse(graph.model, str(path)), messages[-3:]
+    assert parser.parse(graph.model_bytes, str(path)), messages[-3:]
     for layer in map(network.get_layer, range(network.num_layers)):
         if layer.type == library.LayerType.ATTENTION_INPUT:
             layer.__class__ = library.IAttentionInputLayer
@@ -93,7 +93,7 @@ def build_layers(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, comp
     config.set_compute_capability(library.ComputeCapability.SM89, 0)
     shapes = builder.create_optimization_profile()
     for tensor in graph.inputs:
-        shapes.set_shape(tensor.name, *shape_bounds(tensor.name, tensor.shape, TREE, entries=512))
+        shapes.set_shape(tensor.name, *make_shape_bounds(tensor.name, tensor.shape, TREE, max_entries=512))
     config.add_optimization_profile(shapes)
     assert builder.build_serialized_network(network, config) is not None, messages[-3:]
     lines = [line for text in messages if text.startswith("Layers:\n") for line in text.splitlines()]

@@ -48,7 +48,7 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
     manifest = build(tmp_path / "bundle")
     assert manifest.precision == compute
     assert manifest.graphs.keys() == {"target", "vq_decoder"}
-    weights = (2 if compute == "float16" else 4) * StoredWeights(tmp_path / "bundle/target.onnx").count_floats()
+    weights = (2 if compute == "float16" else 4) * StoredWeights(tmp_path / "bundle/target.onnx").count_float_elements()
     assert weights < manifest.graphs["target"].bytes < 1.2 * weights  # weights once for both GPUs, and kernels
     names = [(p.name, p.nodes[2], p.columns[2]) for p in manifest.graphs["target"].profiles]
     assert names == [("ar", 2, 384), ("tree", 64, 384)]
@@ -56,9 +56,9 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
 
 def test_the_scenes_model_is_built_in_float16_too(tmp_path: Path) -> None:
     from recipes.scenes.bundle import write_scenes_bundle
-    from recipes.scenes.restore import restore_work
+    from recipes.scenes.restore import restore_work_folder
 
-    restore_work("scenes", tmp_path / "work")
+    restore_work_folder("scenes", tmp_path / "work")
     write_scenes_bundle(tmp_path / "work", tmp_path / "bundle", False, silent, "float16")
     manifest = build(tmp_path / "bundle")
     assert manifest.precision == "float16"

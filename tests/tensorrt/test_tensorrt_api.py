@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.gpu import find_gpu
-from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device import OrtDevice
 from lantern_rt.engines.ort.session import GraphSession
-from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.profiles import ShapeProfile
 from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, write_device_graph
 from lantern_rt.engines.trt.engine import TensorRTFunction
@@ -73,17 +73,17 @@ def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple
     """Return the image decoder of `scenes` as a TensorRT engine and in ONNX Runtime."""
     scenes = open_bundle(bundle)
     manifest = scenes.manifest
-    rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
+    rows = (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     graph_inputs = write_device_graph(scenes, "vq_decoder", rows, folder)
     assert graph_inputs is not None
     gpu = find_gpu()
     gpus = (gpu.compute_capability if gpu else "SM89",)
     plan_path = build_engine_file(name, folder / "vq_decoder.onnx", graph_inputs, gpus, lambda stage, done, total: None)
-    inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
-    outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
+    inputs = [TensorSpec("codes", ("int64",), (None, manifest.codes_per_image))]
+    outputs = [TensorSpec("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     onnx_session = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
     executable = TensorRTExecutable(import_library(name), plan_path, rows, "again")
-    return TensorRTFunction(executable, inputs, outputs, Device(provider)), onnx_session
+    return TensorRTFunction(executable, inputs, outputs, OrtDevice(provider)), onnx_session
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")

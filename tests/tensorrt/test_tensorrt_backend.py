@@ -19,15 +19,21 @@ from lantern_rt.engines import build as build_module
 from lantern_rt.engines.build import build_engines, choose_compute_capabilities
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu, find_gpu
-from lantern_rt.engines.loader import Engines
-from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.builder import MODULES, build_engine_file, import_library, shape_bounds, write_device_graph
+from lantern_rt.engines.loader import BundleEngines
+from lantern_rt.engines.profiles import BuildOptions, ShapeProfile
+from lantern_rt.engines.trt.builder import (
+    MODULES,
+    build_engine_file,
+    import_library,
+    make_shape_bounds,
+    write_device_graph,
+)
 from lantern_rt.errors import EngineError, LanternError, RequestError
 from lantern_rt.inputs import install_command
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
 KERNELS = 4 << 20  # bytes of a small engine that are not weights
-ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0))
+ONE_ROW = ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0))
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -83,16 +89,16 @@ def test_engines_are_built_for_the_hosts_gpu_unless_others_are_named(monkeypatch
 
 
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
-    tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), columns=(64, 192, 384))
+    tree = ShapeProfile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), columns=(64, 192, 384))
     for name in ("token_ids", "hidden_ids", "position_ids"):
-        assert shape_bounds(name, (None, None), tree, 512) == ((1, 2), (2, 64), (8, 64))
-    assert shape_bounds("embeddings", (None, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
-    assert shape_bounds("hidden", (None, None, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
-    assert shape_bounds("write", (None,), tree, 512) == ((1,), (2,), (8,))
-    assert shape_bounds("seen", (None, None, None), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
+        assert make_shape_bounds(name, (None, None), tree, 512) == ((1, 2), (2, 64), (8, 64))
+    assert make_shape_bounds("embeddings", (None, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
+    assert make_shape_bounds("hidden", (None, None, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
+    assert make_shape_bounds("write", (None,), tree, 512) == ((1,), (2,), (8,))
+    assert make_shape_bounds("seen", (None, None, None), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
     past = ((1, 4, 384, 64), (2, 4, 384, 64), (8, 4, 384, 64))
-    assert shape_bounds("past_key_values.0.key", (None, 4, 384, 64), tree, 512) == past
-    assert shape_bounds("codes", (None, 256), ONE_ROW, 0) == ((1, 256),) * 3
+    assert make_shape_bounds("past_key_values.0.key", (None, 4, 384, 64), tree, 512) == past
+    assert make_shape_bounds("codes", (None, 256), ONE_ROW, 0) == ((1, 256),) * 3
 
 
 # ---------------------------------------------------------------- ahead of time, without a GPU
@@ -117,7 +123,10 @@ def test_engines_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
 def test_the_error_of_running_engines_without_a_driver_says_so(plans: Path, scenes: Bundle) -> None:
-    assert error_of_call(lambda: Engines(scenes, folder=open_engine_folder(plans))).found == "no NVIDIA GPU and driver"
+    assert (
+        error_of_call(lambda: BundleEngines(scenes, engine_folder=open_engine_folder(plans))).found
+        == "no NVIDIA GPU and driver"
+    )
 
 
 @pytest.mark.usefixtures("library")
@@ -135,14 +144,14 @@ def test_an_engine_stores_weights_as_small_as_in_the_bundle(
     tmp_path: Path, change: dict[str, Any], compute: str, precision: str | None
 ) -> None:
     torch = pytest.importorskip("torch")
-    from random_bundle import Shape, random_bundle
+    from random_bundle import ModelShape, random_bundle
 
-    shape = replace(Shape(2, 4, 256, 768, codes=1024, grid=4, dtype=torch.float32, vq_width=32), **change)
+    shape = replace(ModelShape(2, 4, 256, 768, codes=1024, grid=4, dtype=torch.float32, vq_width=32), **change)
     bundle = open_bundle(random_bundle(shape, tmp_path / "bundle", compute, precision))
     sizes = bundle.manifest.target
     assert sizes.dtype == compute
-    assert sizes.num_kv_heads == 4 // shape.key_share
-    profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
+    assert sizes.num_kv_heads == 4 // shape.queries_per_key
+    profiles = (ShapeProfile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
     for role in ("target", "drafter") if bundle.manifest.drafter else ("target",):
         inputs = write_device_graph(bundle, role, profiles, tmp_path)
         assert inputs is not None
@@ -170,7 +179,7 @@ def test_the_error_of_a_failed_build_names_the_node_or_shape(scenes: Bundle, tmp
     assert "strange_2 and operator: Bogus" in error_of_call(build).problem
     path.write_bytes(b"junk")
     assert "Failed to parse the ONNX model" in error_of_call(build).problem
-    wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
+    wrong = ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
     inputs = write_device_graph(scenes, "drafter", [wrong], tmp_path)
     assert inputs is not None
     error = error_of_call(

@@ -18,7 +18,7 @@ from lantern_rt.prepared import compute_prefixes
 
 pytest.importorskip("safetensors")
 
-from lantern_rt.train.drafter.data import compute_hidden_states, count_shard_images, write_shards
+from lantern_rt.train.drafter.data import choose_images_per_shard, compute_hidden_states, generate_shards
 from lantern_rt.train.drafter.shards import (
     Shard,
     ShardFolder,
@@ -28,7 +28,7 @@ from lantern_rt.train.drafter.shards import (
     shard_path,
     write_shard,
 )
-from lantern_rt.train.drafter.target import read_heads_target, read_target
+from lantern_rt.train.drafter.target import read_head_training_target, read_training_target
 
 CLASSES = Prompts("class_ids", [3, 1, 4])
 
@@ -44,7 +44,7 @@ def source(pipeline: Pipeline) -> ShardSource:
 
 
 def write(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
-    for _ in write_shards(pipeline, prompts, count, output, lambda *_: None, images_per_shard=2):
+    for _ in generate_shards(pipeline, prompts, count, output, lambda *_: None, images_per_shard=2):
         pass
 
 
@@ -53,7 +53,7 @@ def read_contents(folder: Path) -> dict[str, Any]:
     files = {}
     for path in sorted(folder.iterdir()):
         shard = Shard(path)
-        arrays = vars(shard.read(slice(None)))
+        arrays = vars(shard.read_images(slice(None)))
         files[path.name] = (shard.source, {name: np.asarray(value).tolist() for name, value in arrays.items()})
     return files
 
@@ -64,11 +64,11 @@ def test_a_shard_has_the_images_of_the_pipeline_and_the_targets_hidden_states(
     write(pipeline, tmp_path)
     shard = Shard(shard_path(tmp_path, 1))
     assert shard.prompts == [4, 3]
-    images = shard.read(slice(None))
+    images = shard.read_images(slice(None))
     request = CLASSES.request(1, 2, 700_000)
     result = pipeline(**request, method="ar")
     np.testing.assert_array_equal(images.codes, result.codes)
-    assert images.lengths.tolist() == [[1, 1], [1, 1]]
+    assert images.prefix_lengths.tolist() == [[1, 1], [1, 1]]
     assert images.tokens.shape == (2, 2, 0)
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, pipeline.check(**request, method="ar").images))
     states = compute_hidden_states(pipeline, prompts, images.codes)
@@ -94,7 +94,7 @@ def test_an_interrupted_folder_has_only_complete_shards(pipeline: Pipeline, tmp_
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(write_shards(pipeline, CLASSES, 4, tmp_path / "data", interrupt, images_per_shard=2))
+        list(generate_shards(pipeline, CLASSES, 4, tmp_path / "data", interrupt, images_per_shard=2))
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shard-00000.safetensors"]
     write(pipeline, tmp_path / "data")
     write(pipeline, tmp_path / "whole")
@@ -118,7 +118,7 @@ def test_a_bundle_that_generates_groups_of_cells_is_rejected(tmp_path: Path) -> 
     pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
     expected = "bundle: bundle tiny draws groups of cells, in an order of its own; use another bundle"
     assert str(error_of(RequestError, write, pipeline, tmp_path / "data")) == expected
-    for read in (read_heads_target, read_target):
+    for read in (read_head_training_target, read_training_target):
         assert str(error_of(RequestError, read, pipeline.bundle)) == expected
 
 
@@ -156,7 +156,7 @@ def test_shards_that_contradict_the_bundle_are_rejected(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str, value: Any
 ) -> None:
     write(pipeline, tmp_path, 2)
-    good = Shard(shard_path(tmp_path, 0)).read(slice(None))
+    good = Shard(shard_path(tmp_path, 0)).read_images(slice(None))
     write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), good)
     assert str(shard_path(tmp_path, 1)) in str(error_of(CheckpointError, ShardFolder, tmp_path, [source], 256))
 
@@ -167,7 +167,7 @@ def test_shards_that_contradict_the_bundle_are_rejected(
         ("codes", np.full((2, 16), 500, np.int32)),
         ("codes", np.zeros((2, 16), np.float32)),
         ("codes", np.zeros((2, 15), np.int32)),
-        ("lengths", np.full((2, 2), 9, np.int32)),
+        ("prefix_lengths", np.full((2, 2), 9, np.int32)),
         ("tokens", np.full((2, 2, 1), 1, np.int32)),
         ("states", np.zeros((2, 2, 16, 63), np.float16)),
         ("states", np.full((2, 2, 16, 64), np.nan, np.float16)),
@@ -182,7 +182,7 @@ def test_numbers_out_of_range_and_other_shapes_are_rejected(
 ) -> None:
     write(pipeline, tmp_path / "good", 2)
     good = Shard(shard_path(tmp_path / "good", 0))
-    images = replace(good.read(slice(None)), **{field: value})
+    images = replace(good.read_images(slice(None)), **{field: value})
     if field == "tokens":  # a prefix of two positions, but the bundle has one
         images = replace(images, states=np.zeros((2, 2, 17, 64), np.float16))
     write_shard(tmp_path / "bad.safetensors", good.source, images)
@@ -210,7 +210,7 @@ def test_the_digest_of_data_depends_on_their_content(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str
 ) -> None:
     write(pipeline, tmp_path / "first", 2)
-    images = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
+    images = Shard(shard_path(tmp_path / "first", 0)).read_images(slice(None))
     changed_value = [1, 2] if field == "prompts" else np.flip(getattr(images, field), 0)
     write_shard(shard_path(tmp_path / "second", 0), source, replace(images, **{field: changed_value}))
     assert (
@@ -240,7 +240,7 @@ def test_a_shard_has_fewer_images_if_they_are_large(pipeline: Pipeline) -> None:
     def images_of(cells: int, width: int) -> int:
         target = manifest.target.model_copy(update={"hidden_size": width})
         size = manifest.size().model_copy(update={"rows": cells, "columns": cells})
-        return count_shard_images(manifest.model_copy(update={"target": target}), [manifest.size(), size])
+        return choose_images_per_shard(manifest.model_copy(update={"target": target}), [manifest.size(), size])
 
     assert [images_of(*size) for size in ((24, 2048), (32, 4096), (90, 4096), (256, 65_536))] == [64, 64, 8, 1]
 
@@ -250,10 +250,10 @@ def test_validation_images_stay_the_same_when_more_images_are_generated(
 ) -> None:
     write(pipeline, tmp_path, 24)
     smaller = ShardFolder(tmp_path, [source], 256)
-    assert smaller.validation == [22]
+    assert smaller.validation_indices == [22]
     write(pipeline, tmp_path, 46)
     larger = ShardFolder(tmp_path, [source], 256)
-    assert larger.validation == [22, 45]
-    assert sorted(larger.training + larger.validation) == list(range(46))
+    assert larger.validation_indices == [22, 45]
+    assert sorted(larger.training_indices + larger.validation_indices) == list(range(46))
     np.testing.assert_array_equal(larger.read_image(21)[0].codes, smaller.read_image(21)[0].codes)
     assert larger.read_image(23)[0].prompts == [CLASSES.items[23 % 3]]

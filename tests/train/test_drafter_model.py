@@ -16,28 +16,28 @@ from lantern_rt import BundleError, open_bundle
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
 
-from family_readers import read_anole, read_transformer  # noqa: E402
+from family_readers import read_anole, read_llamagen_transformer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
-from lantern_rt.export.models.eagle import EagleModule, read_drafter  # noqa: E402
+from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
 from lantern_rt.train.drafter.batches import TrainingBatch  # noqa: E402
-from lantern_rt.train.drafter.folder import lantern_weights, save_drafter  # noqa: E402
-from lantern_rt.train.drafter.losses import compute_guided_logits, compute_overlap, kl_loss  # noqa: E402
-from lantern_rt.train.drafter.model import draft_states, make_drafter  # noqa: E402
-from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
+from lantern_rt.train.drafter.folder import convert_to_lantern_weights, save_drafter  # noqa: E402
+from lantern_rt.train.drafter.losses import compute_guided_logits, compute_kl_loss, compute_overlap  # noqa: E402
+from lantern_rt.train.drafter.model import make_drafter, predict_draft_states  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_training_target  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "data"
 
 
-def random_drafter(**changes: Any) -> EagleModule:
+def random_drafter(**changes: Any) -> EagleDrafter:
     """Make a drafter with two layers, so that the output of the first layer matters, too."""
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
         hidden_size=32, intermediate_size=48, vocab_size=20, grid=4, prefix=2, final_norm=False, **sizes
     )
     torch.manual_seed(0)
-    drafter = EagleModule(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
+    drafter = EagleDrafter(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return drafter
@@ -46,7 +46,7 @@ def random_drafter(**changes: Any) -> EagleModule:
 class DecodingReference:
     """Runs the drafter as decoding does: committed slots in one pass, then a chain of drafts, slot by slot."""
 
-    def __init__(self, drafter: EagleModule, tokens: torch.Tensor, states: torch.Tensor) -> None:
+    def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.drafter = drafter
         self.tokens = tokens
         self.states = states
@@ -81,7 +81,7 @@ def test_predictions_at_every_depth_of_a_draft_agree_with_decoding(changes: dict
     states = torch.randn(1, slots, 32)
     with torch.no_grad():
         decoding = DecodingReference(drafter, tokens, states)
-        for depth, hidden in enumerate(draft_states(drafter, tokens, states, 4)):
+        for depth, hidden in enumerate(predict_draft_states(drafter, tokens, states, 4)):
             for slot in range(depth, slots):
                 expected = decoding.chain(slot + 1 - depth, depth)
                 torch.testing.assert_close(hidden[0, slot], expected, atol=2e-4, rtol=1e-3)
@@ -91,7 +91,7 @@ def test_fed_back_states_have_no_gradient_but_every_weight_has_one() -> None:
     drafter = random_drafter()
     tokens = torch.randint(20, (2, 9))
     states = torch.randn(2, 9, 32, requires_grad=True)
-    *_, last = draft_states(drafter, tokens, states, 3)
+    *_, last = predict_draft_states(drafter, tokens, states, 3)
     last[:, 4:].sum().backward()
     gradients = {name: weight.grad for name, weight in drafter.named_parameters() if not name.startswith("head.")}
     assert [name for name, grad in gradients.items() if grad is None or not grad.any()] == []
@@ -109,18 +109,18 @@ def test_training_puts_all_tensors_on_one_device() -> None:
     states = torch.zeros(4, 10, 32, device="meta")
     batch = TrainingBatch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
     head = torch.zeros(20, 32, device="meta")
-    for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
+    for depth, hidden in enumerate(predict_draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
         logits = compute_guided_logits(batch.select_predictions(hidden, depth), head, 3.0)
         p = compute_guided_logits(batch.select_target_states(depth), head, 3.0).softmax(-1)
         assert logits.shape == p.shape == (2, 9 - depth, 20)
-        kl_loss(p, logits).backward(retain_graph=True)
+        compute_kl_loss(p, logits).backward(retain_graph=True)
     assert drafter.fc.weight.grad.device.type == "meta"
 
 
 def test_the_loss_is_the_divergence_and_overlap_the_rate_of_exact_acceptance() -> None:
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    assert kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
-    assert kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(
+    assert compute_kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
+    assert compute_kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(
         1.38629 - 1.14214, abs=1e-4
     )  # difference of the entropies
     assert compute_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
@@ -134,34 +134,34 @@ def test_guidance_mixes_the_two_rows_of_an_image_and_does_not_change_a_single_ro
     torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def with_golden_weights(target: TrainingTarget, golden: EagleModule) -> EagleModule:
+def with_golden_weights(target: TrainingTarget, golden: EagleDrafter) -> EagleDrafter:
     """Make a drafter as training does, with the weights of a published drafter."""
     drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
 
-def stored_weights(drafter: EagleModule) -> dict[str, torch.Tensor]:
+def stored_weights(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
     """Return copies of the weights, some of which are computed only when used."""
     return {name: weight.clone() for name, weight in drafter.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
 def t2i(t2i_bundle: Path) -> TrainingTarget:
-    return as_published(read_target(open_bundle(t2i_bundle)))
+    return as_published(read_training_target(open_bundle(t2i_bundle)))
 
 
 @pytest.fixture(scope="module")
 def anole(anole_bundle: Path) -> TrainingTarget:
-    return as_published(read_target(open_bundle(anole_bundle)))
+    return as_published(read_training_target(open_bundle(anole_bundle)))
 
 
 def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: TrainingTarget, tmp_path: Path) -> None:
     config = DATA / "llamagen-t2i/config.json"
-    target = read_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
+    target = read_llamagen_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
     assert t2i.config == golden.config
-    save_drafter(with_golden_weights(t2i, golden), tmp_path / "saved", t2i.fields)
+    save_drafter(with_golden_weights(t2i, golden), tmp_path / "saved", t2i.config_fields)
     reloaded = read_drafter(tmp_path / "saved", target).drafter
     with np.load(DATA / "lantern-drafter-llamagen/golden.npz") as arrays:
         length = int(arrays["fwd_len"])
@@ -169,7 +169,7 @@ def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: Tr
         states = torch.from_numpy(arrays["target_hidden"])
         for drafter in (reloaded, with_golden_weights(t2i, golden)):
             with torch.no_grad():
-                (hidden,) = draft_states(drafter, tokens[:, :length], states[:, :length], 1)
+                (hidden,) = predict_draft_states(drafter, tokens[:, :length], states[:, :length], 1)
                 logits = hidden @ t2i.head.T
             np.testing.assert_allclose(hidden, arrays["fwd_hidden"], atol=1e-4)
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
@@ -180,7 +180,7 @@ def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
 ) -> None:
     for target, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
         folder = tmp_path / published
-        save_drafter(make_drafter(target, 0), folder, target.fields)
+        save_drafter(make_drafter(target, 0), folder, target.config_fields)
         weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
         saved = load_file(folder / "model.safetensors")
         assert {name: weight.shape for name, weight in saved.items()} == {n: w.shape for n, w in weights.items()}
@@ -200,7 +200,7 @@ def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: 
     assert anole.code_offset == 4
     torch.testing.assert_close(anole.embeddings, embeddings.float())
     drafter = with_golden_weights(anole, drafting.drafter)
-    save_drafter(drafter, tmp_path / "saved", anole.fields)
+    save_drafter(drafter, tmp_path / "saved", anole.config_fields)
     reloaded = read_drafter(tmp_path / "saved", target, len(embeddings)).drafter
     assert stored_weights(reloaded).keys() == stored_weights(drafting.drafter).keys()
     for name, weight in stored_weights(drafting.drafter).items():
@@ -211,11 +211,11 @@ def test_a_bundle_without_an_architecture_in_the_manifest_is_rejected(t2i_bundle
     bundle = open_bundle(t2i_bundle)
     target = bundle.manifest.target.model_copy(update={"architecture": None})
     with expects_error(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
-        read_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
+        read_training_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
 def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i: TrainingTarget) -> None:
-    first, same, other = (lantern_weights(make_drafter(t2i, seed)) for seed in (1, 1, 2))
+    first, same, other = (convert_to_lantern_weights(make_drafter(t2i, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
     torch.testing.assert_close(first["fc.weight"][:, 64:], torch.eye(64))
@@ -225,9 +225,9 @@ def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed
 def test_bundles_of_any_precision_have_the_same_frozen_weights(
     t2i_bundle: Path, t2i_half_bundle: Path, t2i_bfloat16_bundle: Path, t2i_int8_bundle: Path
 ) -> None:
-    exact = read_target(open_bundle(t2i_bundle))
+    exact = read_training_target(open_bundle(t2i_bundle))
     for bundle, bound in ((t2i_half_bundle, 1e-3), (t2i_bfloat16_bundle, 8e-3), (t2i_int8_bundle, 1e-3)):
-        rounded = read_target(open_bundle(bundle))
+        rounded = read_training_target(open_bundle(bundle))
         assert rounded.config == exact.config
         torch.testing.assert_close(rounded.head, exact.head, atol=1e-3, rtol=bound)
         torch.testing.assert_close(rounded.embeddings, exact.embeddings, atol=1e-3, rtol=bound)

@@ -11,43 +11,43 @@ import numpy as np
 import pytest
 
 from lantern_rt import BundleError, Pipeline, open_bundle
-from lantern_rt.bundle.manifest import HeadsSpec
-from lantern_rt.bundle.rewrite import write_heads
+from lantern_rt.bundle.manifest import DraftHeadsSpec
+from lantern_rt.bundle.rewrite import write_draft_heads
 from lantern_rt.cli.main import run_program
-from lantern_rt.runtime.heads import DraftHeads, head_shapes
+from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
 
-from lantern_rt.train.drafter.heads import RANK, UNITS, TrainedHeads, read_samples  # noqa: E402
+from lantern_rt.train.drafter.heads import RANK, UNITS, TrainableDraftHeads, read_head_samples  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
-from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
+from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
 
 def test_tables_for_131072_codes_take_less_than_100_megabytes() -> None:
-    shapes = head_shapes(131_072, 5120, RANK, UNITS)
+    shapes = draft_head_shapes(131_072, 5120, RANK, UNITS)
     assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 
 
 def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
-    target = read_heads_target(open_bundle(c2i_bundle))
-    data = ShardFolder(shards, target.sources)
-    samples = read_samples(data, list(range(8)), target.layer, 4.0, 4, np.random.default_rng(0), "cpu")
-    module = TrainedHeads(target, 0)
+    target = read_head_training_target(open_bundle(c2i_bundle))
+    data = ShardFolder(shards, target.shard_sources)
+    samples = read_head_samples(data, list(range(8)), target.output_layer, 4.0, 4, np.random.default_rng(0), "cpu")
+    module = TrainableDraftHeads(target, 0)
     torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
     heads = DraftHeads(**{name: table.astype(np.float32) for name, table in module.export_tables().items()})
     states_after_draft = samples.unaccepted_states.numpy()
     left_tokens = samples.left_tokens.numpy()
-    uncorrected = target.layer.logits(samples.unaccepted_inputs).numpy()
+    uncorrected = target.output_layer.compute_logits(samples.unaccepted_inputs).numpy()
     changes = zip(
         heads.compute_gates(states_after_draft), samples.unaccepted_tokens.tolist(), left_tokens[:, None], strict=True
     )
-    corrections = np.concatenate([heads.compute_correction(*change) for change in changes])
+    corrections = np.concatenate([heads.compute_logit_correction(*change) for change in changes])
     with torch.no_grad():
         tolerance = {"rtol": 5e-3, "atol": 2e-2}
         np.testing.assert_allclose(uncorrected + corrections, module.correct_logits(samples), **tolerance)
         module_logits = module.predict_logits(samples)
-    for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
+    for i, states in enumerate(np.stack([states.numpy() for states in samples.context_states], 1)):
         logits = heads.predict_logits(left_tokens[[i]], 0, heads.compute_context(states))[0]
         np.testing.assert_allclose(logits, module_logits[i], **tolerance)
 
@@ -63,7 +63,7 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_images_as_they_
     uncorrected, corrected, _ = (float(part.split()[-1]) for part in capsys.readouterr().out.splitlines()[0].split(","))
     assert corrected > uncorrected
     bundle = open_bundle(folder)
-    assert bundle.heads is not None
+    assert bundle.draft_heads is not None
     assert [*bundle.manifest.presets] == ["strict"]
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         for method in ("ar", "sjd:window=3", "sjd:window=15", "eagle:tree=chain-3", "eagle:tree=dynamic-8-3-2"):
@@ -78,12 +78,14 @@ def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_rejected(
 ) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
-    tables = TrainedHeads(read_heads_target(bundle), 0).export_tables()
-    first = write_heads(bundle, tables)
-    damaged = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
+    tables = TrainableDraftHeads(read_head_training_target(bundle), 0).export_tables()
+    first = write_draft_heads(bundle, tables)
+    damaged = write_draft_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
     assert [*damaged.folder.glob("heads*")] == [damaged.path("heads")]
     with pytest.raises(BundleError, match="NaN or infinity"):
-        _ = damaged.heads
-    mislabeled = replace(damaged, manifest=damaged.manifest.model_copy(update={"heads": HeadsSpec(rank=7, units=96)}))
+        _ = damaged.draft_heads
+    mislabeled = replace(
+        damaged, manifest=damaged.manifest.model_copy(update={"heads": DraftHeadsSpec(rank=7, units=96)})
+    )
     with pytest.raises(BundleError, match=r"float16 \[.*\]"):
-        _ = mislabeled.heads
+        _ = mislabeled.draft_heads

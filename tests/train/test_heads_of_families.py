@@ -17,7 +17,7 @@ from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.likelihood import compute_sequence_logits, compute_sequence_states
-from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime.statistics import EngineTimer
 
 torch = pytest.importorskip("torch")
 for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
@@ -30,7 +30,7 @@ from lantern_rt.export.families import glm_image  # noqa: E402
 from lantern_rt.export.writer import export_model  # noqa: E402
 from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
 from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
-from lantern_rt.train.drafter.target import read_heads_target  # noqa: E402
+from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
 FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
 WORDS = ("a red cube", "sand on a cube", "red sand")
@@ -60,7 +60,7 @@ def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export GLM-Image with first grids of about 16 codes, 4 x 4, 3 x 5 and 6 x 2."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
+        patch.setattr(glm_image, "list_image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
         patch.setattr(glm_image, "_FIRST_SIDE", 4)
         model = read_glm_image(Path(__file__).parent.parent / "data/glm-image", grid=2)
         return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
@@ -102,12 +102,12 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
     """Compare logits from stored states with the target's own passes, and stored states after unaccepted codes."""
     with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
         sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
-        layer = read_heads_target(pipeline.bundle).layer
+        layer = read_head_training_target(pipeline.bundle).output_layer
         for number, size in enumerate(pipeline.bundle.manifest.all_sizes):
             shard = Shard(shard_path(trained.data, number))
             source = shard.source
-            assert (source.rows, source.columns, source.cells) == (size.rows, size.columns, size.codes)
-            images = shard.read(slice(0, 3))
+            assert (source.rows, source.columns, source.num_cells) == (size.rows, size.columns, size.codes)
+            images = shard.read_images(slice(0, 3))
             request = read_prompts(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
             images_of_request = pipeline.check(**request, method="ar").images
             prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images_of_request))[:3]
@@ -115,16 +115,18 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
             layout = pipeline.bundle.manifest.layout(size)
             guidance = Guidance(sampling, layout)
             cells = range(size.codes)
-            rows = range(2 if sampling.guided else 1)
+            rows = range(2 if sampling.uses_guidance else 1)
             for i, (prompt, codes) in enumerate(zip(prompts, images.codes, strict=True)):
                 code_ids = codes.astype(np.int64)
                 logits = np.concatenate(
-                    [*compute_sequence_logits(model, layout, prompt.rows(len(rows)), code_ids[:-1], Clock())], 1
+                    [*compute_sequence_logits(model, layout, prompt.rows(len(rows)), code_ids[:-1], EngineTimer())], 1
                 )
-                states = np.stack([images.states[i, row, images.lengths[i, row] - 1 :][: len(codes)] for row in rows])
+                states = np.stack(
+                    [images.states[i, row, images.prefix_lengths[i, row] - 1 :][: len(codes)] for row in rows]
+                )
                 inputs = layer.inputs(torch.from_numpy(states.astype(np.float32))).numpy()
-                state_logits = layer.logits(torch.from_numpy(guidance.mix(inputs, cells))).numpy()
-                np.testing.assert_allclose(state_logits, guidance.mix(logits, cells), rtol=0, atol=0.1)
+                state_logits = layer.compute_logits(torch.from_numpy(guidance.mix_logits(inputs, cells))).numpy()
+                np.testing.assert_allclose(state_logits, guidance.mix_logits(logits, cells), rtol=0, atol=0.1)
                 cell = images.unaccepted_cells[i, 0]
                 unaccepted_code = images.unaccepted_codes[i, 0]
                 drafted = np.append(code_ids[: cell - 1], unaccepted_code)

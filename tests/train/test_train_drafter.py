@@ -23,13 +23,13 @@ pytest.importorskip("onnx")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from lantern_rt.export.models.eagle import EagleModule  # noqa: E402
-from lantern_rt.train.drafter.batches import make_training_batch, select_images  # noqa: E402
-from lantern_rt.train.drafter.data import write_shards  # noqa: E402
-from lantern_rt.train.drafter.fit import DrafterTraining, TrainingOptions, check_device, state_path  # noqa: E402
-from lantern_rt.train.drafter.folder import lantern_weights  # noqa: E402
+from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.train.drafter.batches import make_training_batch, select_shuffled_images  # noqa: E402
+from lantern_rt.train.drafter.data import generate_shards  # noqa: E402
+from lantern_rt.train.drafter.fit import DrafterTrainer, TrainingOptions, check_device, training_state_path  # noqa: E402
+from lantern_rt.train.drafter.folder import convert_to_lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
-from lantern_rt.train.drafter.target import TrainingTarget, read_target  # noqa: E402
+from lantern_rt.train.drafter.target import TrainingTarget, read_training_target  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bfloat16")
 DATA = Path(__file__).parent.parent / "data"
@@ -38,33 +38,33 @@ OPTIONS = TrainingOptions(6, batch=4, cfg_scale=4.0)
 
 @pytest.fixture(scope="module")
 def target(c2i_bundle: Path) -> TrainingTarget:
-    return read_target(open_bundle(c2i_bundle))
+    return read_training_target(open_bundle(c2i_bundle))
 
 
-def fit(shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS) -> DrafterTraining:
-    return DrafterTraining(shards, target, options, output)
+def fit(shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS) -> DrafterTrainer:
+    return DrafterTrainer(shards, target, options, output)
 
 
 def ignore_progress(*_: object) -> None:
     pass
 
 
-def same_weights(first: EagleModule, second: EagleModule) -> bool:
-    first_weights = lantern_weights(first)
-    second_weights = lantern_weights(second)
+def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
+    first_weights = convert_to_lantern_weights(first)
+    second_weights = convert_to_lantern_weights(second)
     return all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
 
 
 def test_a_trained_drafter_is_exported_and_generates_the_images_of_plain_decoding(
     c2i_bundle: Path, shards: Path, target: TrainingTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = fit(shards, target, tmp_path / "none").measure_figures()
+    before = fit(shards, target, tmp_path / "none").compute_validation_metrics()
     command = ["fit", str(c2i_bundle), "--data", str(shards), "--steps", "80", "--output", str(tmp_path / "drafter")]
     assert run_program(["train-drafter", *command]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'drafter'}\n"
     training = json.loads((tmp_path / "drafter" / "config.json").read_text())["training"]
     assert training["figures"]["overlap"] > before["overlap"] + 0.05
-    assert training["target_sha256"] == target.source.weights
+    assert training["target_sha256"] == target.shard_source.weights
     export = ["--target", str(DATA / "llamagen-c2i/c2i_tiny.pt"), "--vq", str(DATA / "llamagen-vq/vq_tiny.pt")]
     export += ["--config", str(DATA / "llamagen-c2i/config.json"), "--drafter", str(tmp_path / "drafter")]
     assert run_program(["export", *export, "--output", str(tmp_path / "bundle")]) == 0
@@ -85,7 +85,7 @@ def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
     whole = fit(shards, target, tmp_path / "whole")
     whole.run(ignore_progress, ignore_progress)
     with pytest.raises(KeyboardInterrupt):
-        fit(shards, target, tmp_path / "drafter").run(interrupt, ignore_progress, interval=0)
+        fit(shards, target, tmp_path / "drafter").run(interrupt, ignore_progress, report_seconds=0)
     assert [path.name for path in tmp_path.iterdir() if "drafter" in path.name] == ["drafter.training.pt"]
     continued = fit(shards, target, tmp_path / "drafter")
     assert continued.step == 4
@@ -107,15 +107,15 @@ def test_a_folder_is_replaced_only_by_training_with_the_same_options(
     assert longer.step == 6
     longer.run(ignore_progress, ignore_progress)
     error = error_of(CheckpointError, fit, shards, target, output, replace(OPTIONS, seed=1))
-    assert error.field == str(state_path(output))
-    state_path(output).write_bytes(state_path(output).read_bytes()[:1000])
+    assert error.field == str(training_state_path(output))
+    training_state_path(output).write_bytes(training_state_path(output).read_bytes()[:1000])
     with pytest.raises(CheckpointError):
         fit(shards, target, output)
-    state_path(output).unlink()
-    os.mkfifo(state_path(output))
+    training_state_path(output).unlink()
+    os.mkfifo(training_state_path(output))
     with pytest.raises(CheckpointError):
         fit(shards, target, output)
-    state_path(output).unlink()
+    training_state_path(output).unlink()
     with pytest.raises(OutputError):
         fit(shards, target, output)
 
@@ -146,21 +146,21 @@ def test_training_batches_have_the_prefixes_of_decoding(
     bundle = request.getfixturevalue(name)
     pipeline = Pipeline.from_bundle(bundle, threads=1)
     subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
-    list(write_shards(pipeline, subjects, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
-    target = read_target(pipeline.bundle)
-    data = ShardFolder(tmp_path / "data", [target.source], len(target.embeddings))
+    list(generate_shards(pipeline, subjects, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
+    target = read_training_target(pipeline.bundle)
+    data = ShardFolder(tmp_path / "data", [target.shard_source], len(target.embeddings))
     batch = make_training_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
-    for row, first_slot, tokens in zip(rows, batch.first_slots.tolist(), batch.tokens, strict=True):
+    for row, first_slot, tokens in zip(rows, batch.first_image_slots.tolist(), batch.tokens, strict=True):
         assert first_slot == len(row.embeds) - 1
         expected = np.zeros(first_slot) if row.tokens is None else row.tokens[1:]
         np.testing.assert_array_equal(tokens[:first_slot], expected)
     assert (batch.tokens[:, -4:] >= target.code_offset).any()
     for cfg_scale in (1.0, 4.0):
         options = TrainingOptions(1, batch=2, cfg_scale=cfg_scale)
-        figures = DrafterTraining(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(
+        figures = DrafterTrainer(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(
             ignore_progress, ignore_progress
         )
         assert 0 < figures["overlap"] <= 1
@@ -179,11 +179,11 @@ def test_a_family_without_a_drafter_layout_is_rejected_with_one_line(
 
 def test_every_epoch_has_every_image_once_in_an_order_that_depends_on_the_seed() -> None:
     training = [2, 3, 5, 7, 11]
-    numbers = select_images(training, 1, 0, 10)
+    numbers = select_shuffled_images(training, 1, 0, 10)
     assert sorted(numbers[:5]) == sorted(numbers[5:]) == training
     assert numbers[:5] != numbers[5:]
-    assert select_images(training, 1, 3, 4) == numbers[3:7]
-    assert select_images(training, 2, 0, 10) != numbers
+    assert select_shuffled_images(training, 1, 3, 4) == numbers[3:7]
+    assert select_shuffled_images(training, 2, 0, 10) != numbers
 
 
 @pytest.mark.parametrize("device", ["cuda", "quantum", "meta"])

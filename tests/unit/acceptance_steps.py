@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from toy_script import Script
 
 from lantern_rt.runtime import acceptance
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_relaxed
+from lantern_rt.runtime.acceptance import Acceptance, RelaxationSettings, verify_tree_relaxed
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
-EXACT = Relaxation(np.zeros((1 << 16, 0), np.int64), 0, lambda_=2.0)  # no code has neighbours
+EXACT = RelaxationSettings(np.zeros((1 << 16, 0), np.int64), 0, lambda_=2.0)  # no code has neighbours
 MANY = 1 << 30  # more tokens than any step can commit
 TOLERANCE = 1e-9  # products of conditional probabilities are exact to about 1e-12, relative
 
 
-def enumerate_outcomes(tree: DraftTree, target: Any, rule: Relaxation) -> Iterator[tuple[float, Acceptance]]:
-    """Yield every outcome of `walk_relaxed` with its probability.
+def enumerate_outcomes(tree: DraftTree, target: Any, rule: RelaxationSettings) -> Iterator[tuple[float, Acceptance]]:
+    """Yield every outcome of `verify_tree_relaxed` with its probability.
 
     The bonus token is not sampled: its distribution is the outcome's `remainder`.
     """
@@ -33,8 +33,8 @@ def enumerate_outcomes(tree: DraftTree, target: Any, rule: Relaxation) -> Iterat
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(acceptance, "sample_code", lambda distribution, stream: 0)
-            streams = dict.fromkeys(range(tree.nodes), stream)
-            accepted = walk_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
+            streams = dict.fromkeys(range(tree.num_nodes), stream)
+            accepted = verify_tree_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
         total += script.weight
         yield script.weight, accepted
     assert total == pytest.approx(1)
@@ -53,7 +53,7 @@ def enumerate_draws(q: Probabilities, count: int) -> Iterator[tuple[float, tuple
 
 
 def step_output(
-    p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: Relaxation
+    p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: RelaxationSettings
 ) -> tuple[Probabilities, float]:
     """Return the distribution of the first token that an acceptance step commits, and its realised TVD.
 
@@ -92,10 +92,10 @@ def distributions(draw: st.DrawFn, size: int) -> Probabilities:
 
 
 @st.composite
-def relaxations(draw: st.DrawFn, size: int) -> Relaxation:
+def relaxations(draw: st.DrawFn, size: int) -> RelaxationSettings:
     """Generate rules of relaxed acceptance for `size` codes."""
     neighbors = [draw(st.permutations([c for c in range(size) if c != code])) for code in range(size)]
     count = draw(st.integers(1, size - 1))
     if draw(st.booleans()):
-        return Relaxation(np.array(neighbors), count, delta=draw(st.floats(0.01, 0.99)))
-    return Relaxation(np.array(neighbors), count, lambda_=draw(st.floats(1.01, 8.0)))
+        return RelaxationSettings(np.array(neighbors), count, delta=draw(st.floats(0.01, 0.99)))
+    return RelaxationSettings(np.array(neighbors), count, lambda_=draw(st.floats(1.01, 8.0)))

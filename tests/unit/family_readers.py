@@ -1,4 +1,4 @@
-"""Readers of model families by name, with paths of checkpoints; and a reader of LlamaGen's transformer alone."""
+"""Readers of model families by name, with paths of checkpoints, and a reader of LlamaGen's transformer alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lantern_rt.export.checkpoints.files import raises_checkpoint_error
+from lantern_rt.export.checkpoints.files import convert_to_checkpoint_error
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.checkpoints.lora import Adapter
+from lantern_rt.export.checkpoints.lora import LoraAdapter
 from lantern_rt.export.families import common_llamagen
-from lantern_rt.export.families.common_llamagen import LlamaGen
-from lantern_rt.export.model import Model
+from lantern_rt.export.families.common_llamagen import LlamaGenTransformer
+from lantern_rt.export.model import BundleContents
 from lantern_rt.export.progress import ignore_progress
-from lantern_rt.export.registry import read_family
+from lantern_rt.export.registry import read_family_checkpoints
 
 
-def _read(family: str, target: Path, vq: Path | None = None, progress: Any = ignore_progress, **options: Any) -> Model:
-    return read_family(family, {"target": target, "vq": vq, **options}, progress)
+def _read(
+    family: str, target: Path, vq: Path | None = None, progress: Any = ignore_progress, **options: Any
+) -> BundleContents:
+    return read_family_checkpoints(family, {"target": target, "vq": vq, **options}, progress)
 
 
 read_llamagen = partial(_read, "llamagen")
@@ -34,9 +36,9 @@ read_emu35 = partial(_read, "emu35")
 read_simplear = partial(_read, "simplear")
 
 
-@raises_checkpoint_error
-def read_transformer(
-    path: Path, lora: Sequence[Adapter] = (), progress: Any = ignore_progress, **options: Any
-) -> LlamaGen:
+@convert_to_checkpoint_error
+def read_llamagen_transformer(
+    path: Path, lora: Sequence[LoraAdapter] = (), progress: Any = ignore_progress, **options: Any
+) -> LlamaGenTransformer:
     checkpoint = Checkpoint(path, progress=progress, adapters=lora)
-    return common_llamagen.read_transformer(checkpoint, **options)
+    return common_llamagen.read_llamagen_transformer(checkpoint, **options)

@@ -92,7 +92,7 @@ def service(bundle: str) -> Iterator[int]:
     expected_codes = {key: pipe("red sphere", num_images=2, seed=key[1], method=key[0]).codes for key in request_keys}
     news: queue.Queue[tuple[int, Any]] = queue.Queue()
     requests: dict[int, tuple[Any, tuple[str, int], int]] = {}  # handle, method and seed, steps before it is cancelled
-    with Service(pipe, together=6, waiting=60) as running_service:
+    with Service(pipe, max_images_per_pass=6, max_queued_images=60) as running_service:
         while True:
             while len(requests) < 8:
                 key = rng.choice(request_keys)

@@ -15,4 +15,4 @@ from lantern_rt.runtime.raster import RasterLayout
 def guide(logits: NDArray[Any], sampling: Sampling) -> NDArray[np.float32]:
     """Mix logits `[1 or 2, codes, vocabulary]` of an image of `codes` tokens; the conditional row is first."""
     count = logits.shape[1]
-    return Guidance(sampling, RasterLayout(count)).mix(logits, range(count))
+    return Guidance(sampling, RasterLayout(count)).mix_logits(logits, range(count))

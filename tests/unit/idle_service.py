@@ -12,6 +12,6 @@ def wait_until_idle(service: Service) -> None:
     """Wait until a service has no images, requests or running steps."""
     fields: dict[str, Any] = vars(service)
     deadline = time.monotonic() + 30
-    while (remaining := (service.images, fields["_requests"], service.running)) != (0, {}, 0):
+    while (remaining := (service.num_images, fields["_requests"], service.num_running_images)) != (0, {}, 0):
         assert time.monotonic() < deadline, remaining
         time.sleep(0.005)

@@ -8,7 +8,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.engine_folder import (
     ENGINE_FILE,
     FORMAT_VERSION,
-    BuiltGraph,
+    BuiltEngine,
     EngineFolder,
     EngineManifest,
     file_blake2b,
@@ -28,7 +28,7 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
     for role in ("target", "drafter", "vq_decoder"):
         path = folder / f"{role}.plan"
         path.write_bytes(f"plan of {role}".encode())
-        graphs[role] = BuiltGraph(
+        graphs[role] = BuiltEngine(
             path=path.name,
             blake2b=file_blake2b(path),
             bytes=path.stat().st_size,

@@ -27,7 +27,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_exact, walk_greedy, walk_relaxed
+from lantern_rt.runtime.acceptance import (
+    Acceptance,
+    RelaxationSettings,
+    verify_tree_exact,
+    verify_tree_greedy,
+    verify_tree_relaxed,
+)
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
@@ -98,7 +104,7 @@ def test_exact_acceptance_along_a_whole_tree_has_the_joint_distribution(data: st
 
 @given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE))
 def test_a_fixed_candidate_moves_the_output_by_the_probability_of_its_neighbours(
-    p: Probabilities, x: int, rule: Relaxation
+    p: Probabilities, x: int, rule: RelaxationSettings
 ) -> None:
     output, realised = step_output(p, [(1.0, (x,))], None, rule)
     borrowed = float(p[rule.find_aggregation_set(p, x)].sum())
@@ -110,7 +116,7 @@ def test_a_fixed_candidate_moves_the_output_by_the_probability_of_its_neighbours
 
 @given(distributions(SIZE), distributions(SIZE), relaxations(SIZE))
 def test_a_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptance(
-    p: Probabilities, q: Probabilities, rule: Relaxation
+    p: Probabilities, q: Probabilities, rule: RelaxationSettings
 ) -> None:
     output, realised = step_output(p, list(enumerate_draws(q, 1)), q, rule)
     gain = 0.0
@@ -132,7 +138,7 @@ def test_exact_acceptance_follows_the_targets_choices_as_long_as_they_were_draft
         visited_nodes.append(node)
         return {0: 6, 2: 7, 3: 9}[node]
 
-    assert walk_exact(tree, choice, MANY) == Acceptance([0, 2, 3], 9)
+    assert verify_tree_exact(tree, choice, MANY) == Acceptance([0, 2, 3], 9)
     assert visited_nodes == [0, 2, 3], "the target chose at a node that was not accepted"
 
 
@@ -142,7 +148,7 @@ def test_a_candidate_with_zero_draft_probability_is_rejected_but_uses_a_random_n
     uniforms = iter([0.0, 0.5])
     stream: Any = SimpleNamespace(random=lambda: next(uniforms))
     tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
-    accepted = walk_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
+    accepted = verify_tree_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
     assert (accepted.path, accepted.bonus_token, [*uniforms]) == ([0, 2], 0, [])
 
 
@@ -151,16 +157,16 @@ def test_drafts_past_the_end_of_the_image_are_neither_accepted_nor_counted(remai
     """Draft a chain of three tokens that relaxation accepts as far as the image has tokens left."""
     chain = make_tree([0, 1, 1, 1], [-1, 0, 1, 2])
     p = np.array([0.4, 0.3, 0.3])
-    rule = Relaxation(np.array([[2], [2], [0]]), 1, delta=0.35)
+    rule = RelaxationSettings(np.array([[2], [2], [0]]), 1, delta=0.35)
     path = [0, 1, 2, 3][: remaining + 1]
     stream: Any = SimpleNamespace(random=lambda: 0.5)
-    by_rejection = walk_relaxed(chain, lambda node: p, lambda node: 0, rule, lambda node: stream, remaining)
-    greedy = walk_greedy(chain, lambda node: p, rule, remaining)
+    by_rejection = verify_tree_relaxed(chain, lambda node: p, lambda node: 0, rule, lambda node: stream, remaining)
+    greedy = verify_tree_greedy(chain, lambda node: p, rule, remaining)
     assert by_rejection.realised_tvd == pytest.approx(0.3 * (len(path) - 1))
     assert greedy.realised_tvd == len(path) - 1
     for accepted in (by_rejection, greedy):
         assert (accepted.path, accepted.bonus_token, accepted.relaxed_nodes) == (path, bonus, path[1:])
-    assert walk_exact(chain, lambda node: 1 if node < 3 else 0, remaining) == Acceptance(path, bonus)
+    assert verify_tree_exact(chain, lambda node: 1 if node < 3 else 0, remaining) == Acceptance(path, bonus)
 
 
 # ---------------------------------------------------------------- greedy
@@ -173,7 +179,7 @@ def make_tree(tokens: list[int], parents: list[int], leaf_order: list[int] | Non
 def test_greedy_acceptance_follows_the_arg_max_and_adds_the_next_arg_max_as_bonus() -> None:
     tree = make_tree([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     distributions_by_node = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
-    accepted = walk_greedy(tree, lambda node: np.array(distributions_by_node[node]), EXACT, MANY)
+    accepted = verify_tree_greedy(tree, lambda node: np.array(distributions_by_node[node]), EXACT, MANY)
     assert (accepted.path, accepted.bonus_token, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
@@ -181,8 +187,8 @@ def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_
     tree = make_tree([0, 1], [-1, 0])
     p = np.array([0.4, 0.25, 0.05, 0.3])
     neighbors = np.array([[1, 2, 3], [3, 2, 0], [3, 1, 0], [1, 2, 0]])
-    wider = walk_greedy(tree, lambda node: p, Relaxation(neighbors, 2, delta=0.3), MANY)
-    narrower = walk_greedy(tree, lambda node: p, Relaxation(neighbors, 2, delta=0.29), MANY)
+    wider = verify_tree_greedy(tree, lambda node: p, RelaxationSettings(neighbors, 2, delta=0.3), MANY)
+    narrower = verify_tree_greedy(tree, lambda node: p, RelaxationSettings(neighbors, 2, delta=0.29), MANY)
     assert (wider.path, wider.realised_tvd) == ([0, 1], 1.0)
     assert narrower.path == [0]
     assert narrower.bonus_token == wider.bonus_token == 0, "the bonus token is never relaxed"
@@ -190,23 +196,25 @@ def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_
 
 def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() -> None:
     neighbors = np.array([[1, 2], [0, 2], [0, 1]])
-    rule = Relaxation(neighbors, 2, delta=0.9)
+    rule = RelaxationSettings(neighbors, 2, delta=0.9)
     p = np.array([0.34, 0.33, 0.33])
     equal_paths = make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2])
-    assert walk_greedy(equal_paths, lambda node: p, rule, MANY).path == [0, 1, 3]
-    assert walk_greedy(make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY).path == [
+    assert verify_tree_greedy(equal_paths, lambda node: p, rule, MANY).path == [0, 1, 3]
+    assert verify_tree_greedy(
+        make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY
+    ).path == [
         0,
         2,
         4,
     ]
     longer = make_tree([0, 0, 1, 1], [-1, 0, 0, 2])
-    assert walk_greedy(longer, lambda node: p, rule, MANY).path == [0, 2, 3]
+    assert verify_tree_greedy(longer, lambda node: p, rule, MANY).path == [0, 2, 3]
 
 
 @given(distributions(SIZE), st.permutations(range(SIZE)), st.integers(0, SIZE))
 def test_exact_greedy_acceptance_always_commits_the_arg_max(p: Probabilities, codes: list[int], count: int) -> None:
     tree = make_tree([0, *codes[:count]], [-1] + [0] * count)
-    accepted = walk_greedy(tree, lambda node: p, EXACT, MANY)
+    accepted = verify_tree_greedy(tree, lambda node: p, EXACT, MANY)
     assert [*tree.tokens[accepted.path[1:]], accepted.bonus_token][0] == p.argmax()
 
 
@@ -215,7 +223,7 @@ def test_exact_greedy_acceptance_always_commits_the_arg_max(p: Probabilities, co
 SMALL_SIZE = 4
 
 
-def bound(rule: Relaxation, candidates: int = 1, tokens: int = 1, sampled: bool = False) -> float:
+def bound(rule: RelaxationSettings, candidates: int = 1, tokens: int = 1, sampled: bool = False) -> float:
     """Return the upper bound of a step's distance (TVD) from the target's distribution; 1 means no bound.
 
     Args:
@@ -231,7 +239,7 @@ def bound(rule: Relaxation, candidates: int = 1, tokens: int = 1, sampled: bool 
 
 @given(distributions(SMALL_SIZE), distributions(SMALL_SIZE), relaxations(SMALL_SIZE), st.booleans())
 def test_one_candidate_moves_the_output_by_no_more_than_its_bound(
-    p: Probabilities, q: Probabilities, rule: Relaxation, sampled: bool
+    p: Probabilities, q: Probabilities, rule: RelaxationSettings, sampled: bool
 ) -> None:
     drafts = list(enumerate_draws(q, 1)) if sampled else [(1.0, (int(q.argmax()),))]
     output, realised = step_output(p, drafts, q if sampled else None, rule)
@@ -242,7 +250,7 @@ def test_one_candidate_moves_the_output_by_no_more_than_its_bound(
 @given(distributions(SMALL_SIZE), distributions(SMALL_SIZE), relaxations(SMALL_SIZE), st.integers(1, 4), st.booleans())
 @settings(max_examples=120)
 def test_several_candidates_move_the_output_by_no_more_than_their_bound(
-    p: Probabilities, q: Probabilities, rule: Relaxation, siblings: int, sampled: bool
+    p: Probabilities, q: Probabilities, rule: RelaxationSettings, siblings: int, sampled: bool
 ) -> None:
     fixed = tuple(np.argsort(-q, kind="stable")[:siblings].tolist())
     drafts = list(enumerate_draws(q, siblings)) if sampled else [(1.0, fixed)]
@@ -251,7 +259,9 @@ def test_several_candidates_move_the_output_by_no_more_than_their_bound(
     assert realised <= bound(rule, siblings, sampled=sampled) + TOLERANCE
 
 
-def joint(tree: DraftTree, p: dict[int, Probabilities], rule: Relaxation | None) -> tuple[NDArray[np.float64], float]:
+def joint(
+    tree: DraftTree, p: dict[int, Probabilities], rule: RelaxationSettings | None
+) -> tuple[NDArray[np.float64], float]:
     """Return the joint distribution of the first two tokens that a step over a tree commits, and its realised TVD.
 
     Args:
@@ -295,7 +305,7 @@ def test_two_relaxed_tokens_move_the_output_by_no_more_than_their_bound(data: st
 def test_two_sampled_tokens_move_the_output_by_no_more_than_their_bound(data: st.DataObject) -> None:
     size = 3
     neighbors = np.array([[1, 2], [2, 0], [0, 1]])
-    rule = Relaxation(neighbors, 2, lambda_=data.draw(st.floats(1.01, 6.0)))
+    rule = RelaxationSettings(neighbors, 2, lambda_=data.draw(st.floats(1.01, 6.0)))
     p = {code: data.draw(distributions(size)) for code in range(-1, size)}
     q = {code: data.draw(distributions(size)) for code in range(-1, size)}
     output = np.zeros((size, size))
@@ -313,7 +323,7 @@ def test_two_siblings_move_the_output_further_than_delta() -> None:
     """Give two candidates no probability: each borrows a quarter of the remaining probability of a neighbour."""
     p = np.array([0.0, 0.0, 0.25, 0.1875, 0.5625])
     neighbors = np.array([[2], [3], [0], [1], [0]])
-    rule = Relaxation(neighbors, 1, delta=0.25)
+    rule = RelaxationSettings(neighbors, 1, delta=0.25)
     one_sibling, _ = step_output(p, [(1.0, (0,))], None, rule)
     two_siblings, realised = step_output(p, [(1.0, (0, 1))], None, rule)
     assert tvd(one_sibling, p) == pytest.approx(0.25)
@@ -324,7 +334,7 @@ def test_two_siblings_move_the_output_further_than_delta() -> None:
 def test_two_sampled_candidates_move_the_output_further_than_two_fixed_candidates_can() -> None:
     p = np.array([0.0, 0.0, 0.25, 0.25, 0.25, 0.25])
     q = np.array([0.5, 0.5, 0, 0, 0, 0])
-    rule = Relaxation(np.array([[2], [3], [0], [1], [0], [1]]), 1, delta=0.25)
+    rule = RelaxationSettings(np.array([[2], [3], [0], [1], [0], [1]]), 1, delta=0.25)
     output, _ = step_output(p, list(enumerate_draws(q, 1)), q, rule)
     assert tvd(output, p) == pytest.approx(0.5)
     assert bound(rule, sampled=True) == 1.0
@@ -334,5 +344,7 @@ def test_the_published_residual_has_no_bound() -> None:
     """Take nearly all probability of a token that is no neighbour of the candidate, with delta 0.05."""
     p = np.array([0.01, 0.04, 0.9, 0.05])
     neighbors = np.array([[1, 2], [0, 2], [0, 1], [0, 1]])
-    output, _ = step_output(p, [(1.0, (0,))], None, Relaxation(neighbors, 1, delta=0.05, residual="neighborhood"))
+    output, _ = step_output(
+        p, [(1.0, (0,))], None, RelaxationSettings(neighbors, 1, delta=0.05, residual="neighborhood")
+    )
     assert tvd(output, p) > 0.85

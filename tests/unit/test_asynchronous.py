@@ -36,7 +36,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def test_tasks_get_the_images_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
     async def main() -> None:
-        async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, together=3) as pipeline:
+        async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, max_images_per_pass=3) as pipeline:
             requests = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
             results = await asyncio.gather(*(pipeline.generate(**request) for request in requests))
             for result, request in zip(results, requests, strict=True):
@@ -57,7 +57,7 @@ def test_tasks_get_the_images_of_the_pipeline(pipe: Pipeline, tmp_path: Path) ->
 def test_closing_waits_for_images_but_not_for_streams_that_are_not_read(pipe: Pipeline) -> None:
     async def main() -> None:
         for drain in (True, False):
-            pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2)
+            pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=2)
             await pipeline.generate("red cube", method="ar")
             steps = pipeline.stream("green cube", seed=3, method="ar")
             first = await anext(steps)
@@ -77,7 +77,9 @@ def test_closing_waits_for_images_but_not_for_streams_that_are_not_read(pipe: Pi
 
 def test_a_new_request_is_possible_at_once_after_a_timeout(pipe: Pipeline) -> None:
     async def main() -> None:
-        async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=1, waiting=0) as pipeline:
+        async with AsyncPipeline(
+            Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=1, max_queued_images=0
+        ) as pipeline:
             for patience in (0.0005, 0.001, 0.002, 0.004, 0.008):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(pipeline.generate("red cube", num_images=1, method="ar"), patience)
@@ -133,7 +135,7 @@ def test_closing_that_is_cancelled_still_ends_the_service(pipe: Pipeline, monkey
         await asyncio.gather(closing, return_exceptions=True)
         proceed.set()
         await asyncio.gather(generating, return_exceptions=True)
-        while pipeline.service.open:
+        while pipeline.service.is_open:
             await asyncio.sleep(0.01)
 
     run(main())
@@ -188,7 +190,7 @@ def test_texts_do_not_wait_for_edits_and_callers_of_edits_alternate(
     proceed = threading.Event()
 
     async def main() -> None:
-        async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2) as pipeline:
+        async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=2) as pipeline:
 
             async def edit(caller: str) -> None:
                 with pytest.raises(RequestError) as caught:
@@ -268,7 +270,7 @@ def test_no_image_of_a_rejected_edit_remains_in_memory(pipe: Pipeline) -> None:
 
 def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
     async def main() -> None:
-        pipeline = AsyncPipeline(pipe, together=3)
+        pipeline = AsyncPipeline(pipe, max_images_per_pass=3)
         rng = random.Random(0)
         expected = pipe("red cube", seed=1).codes[0]
 

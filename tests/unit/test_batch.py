@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, plan_of
 
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd, TreeMethod
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    Lantern,
+    LanternPlusPlus,
+    MethodConfig,
+    Sampling,
+    SpeculativeJacobi,
+    TreeMethod,
+)
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, select_next_sequences
 from lantern_rt.runtime.drafting import SequenceStep
@@ -23,14 +32,14 @@ VOCABULARY = 5
 CODES = 9
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 METHODS: list[MethodConfig] = [
-    Ar(),
+    Autoregressive(),
     Eagle(tree="chain-2"),
     Eagle(tree="dynamic-8-3-3"),
     Eagle(tree="tree-3-210-100"),
-    Sjd(window=4),
+    SpeculativeJacobi(window=4),
     Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
     LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
-    Sjd(window=3, neighbors=3, lambda_=1.5),
+    SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
 ]
 SAMPLINGS = [
     Sampling(),
@@ -135,7 +144,7 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch(visits: list[Visit], 
         for number, visit in enumerate(visits):
             if visit.arrives == step:
                 sequences[number] = submit(queue, number, visit)
-            if visit.leaves == step and number in sequences and sequences[number].remaining:
+            if visit.leaves == step and number in sequences and sequences[number].num_remaining_codes:
                 queue.cancel([sequences[number]])
                 cancelled.add(number)
         for part in queue.step():
@@ -154,26 +163,26 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch(visits: list[Visit], 
 def test_images_wait_for_free_rows_in_the_order_of_arrival() -> None:
     queue = Queue(make_batch_model(), rows=4)
     sampling = SAMPLINGS[1]
-    sequences = [submit(queue, i, Visit(i, sampling, Ar(), 0, 0)) for i in range(5)]
+    sequences = [submit(queue, i, Visit(i, sampling, Autoregressive(), 0, 0)) for i in range(5)]
     finished: list[int] = []
     while queue.busy:
         for part in queue.step():
-            if not sequences[part.sequence].remaining:
+            if not sequences[part.sequence].num_remaining_codes:
                 finished.append(part.sequence)
         assert len(queue.batch.active_sequences) <= 2
     assert finished == [0, 1, 2, 3, 4]
-    unguided, _ = (submit(queue, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(2))
+    unguided, _ = (submit(queue, i, Visit(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(2))
     queue.step()
     assert len(queue.batch.active_sequences) == 2
-    assert unguided.remaining == CODES - 1
+    assert unguided.num_remaining_codes == CODES - 1
 
 
 def test_an_image_joins_without_waiting_for_others_to_end() -> None:
     queue = Queue(make_batch_model())
-    first = submit(queue, 0, Visit(0, SAMPLINGS[0], Ar(), 0, 0))
+    first = submit(queue, 0, Visit(0, SAMPLINGS[0], Autoregressive(), 0, 0))
     for _ in range(4):
         queue.step()
-    second = submit(queue, 1, Visit(1, SAMPLINGS[1], Ar(), 0, 0))
+    second = submit(queue, 1, Visit(1, SAMPLINGS[1], Autoregressive(), 0, 0))
     assert [part.sequence for part in queue.step()] == [1]
     assert [part.sequence for part in queue.step()] == [0, 1]
     assert (len(first.codes), len(second.codes)) == (5, 2)
@@ -196,17 +205,17 @@ def test_a_cancelled_image_leaves_at_once_and_nothing_of_it_remains() -> None:
     assert (engine.target.passes[-1][0], engine.drafter.passes[-1][0]) == (2, 2)
     while queue.busy:
         queue.step()
-    assert sequences[1].codes[:CODES] == codes_alone(visits[1], Ar())
+    assert sequences[1].codes[:CODES] == codes_alone(visits[1], Autoregressive())
     batch_fields: dict[str, Any] = vars(queue.batch)
-    assert not batch_fields["_drafters"].with_sequences
+    assert not batch_fields["_drafters"].drafters_with_sequences
     assert batch_fields["_cache"] is None
 
 
 def test_a_full_batch_is_refilled_together_unless_too_many_places_are_idle() -> None:
     queue = Queue(make_batch_model(), images=4)
-    first_images = [submit(queue, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(4)]
+    first_images = [submit(queue, i, Visit(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4)]
     queue.step()
-    next_images = [submit(queue, i, Visit(i, SAMPLINGS[0], Ar(), 0, 0)) for i in range(4, 9)]
+    next_images = [submit(queue, i, Visit(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4, 9)]
     queue.cancel(first_images[:1])
     assert not queue.joining
     queue.cancel(first_images[1:2])
@@ -261,7 +270,7 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
     affects_method = part == "target" or isinstance(method, TreeMethod)
     failed_sequences: list[ImageSequence] = []
     while queue.busy:
-        is_damaged_step = step == damaged_step and sequences[1].remaining > 0
+        is_damaged_step = step == damaged_step and sequences[1].num_remaining_codes > 0
         queue.step()
         assert queue.batch.failed_sequences == ([sequences[1]] if is_damaged_step and affects_method else [])
         failed_sequences += queue.batch.failed_sequences
@@ -270,5 +279,5 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
     for i, sequence in enumerate(sequences):
         if sequence not in failed_sequences:
             assert sequence.codes == codes_alone(Visit(i, sampling, method, 0, 0), method)
-    assert not batch_fields["_drafters"].with_sequences
+    assert not batch_fields["_drafters"].drafters_with_sequences
     assert batch_fields["_cache"] is None

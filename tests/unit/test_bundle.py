@@ -20,7 +20,7 @@ from tiny_bundle import CODES, WIDTH, K
 
 from lantern_rt.bundle import files as bundle_module
 from lantern_rt.bundle.files import GRAPHS, open_bundle
-from lantern_rt.bundle.onnx_scan import external_locations
+from lantern_rt.bundle.onnx_scan import list_external_files
 from lantern_rt.errors import BundleError
 
 SQUARE = {"name": "24x24", "rows": 6, "columns": 6, "tokens": [7]}
@@ -56,7 +56,7 @@ def test_a_valid_bundle_opens_with_its_tables(folder: Path) -> None:
     assert embeddings.dtype == np.float32
     assert not embeddings.flags.writeable
     assert bundle.code_embeddings is embeddings
-    assert bundle.neighbors.shape == (CODES, K)
+    assert bundle.neighbor_table.shape == (CODES, K)
 
 
 def test_an_embedded_bundle_opens_by_name_before_a_folder_of_that_name(
@@ -304,7 +304,7 @@ def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:
     model = onnx.helper.make_model(onnx.helper.make_graph([outer], "g", [], [], [weight]))
     path = tmp_path / "m.onnx"
     path.write_bytes(model.SerializeToString())
-    assert external_locations(path) == {"a/w.bin", "c.bin"}
+    assert list_external_files(path) == {"a/w.bin", "c.bin"}
 
 
 def test_precompiled_nodes_and_prepacked_weights_are_rejected(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_precompiled_nodes_and_prepacked_weights_are_rejected(tmp_path: Path) ->
         graph = onnx.helper.make_graph(nodes, "g", [], [], weights)
         path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
         with pytest.raises(ValueError, match="not checked"):
-            external_locations(path)
+            list_external_files(path)
 
 
 def table_error(folder: Path, read: str) -> str:
@@ -371,20 +371,20 @@ def test_a_wrong_neighbor_table_is_rejected(folder: Path) -> None:
     ]
     for table, expected in tables:
         np.savez_compressed(folder / "neighbors.npz", indices=table, allow_pickle=True)
-        assert expected in table_error(folder, "neighbors")
+        assert expected in table_error(folder, "neighbor_table")
     np.savez(folder / "neighbors.npz", indices=np.asfortranarray(indices))
     rewrite(folder)
-    np.testing.assert_array_equal(open_bundle(folder).neighbors, indices)
+    np.testing.assert_array_equal(open_bundle(folder).neighbor_table, indices)
 
 
 def test_a_neighbor_file_that_is_not_an_archive_or_unpacks_to_gigabytes_is_rejected(folder: Path) -> None:
     path = folder / "neighbors.npz"
     path.write_bytes(pickle.dumps({"indices": 1}))
-    assert "expected a NumPy archive" in table_error(folder, "neighbors")
+    assert "expected a NumPy archive" in table_error(folder, "neighbor_table")
     for data, expected in ((b"junk", "expected a NumPy archive"), (bytes(10_000_000), "10,000,000 bytes unpacked")):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("indices.npy", data)
-        assert expected in table_error(folder, "neighbors")
+        assert expected in table_error(folder, "neighbor_table")
 
 
 def test_reading_neighbors_of_a_bundle_without_them_is_an_error(folder: Path) -> None:
@@ -393,6 +393,6 @@ def test_reading_neighbors_of_a_bundle_without_them_is_an_error(folder: Path) ->
     del manifest["files"]["neighbors"]
     write_manifest(folder, manifest)
     with pytest.raises(BundleError, match="has no neighbour table"):
-        _ = open_bundle(folder).neighbors
+        _ = open_bundle(folder).neighbor_table
     with pytest.raises(BundleError, match="no file `neighbors`, expected one of code_embeddings, condition"):
         open_bundle(folder).path("neighbors")

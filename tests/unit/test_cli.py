@@ -19,7 +19,7 @@ import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
 from lantern_rt.inputs import install_command
-from lantern_rt.output.names import make_slug, plan_outputs
+from lantern_rt.output.names import choose_output_paths, make_slug
 from lantern_rt.text.words import ANY_WORDS
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
@@ -114,7 +114,7 @@ def test_a_trace_is_written_to_a_file_and_an_image_beside_it(program: Any, words
 
 def test_files_of_the_same_name_in_a_request_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "red-2.png").touch()
-    outputs = plan_outputs(str(tmp_path), ["red", "red", "blue"], False)
+    outputs = choose_output_paths(str(tmp_path), ["red", "red", "blue"], False)
     assert outputs == [(tmp_path / name, False) for name in ("red.png", "red-3.png", "blue.png")]
     assert make_slug("A red cube, " * 9) == "a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red-cube-a-red"
     assert (make_slug("w" * 99), make_slug("\N{SNOWMAN}")) == ("w" * 60, "image")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumns, padded_node_count
+from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumnMap, padded_node_count
 from lantern_rt.runtime.engine import Bools, PassInput
 
 MAX_NODES = 20  # of a pass
@@ -24,8 +24,8 @@ class CacheModel:
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
-        self.cache = CacheColumns(np.zeros(rows, np.int64), capacity)
-        self.numbers = np.full((rows, self.cache.columns), -1)
+        self.cache = CacheColumnMap(np.zeros(rows, np.int64), capacity)
+        self.numbers = np.full((rows, self.cache.num_columns), -1)
         self.entries: list[list[int]] = [[] for _ in range(rows)]
         self.next_number = 0
 
@@ -42,13 +42,15 @@ class CacheModel:
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
         mask[:, :, : on_past.shape[2]] = on_past
         mask[:, :, past_length:] = among
-        feeds = cache.encode_pass(PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes))
+        feeds = cache.encode_pass_inputs(
+            PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes)
+        )
         new = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
         self.next_number += rows * nodes
-        assert (np.sort(cache.column_of) == np.arange(cache.columns)).all(), (
+        assert (np.sort(cache.column_of) == np.arange(cache.num_columns)).all(), (
             "each row of `column_of` is a permutation of the columns"
         )
-        spare = cache.columns - 1
+        spare = cache.num_columns - 1
         write = feeds["write"][:, :, 0]
         assert write.shape == (rows, padded_node_count(nodes), 3)
         assert not write[..., 2].any()
@@ -61,7 +63,7 @@ class CacheModel:
             assert len({*write[row, :nodes, 1].tolist()}) == nodes
         for node in range(nodes):
             self.numbers[np.arange(rows), write[:, node, 1]] = new[:, node]
-        attended = unpack_mask(feeds, cache.columns)
+        attended = unpack_mask(feeds, cache.num_columns)
         assert not attended[:, :, spare].any()
         assert not attended[:, nodes:, 1:].any()  # padding nodes attend to the first column only
         for row in range(rows):
@@ -112,7 +114,7 @@ def test_the_graph_reads_the_attention_mask_of_the_pass_after_any_history(data: 
             other.next_number = model.next_number
             run_random_pass(other, rng)
             cache.append_rows(other.cache)
-            padding = [((0, 0), (0, cache.columns - item.numbers.shape[1])) for item in (model, other)]
+            padding = [((0, 0), (0, cache.num_columns - item.numbers.shape[1])) for item in (model, other)]
             model.numbers = np.concatenate([np.pad(model.numbers, padding[0]), np.pad(other.numbers, padding[1])])
             model.next_number = other.next_number
             model.entries += other.entries
@@ -154,12 +156,12 @@ def test_columns_of_rejected_nodes_are_written_again() -> None:
 
 
 def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
-    cache = CacheColumns(np.array([120, 0]), 127)
+    cache = CacheColumnMap(np.array([120, 0]), 127)
     cache.column_of[0, :120] = np.arange(120)
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
     mask[:, :, 128:] = np.eye(16, dtype=bool)
-    feeds = cache.encode_pass(PassInput(np.zeros((2, 16), np.int64), mask), 16)
+    feeds = cache.encode_pass_inputs(PassInput(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 0, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 0, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a padding node cannot be accepted"):

@@ -16,11 +16,19 @@ from numpy.typing import NDArray
 from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    Lantern,
+    LanternPlusPlus,
+    MethodConfig,
+    Sampling,
+    SpeculativeJacobi,
+)
 from lantern_rt.runtime import eagle as drafting
 from lantern_rt.runtime import passes
-from lantern_rt.runtime.decode import Step
-from lantern_rt.runtime.drafting import Commit
+from lantern_rt.runtime.decode import DecodeStep
+from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
@@ -31,15 +39,15 @@ CODES = 9
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 BUSHY = "tree-3-210-100"
 METHODS = {
-    "ar": Ar(),
+    "ar": Autoregressive(),
     "eagle, static": Eagle(tree=BUSHY),
     "eagle, chain": Eagle(tree="chain-2"),
     "eagle, dynamic": Eagle(tree="dynamic-8-3-3"),
     "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
     "lantern++": LanternPlusPlus(tree=BUSHY, neighbors=3),
     "lantern++, published": LanternPlusPlus(tree=BUSHY, neighbors=3, residual="neighborhood"),
-    "sjd": Sjd(window=4),
-    "sjd, relaxed": Sjd(window=3, neighbors=3, lambda_=1.5),
+    "sjd": SpeculativeJacobi(window=4),
+    "sjd, relaxed": SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
 }
 SAMPLINGS = {
     "sampling": Sampling(),
@@ -63,7 +71,7 @@ def make_prompts(identities: Iterable[int]) -> list[Prompt]:
 
 def steps_of(
     engine: ToyModel, identities: Iterable[int], sampling: Sampling, method: MethodConfig, salt: int = 0
-) -> list[Step]:
+) -> list[DecodeStep]:
     identities = list(identities)
     return list(decode(engine, make_prompts(identities), [1000 * salt + i for i in identities], sampling, method))
 
@@ -114,7 +122,7 @@ def test_every_image_gets_all_its_tokens_and_the_statistics_agree_with_the_steps
 def test_a_step_commits_its_accepted_path_and_the_bonus(method: MethodConfig) -> None:
     for step in steps_of(make_tree_model(), range(3), Sampling(), method)[1:]:
         for part in step.parts:
-            if isinstance(method, Ar):
+            if isinstance(method, Autoregressive):
                 assert (part.tree, part.acceptance) == (None, None)
                 continue
             assert part.tree is not None
@@ -124,8 +132,10 @@ def test_a_step_commits_its_accepted_path_and_the_bonus(method: MethodConfig) ->
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
             bonus = [] if part.acceptance.bonus_token is None else [part.acceptance.bonus_token]
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], *bonus]
-            max_nodes = method.window + 1 if isinstance(method, Sjd) else parse_tree(method.tree).nodes  # type: ignore[attr-defined]
-            assert part.tree.nodes <= max_nodes
+            max_nodes = (
+                method.window + 1 if isinstance(method, SpeculativeJacobi) else parse_tree(method.tree).num_nodes
+            )  # type: ignore[attr-defined]
+            assert part.tree.num_nodes <= max_nodes
 
 
 @cache
@@ -193,7 +203,7 @@ def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sam
     for step in steps[1:]:
         for part in step.parts:
             assert part.tree is not None
-            for children in part.tree.structure.children:
+            for children in part.tree.tree_structure.children:
                 drafted = part.tree.tokens[[*children]].tolist()
                 assert len(set(drafted)) == len(drafted) <= 3
 
@@ -261,63 +271,69 @@ def test_a_drafter_with_damaged_weights_is_an_error(tree: str, temperature: floa
 
 def tree_structure(**wrong_fields: Callable[[DraftTree], Any]) -> Any:
     """Replace fields of the structures of draft trees by the results of these functions."""
-    structure_of = DraftTree.structure.fget
+    structure_of = DraftTree.tree_structure.fget
     assert structure_of is not None
     return property(
         lambda tree: replace(structure_of(tree), **{name: make(tree) for name, make in wrong_fields.items()})
     )
 
 
-committed_mask = passes.committed_mask
-prefix_mask = passes.prefix_mask
+build_committed_mask = passes.build_committed_mask
+build_prefill_mask = passes.build_prefill_mask
 append = ToyCache.append
 keep_rows = ToyCache.keep_rows
-commit = drafting.EagleDrafter.commit
+store_committed_tokens = drafting.EagleDrafter.store_committed_tokens
 
 
 def append_first_nodes(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
     append(cache, new_kv, [np.arange(len(nodes)) if cache.contiguous else nodes for nodes in accepted_indices])
 
 
-def commit_hidden_states(change: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[Commit]], None]:
+def commit_hidden_states(change: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[CommittedTokens]], None]:
     """Commit changed hidden states: `change` gets the hidden states of a pass, `[rows, nodes, hidden_size]`."""
-    return lambda drafts, committed: commit(drafts, [item._replace(hidden=change(item.hidden)) for item in committed])
+    return lambda drafts, committed: store_committed_tokens(
+        drafts, [item._replace(hidden=change(item.hidden)) for item in committed]
+    )
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "nodes attend to all earlier nodes": (
         DraftTree,
-        "structure",
-        tree_structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool)),
+        "tree_structure",
+        tree_structure(ancestor_mask=lambda t: np.tri(t.num_nodes, dtype=bool)),
     ),
     "nodes do not attend to their ancestors": (
         DraftTree,
-        "structure",
-        tree_structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool)),
+        "tree_structure",
+        tree_structure(ancestor_mask=lambda t: np.eye(t.num_nodes, dtype=bool)),
     ),
-    "depths are zero": (DraftTree, "structure", tree_structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
-    "nodes attend to padding": (passes, "committed_mask", lambda *parts: committed_mask(*parts[:-1], parts[-1][:, :0])),
+    "depths are zero": (DraftTree, "tree_structure", tree_structure(depths=lambda t: np.zeros(t.num_nodes, np.int64))),
+    "nodes attend to padding": (
+        passes,
+        "build_committed_mask",
+        lambda *parts: build_committed_mask(*parts[:-1], parts[-1][:, :0]),
+    ),
     "nodes attend to columns past the end": (
         passes,
-        "committed_mask",
-        lambda engine, cache, n, *parts: committed_mask(engine, cache, n + 1, *parts),
+        "build_committed_mask",
+        lambda engine, cache, n, *parts: build_committed_mask(engine, cache, n + 1, *parts),
     ),
     "the prefix attends to padding": (
         passes,
-        "prefix_mask",
-        lambda real, nodes: prefix_mask(np.ones_like(real), nodes),
+        "build_prefill_mask",
+        lambda real, nodes: build_prefill_mask(np.ones_like(real), nodes),
     ),
     "the first nodes are committed instead of the accepted ones": (ToyCache, "append", append_first_nodes),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),
     "remaining rows are reversed": (ToyCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows[::-1])),
     "hidden states are of other images": (
         drafting.EagleDrafter,
-        "commit",
+        "store_committed_tokens",
         commit_hidden_states(lambda hidden: np.roll(hidden, 2, 0)),
     ),
     "hidden states are of the node before": (
         drafting.EagleDrafter,
-        "commit",
+        "store_committed_tokens",
         commit_hidden_states(lambda hidden: np.roll(hidden, 1, 1)),
     ),
 }

@@ -17,7 +17,7 @@ from refusals import error_of
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.edits import Edit, prepare_edit, read_image
+from lantern_rt.edits import ImageEdit, prepare_edit, read_image
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
@@ -42,7 +42,7 @@ def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def edit_of(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> Edit:
+def edit_of(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> ImageEdit:
     return prepare_edit(manifest, manifest.size(), read_image("image", image), mask, keep_rows)
 
 
@@ -266,7 +266,9 @@ def test_large_images_are_read_at_half_their_size_with_their_masks(manifest: Man
 def test_pixels_further_than_a_cell_from_regenerated_cells_are_unchanged(manifest: Manifest) -> None:
     marked: NDArray[np.bool_] = np.zeros((SIDE, SIDE), bool)
     marked[96:128, 96:128] = True
-    blended = np.asarray(edit_of(manifest, COLOURS, marked).blend(Image.new("RGB", (SIDE, SIDE), (255, 0, 0))))
+    blended = np.asarray(
+        edit_of(manifest, COLOURS, marked).blend_with_original(Image.new("RGB", (SIDE, SIDE), (255, 0, 0)))
+    )
     assert (blended[marked] == (255, 0, 0)).all()
     near_range = slice(96 - CELL + 1, 128 + CELL - 1)
     outside = np.ones_like(marked)

@@ -68,7 +68,7 @@ def change(engines: Path, **fields: Any) -> None:
 
 def open_error(bundle: Path, engines: Path) -> EngineError:
     """Return the error that rejects the engines."""
-    return error_of(EngineError, lambda: open_engine_folder(engines).check(open_bundle(bundle), VERSION))
+    return error_of(EngineError, lambda: open_engine_folder(engines).check_compatibility(open_bundle(bundle), VERSION))
 
 
 # ---------------------------------------------------------------- building
@@ -92,7 +92,7 @@ def test_a_build_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, 
     assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", VERSION)
     assert (manifest.bundle, manifest.bundle_sha256, manifest.precision) == ("tiny", loaded_bundle.digest, "float32")
     assert manifest.graphs["target"].bytes == len("target")
-    open_engine_folder(folder).check(loaded_bundle, VERSION)
+    open_engine_folder(folder).check_compatibility(loaded_bundle, VERSION)
     rebuild = (
         f"lantern-rt build-engine {bundle} --backend tensorrt-rtx --max-rows 4 --max-nodes 64 "
         f"--compute-capability SM89 --output {folder} --force"
@@ -192,7 +192,7 @@ def test_graphs_replaced_by_engines_are_not_read(bundle: Path, engines: Path, tm
     (copy / "target.onnx").write_bytes(data)
     with pytest.raises(BundleError):
         open_bundle(copy)
-    open_bundle(copy, skipped_roles=open_engine_folder(engines).replaced_files())
+    open_bundle(copy, skipped_roles=open_engine_folder(engines).list_replaced_files())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.evaluate import evaluate_methods
-from lantern_rt.compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing
+from lantern_rt.compare.image_graph import EncoderFeatureModel, ImageFeatureModel, Preprocessing, PromptAgreementModel
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS
 from lantern_rt.compare.statistics import Floats, fit_gaussian, frechet_distance
@@ -62,7 +62,7 @@ def read_report(folder: str = "eval-tiny") -> dict[str, Any]:
 def test_images_depend_only_on_prompt_and_seed_and_the_reference_has_other_seeds(pipeline: Pipeline) -> None:
     prompts = Prompts("prompts", PROMPTS[:2])
     _, images_by_method = evaluate_methods(
-        pipeline, prompts, 6, [PLAIN], ignore_progress, EncoderFeatures(pipeline.bundle, 1)
+        pipeline, prompts, 6, [PLAIN], ignore_progress, EncoderFeatureModel(pipeline.bundle, 1)
     )
     assert list(images_by_method) == ["ar", "ar, other seeds"]
     expected = [pipeline(PROMPTS[n // 6 % 2], seed=n, method="ar").images[0].tobytes() for n in range(24)]
@@ -93,15 +93,15 @@ def test_prompt_agreement_is_measured_for_every_image_with_its_prompt(
 ) -> None:
     measured: list[tuple[bytes, str]] = []
 
-    def record(_: Agreement, images: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
+    def record(_: PromptAgreementModel, images: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
         measured.extend((image.tobytes(), prompt) for image, prompt in zip(images, prompts, strict=True))
         return np.arange(len(images)) / 10.0
 
-    agreement = Agreement(make_agreement(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1)
-    monkeypatch.setattr(Agreement, "__call__", record)
+    agreement_model = PromptAgreementModel(make_agreement(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1)
+    monkeypatch.setattr(PromptAgreementModel, "__call__", record)
     methods = parse_methods(["rows", "sjd"], {}, pipeline.bundle)
     prompts = Prompts("prompts", PROMPTS[:2])
-    report, _ = evaluate_methods(pipeline, prompts, 2, methods, ignore_progress, agreement=agreement)
+    report, _ = evaluate_methods(pipeline, prompts, 2, methods, ignore_progress, agreement_model=agreement_model)
     expected = [
         (pipeline(prompt, seed=2 * i + k, method=method).images[0].tobytes(), prompt)
         for method in ("ar", "rows")  # sjd generates the images of ar
@@ -185,7 +185,7 @@ def test_the_distance_to_a_folder_of_real_images_is_the_distance_of_features(
     assert (code, out.splitlines()[1].split()[-2:]) == (0, ["Frechet", "distance"])
     report = read_report()
     assert report["reference"] == "real, 4 images"
-    features = Features(tmp_path / "colour.onnx", Preprocessing(), 1)
+    features = ImageFeatureModel(tmp_path / "colour.onnx", Preprocessing(), 1)
     expected = frechet_distance(fit_gaussian(features(plain)), fit_gaussian(features(real)))
     assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
     assert f"  {expected:.3f} +- " in out.splitlines()[2]
@@ -217,7 +217,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lantern_rt.cli.evaluate.html_report", interrupt)
+    monkeypatch.setattr("lantern_rt.cli.evaluate.format_html_report", interrupt)
     assert evaluate("--method", "ar", "--count", "2")[0] == 130
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from evaluation_graphs import ignore_progress
 
-from lantern_rt.compare.evaluate import frechet_figure
+from lantern_rt.compare.evaluate import estimate_frechet_distances
 from lantern_rt.compare.statistics import Floats, estimate_interval, fit_gaussian, frechet_distance
 
 
@@ -83,7 +83,7 @@ def test_a_constant_figure_has_an_interval_of_zero_width() -> None:
 def test_intervals_tell_the_same_distribution_from_another() -> None:
     rng = np.random.default_rng(7)
     sets = [rng.normal(size=(120, 4)), rng.normal(size=(120, 4)), rng.normal(0.8, 1, size=(120, 4))]
-    frechet = frechet_figure(sets, rng.normal(size=(120, 4)), 2, ignore_progress)
+    frechet = estimate_frechet_distances(sets, rng.normal(size=(120, 4)), 2, ignore_progress)
     differences = [method["difference_to_ar"] for method in frechet]
     assert differences[1]["low"] < 0 < differences[1]["high"]
     assert differences[2]["low"] > 1

@@ -25,7 +25,15 @@ from toy_engine import (
     make_prompt,
 )
 
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    Lantern,
+    LanternPlusPlus,
+    MethodConfig,
+    Sampling,
+    SpeculativeJacobi,
+)
 from lantern_rt.runtime import acceptance
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import Probabilities
@@ -88,10 +96,10 @@ SAMPLINGS = {
     "guided for a quarter, penalty": Sampling(cfg_scale=2.0, cfg_tokens="25%", repetition_penalty=1.5),
 }
 METHODS: dict[str, MethodConfig] = {
-    "ar": Ar(),
+    "ar": Autoregressive(),
     "by rejection, static tree": LanternPlusPlus(tree=BUSHY, neighbors=2, lambda_=NO_RELAXATION),
     "by rejection, dynamic tree": Lantern(tree="dynamic-8-3-2", neighbors=2, delta=1e-12),
-    "by rejection, window 2": Sjd(window=2, neighbors=2, lambda_=NO_RELAXATION),
+    "by rejection, window 2": SpeculativeJacobi(window=2, neighbors=2, lambda_=NO_RELAXATION),
 }
 CASES = [*itertools.product(METHODS, ["plain"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
 CASES += [("by rejection, static tree", "guided, temperature 1.4, top-p 0.9")]
@@ -152,9 +160,9 @@ def test_every_exact_method_generates_the_tokens_of_ar(
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
-    plain = codes_of(decode(model, prompts, seeds, sampling, Ar()), 3)
+    plain = codes_of(decode(model, prompts, seeds, sampling, Autoregressive()), 3)
     trees = ("chain-2", BUSHY, "dynamic-8-4-2", "medusa-63", "dynamic-59")
-    for method in (*(Eagle(tree=name) for name in trees), *(Sjd(window=size) for size in (1, 6, 16))):
+    for method in (*(Eagle(tree=name) for name in trees), *(SpeculativeJacobi(window=size) for size in (1, 6, 16))):
         assert codes_of(decode(model, prompts, seeds, sampling, method), 3) == plain
 
 
@@ -165,15 +173,15 @@ def test_windows_that_change_size_after_any_step_change_no_token(sizes: list[int
     prompts = [make_prompt(i, padding=i) for i in range(3)]
     following = itertools.cycle(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptiveWindow, "size", lambda window, images: next(following))
-        steps = decode(model, prompts, range(3), SAMPLINGS[sampling], Sjd(window=8), adaptive=True)
+        patch.setattr(AdaptiveWindow, "choose_size", lambda window, images: next(following))
+        steps = decode(model, prompts, range(3), SAMPLINGS[sampling], SpeculativeJacobi(window=8), adaptive_window=True)
         codes = codes_of(steps, 3)
-    assert codes == codes_of(decode(model, prompts, range(3), SAMPLINGS[sampling], Ar()), 3)
+    assert codes == codes_of(decode(model, prompts, range(3), SAMPLINGS[sampling], Autoregressive()), 3)
 
 
 def p_value_of_neighbours(seeds: range) -> float:
     """Return the p-value of the tokens of neighbouring seeds being independent."""
-    codes = generate(make_toy(1), Sampling(), Ar(), seeds)[:, 0]
+    codes = generate(make_toy(1), Sampling(), Autoregressive(), seeds)[:, 0]
     table = np.zeros((3, 3))
     np.add.at(table, (codes[:-1], codes[1:]), 1)
     return float(chi2_contingency(table).pvalue)

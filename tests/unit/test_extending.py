@@ -29,17 +29,21 @@ CHANGES = {
 
 # Every method, by its name""",
         ),
-        ("RowParallel, Groups)", "RowParallel, Groups, Toy)"),
+        ("RowParallel, GroupDecoding)", "RowParallel, GroupDecoding, Toy)"),
         (
             "    top_k: Annotated",
-            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), RequestSetting()] = None
+            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), RequestSettingMarker()] = None
     top_k: Annotated""",
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
     "lantern_rt/runtime/drafters.py": [
-        ("RowParallel, Sjd, ", "RowParallel, Sjd, Toy, "),
-        ("    Ar: ", "    Toy: DraftingRule(_make_window_drafter, lambda method, limit: 1 + method.length),\n    Ar: "),
+        ("RowParallel, SpeculativeJacobi, ", "RowParallel, SpeculativeJacobi, Toy, "),
+        (
+            "    Autoregressive: ",
+            """    Toy: DrafterFactory(_make_window_drafter, lambda method, max_nodes: 1 + method.length),
+    Autoregressive: """,
+        ),
     ],
     "lantern_rt/runtime/sampling.py": [
         (
@@ -59,9 +63,11 @@ from lantern_rt.serve.protocol import ImagesRequest
 bundle = sys.argv[1]
 pipe = Pipeline.from_bundle(bundle, threads=1)
 body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "method": "toy:length=3", "gain": 0.25}')
-toy, plain, other = (pipe(**options).codes[0].tolist() for options in (
-    body.options(), body.options() | {"method": "ar"}, {"prompts": "red cube", "seed": 1, "method": "ar"},
-))
+options = body.pipeline_options()
+plain_options = {"prompts": "red cube", "seed": 1, "method": "ar"}
+toy, plain, other = (
+    pipe(**changed).codes[0].tolist() for changed in (options, options | {"method": "ar"}, plain_options)
+)
 assert toy == plain != other
 command = ["run", "--threads", "1", bundle]
 assert run_program([*command, "red cube", "--seed=1", "--method=toy:length=3", "--gain=0.25", "--output=a.png"]) == 0
@@ -88,7 +94,7 @@ def test_the_command_line_and_http_have_every_setting_that_requests_may_set() ->
         assert help_texts[name].startswith(field.description)
         assert protocol.ImagesRequest.model_fields[name].description == field.description
     body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
-    assert protocol.ImagesRequest.model_validate(body).options() == body
+    assert protocol.ImagesRequest.model_validate(body).pipeline_options() == body
 
 
 def test_every_setting_is_read_by_the_runtime() -> None:

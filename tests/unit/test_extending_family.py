@@ -20,18 +20,23 @@ MODULE = """
 from pathlib import Path
 
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.family import Family
-from lantern_rt.export.families.common_llamagen import LlamaGenVariant, llamagen_model, read_transformer
-from lantern_rt.export.model import Model
+from lantern_rt.export.family import ModelFamily
+from lantern_rt.export.families.common_llamagen import (
+    LlamaGenVariant,
+    build_llamagen_model,
+    read_llamagen_transformer,
+)
+from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
 
 
-def read_toy(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Model:
-    transformer = read_transformer(target, grid=grid, variant=LlamaGenVariant(names={"head.weight": "toy_head"}))
-    return llamagen_model(transformer, vq, weights=None, sampling=Sampling(cfg_scale=2.0))
+def read_toy(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
+    variant = LlamaGenVariant(weight_names={"head.weight": "toy_head"})
+    transformer = read_llamagen_transformer(target, grid=grid, variant=variant)
+    return build_llamagen_model(transformer, vq, weights=None, sampling=Sampling(cfg_scale=2.0))
 
 
-FAMILY = Family(read_toy, model_types=("toy",))
+FAMILY = ModelFamily(read_toy, model_types=("toy",))
 """
 
 
@@ -74,6 +79,6 @@ def test_invalid_options_of_a_toy_family_are_rejected_with_a_reason(
     folder: Path, family: str, options: dict[str, Any], field: str, reason: str
 ) -> None:
     (folder / "config.json").write_text('{"model_type": "toy"}')
-    error = error_of(CheckpointError, registry.read_family, family, {"target": folder, **options})
+    error = error_of(CheckpointError, registry.read_family_checkpoints, family, {"target": folder, **options})
     assert error.field.endswith(field)
     assert reason in f"{error.problem} {error.expected} {error.remedy}"

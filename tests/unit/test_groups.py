@@ -25,7 +25,7 @@ from toy_engine import (
     make_prompt,
 )
 
-from lantern_rt.methods import Groups, Sampling
+from lantern_rt.methods import GroupDecoding, Sampling
 from lantern_rt.requests import GenerationSettings
 from lantern_rt.results import StreamState
 from lantern_rt.runtime.engine import PassInput, PassOutput
@@ -83,8 +83,10 @@ def layout_of(model: ToyModel) -> GroupLayout:
 def generate(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[int]]:
     """Generate images, as tokens in raster order."""
     state = StreamState(len(prompts), model.num_codes)
-    for step in decode(model, prompts, seeds, sampling, Groups()):
-        view = state.add(step, GenerationSettings(Groups(), sampling), lambda i, codes: Image.new("RGB", (8, 8)))
+    for step in decode(model, prompts, seeds, sampling, GroupDecoding()):
+        view = state.add_step(
+            step, GenerationSettings(GroupDecoding(), sampling), lambda i, codes: Image.new("RGB", (8, 8))
+        )
         assert view.done == sum(int((cells >= 0).sum()) for cells in view.cells)
     return [codes.tolist() for codes in view.codes]
 
@@ -113,14 +115,14 @@ def group_distributions(
     rows = []
     num_earlier_cells = sum(map(len, layout.groups[:group]))
     for prefix_row in (prompt.cond, prompt.uncond):
-        hashes = [target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]]
+        hashes = [target.prefix_hash(prefix_row.embeds)[prefix_row.is_real_token]]
         node_hashes = None
         for number in range(1, group + 1):
             inputs = [(known[cell], cell) for cell in layout.groups[number - 1]]
             vectors = 0 if target.two_heads else len(layout.groups[number]) - len(inputs)
             inputs += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
             tokens, positions = np.array(inputs).T
-            node_hashes = target.code_hash(tokens, len(prefix_row.is_real) + positions)
+            node_hashes = target.code_hash(tokens, len(prefix_row.is_real_token) + positions)
             hashes.append(node_hashes)
         context = np.concatenate(hashes).sum(dtype=np.uint64, keepdims=True)
         contexts = context if node_hashes is None else context + np.uint64(3) * node_hashes
@@ -133,7 +135,7 @@ def group_distributions(
     for i, (cond, uncond) in enumerate(zip(*rows, strict=True)):
         for code in earlier_codes:
             cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
-        guided = num_earlier_cells + i < sampling.count_guided(model.num_codes)
+        guided = num_earlier_cells + i < sampling.count_guided_tokens(model.num_codes)
         distributions.append(
             naive_distribution(uncond + (sampling.cfg_scale if guided else 1.0) * (cond - uncond), sampling)
         )
@@ -192,7 +194,7 @@ def test_every_token_is_sampled_after_the_earlier_groups_with_the_noise_of_its_c
         expected.append(generate_by_definition(model, prompt, sampling, draw))
     assert generate(model, prompts, seeds, sampling) == expected
     assert len(passes_of(model)) == len(groups)
-    *_, last = decode(model, prompts[:1], [0], sampling, Groups())
+    *_, last = decode(model, prompts[:1], [0], sampling, GroupDecoding())
     assert last.stats is not None
     assert last.stats.per_image[0].accepted_per_step == [len(group) - 1 for group in groups[1:]]
     for i in (0, 5):
@@ -235,25 +237,26 @@ def test_images_have_the_joint_distribution_of_the_definition(groups: Groups_) -
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @given(
-    preserved=st.lists(st.sampled_from([-1, -1, 0, 4]), min_size=16, max_size=16).map(np.array), seed=st.integers(0, 99)
+    preserved_codes=st.lists(st.sampled_from([-1, -1, 0, 4]), min_size=16, max_size=16).map(np.array),
+    seed=st.integers(0, 99),
 )
 @settings(max_examples=25)
 def test_preserved_tokens_stay_in_their_cells_in_any_order_of_groups(
-    groups: Groups_, preserved: NDArray[np.int64], seed: int
+    groups: Groups_, preserved_codes: NDArray[np.int64], seed: int
 ) -> None:
     model = make_toy(groups)
     prompt = make_prompt(3, padding=1)
     noise = Noise(seed)
-    preserved = preserved[: model.num_codes]
+    preserved_codes = preserved_codes[: model.num_codes]
 
     def draw(cell: int, p: NDArray) -> int:
         return (
             int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
-            if preserved[cell] < 0
-            else int(preserved[cell])
+            if preserved_codes[cell] < 0
+            else int(preserved_codes[cell])
         )
 
-    assert generate(model, [replace(prompt, preserved=preserved)], [seed], GUIDED) == [
+    assert generate(model, [replace(prompt, preserved_codes=preserved_codes)], [seed], GUIDED) == [
         generate_by_definition(model, prompt, GUIDED, draw)
     ]
 
@@ -279,19 +282,19 @@ def test_the_likelihood_agrees_with_the_definition(groups: Groups_, sampling: Sa
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [GUIDED, Sampling(top_k=3), Sampling(temperature=0)])
 def test_rounding_that_depends_on_the_batch_size_changes_no_token(groups: Groups_, sampling: Sampling) -> None:
-    model = make_toy(groups, WobblyTarget, rounding=0.02)
+    model = make_toy(groups, WobblyTarget, rounding_bound=0.02)
     prompts = [make_prompt(i) for i in range(8)]
     seeds = range(8)
     together = generate(model, prompts, seeds, sampling)
     alone = [generate(model, [prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
     assert together == alone
-    steps = [*decode(model, prompts, seeds, sampling, Groups())]
+    steps = [*decode(model, prompts, seeds, sampling, GroupDecoding())]
     assert steps[-1].stats is not None
     assert sum(image.tie_passes for image in steps[-1].stats.per_image) > 0
 
 
 def test_noise_is_freed_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     freed_before: list[int] = []
-    monkeypatch.setattr(Noise, "forget_before", lambda noise, before: freed_before.append(before))
+    monkeypatch.setattr(Noise, "discard_noise_before", lambda noise, before: freed_before.append(before))
     generate(make_toy(), [make_prompt(1)], [3], Sampling())
     assert freed_before == [1, 1, 1, 4, 5, 16]

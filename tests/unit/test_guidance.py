@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 from toy_engine import ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, raster_layout
 
-from lantern_rt.methods import Ar, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd, TreeMethod
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    LanternPlusPlus,
+    MethodConfig,
+    Sampling,
+    SpeculativeJacobi,
+    TreeMethod,
+)
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RasterLayout
 
 CODES = 24
 NEIGHBORS = np.array([[n for n in range(5) if n != code] for code in range(5)])
 METHODS: list[MethodConfig] = [
-    Ar(),
-    Sjd(window=3),
+    Autoregressive(),
+    SpeculativeJacobi(window=3),
     Eagle(tree="chain-2"),
     Eagle(tree="dynamic-8-3-3"),
     LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
@@ -97,19 +105,21 @@ def test_a_larger_scale_falls_to_the_final_scale_with_every_token_of_the_image(r
         expected.append(scale)
     guidance = Guidance(Sampling(cfg_scale=6.0, cfg_final=2.0), layout)
     codes = range(100)
-    np.testing.assert_allclose(guidance.scales(codes), [expected[layout.position(code)] for code in codes], rtol=1e-6)
+    np.testing.assert_allclose(
+        guidance.scales(codes), [expected[layout.token_position(code)] for code in codes], rtol=1e-6
+    )
     assert guidance.scales([0])[0] > guidance.scales([1])[0] > 2.0
     raised = Guidance(Sampling(cfg_scale=1.5, cfg_final=2.0), layout)
     assert raised.scales([0, 99]).tolist() == [2.0, 2.0]
 
 
 def test_preserved_tokens_count_as_guided() -> None:
-    preserved = np.full(CODES, -1)
-    preserved[:12] = np.arange(12) % 5
+    preserved_codes = np.full(CODES, -1)
+    preserved_codes[:12] = np.arange(12) % 5
     model = make_toy()
-    prompt = replace(make_prompt(3), preserved=preserved)
+    prompt = replace(make_prompt(3), preserved_codes=preserved_codes)
     sampling = Sampling(cfg_scale=2.0, cfg_tokens=12)
-    (codes,) = codes_of(decode(model, [prompt], [5], sampling, Sjd(window=3)), 1)
-    assert codes[:12] == preserved[:12].tolist()
-    (alone,) = codes_of(decode(make_toy(), [prompt], [5], Sampling(), Ar()), 1)
+    (codes,) = codes_of(decode(model, [prompt], [5], sampling, SpeculativeJacobi(window=3)), 1)
+    assert codes[:12] == preserved_codes[:12].tolist()
+    (alone,) = codes_of(decode(make_toy(), [prompt], [5], Sampling(), Autoregressive()), 1)
     assert codes == alone

@@ -20,10 +20,10 @@ from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.host import RUNTIMES, choose_thread_count, import_onnxruntime
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
-from lantern_rt.engines.system import host_memory
+from lantern_rt.engines.system import read_host_memory
 from lantern_rt.errors import EngineError
 from lantern_rt.inputs import install_command
-from lantern_rt.memory import anonymous_memory
+from lantern_rt.memory import measure_process_memory
 
 
 def test_doctor_reports_the_provider_and_threads_to_be_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,8 +155,8 @@ def test_without_proc_memory_comes_from_the_system(
     facts = make_host_report().facts
     assert facts["cores"] == "3 physical usable"
     assert facts["memory"].count("GiB") == 2
-    assert 1 << 20 < host.available_memory() <= host_memory("total")
-    assert anonymous_memory() is None
+    assert 1 << 20 < host.available_memory() <= read_host_memory("total")
+    assert measure_process_memory() is None
 
 
 def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

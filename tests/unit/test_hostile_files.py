@@ -17,7 +17,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import MANIFEST_FILE, Bundle, open_bundle
-from lantern_rt.cli.console import print_facts, print_json, print_stderr, print_table, show_progress
+from lantern_rt.cli.console import print_json, print_sections, print_stderr, print_table, show_progress
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
@@ -88,7 +88,7 @@ def test_printable_text_keeps_lines_and_letters_and_escapes_control_characters()
 def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
     print_stderr(HOSTILE)
     print_json({HOSTILE: HOSTILE})
-    print_facts({HOSTILE: {HOSTILE: HOSTILE + "\nforged  line"}})
+    print_sections({HOSTILE: {HOSTILE: HOSTILE + "\nforged  line"}})
     print_table({"name": "{name}"}, [{"name": HOSTILE}])
     with show_progress() as progress:
         progress(HOSTILE)
@@ -251,7 +251,7 @@ def test_a_neighbour_table_with_a_damaged_header_is_rejected_by_name(folder: Pat
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("indices.npy", damaged)
     with expects_error(BundleError, str(path)):
-        _ = rehash_and_open(folder).neighbors
+        _ = rehash_and_open(folder).neighbor_table
 
 
 def test_a_graph_whose_dimension_name_is_not_text_is_rejected_by_name(folder: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import RequestError, open_bundle
-from lantern_rt.compare.image_graph import Agreement, Features, Preprocessing, read_preprocessing
+from lantern_rt.compare.image_graph import ImageFeatureModel, Preprocessing, PromptAgreementModel, read_preprocessing
 
 WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
 START = 1
@@ -34,14 +34,14 @@ def write_tokenizer(path: Path) -> None:
     library.save(str(path))
 
 
-def load_agreement(graph: Path) -> Agreement:
+def load_agreement(graph: Path) -> PromptAgreementModel:
     """Load a graph with the tokenizer in its folder."""
-    return Agreement(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
+    return PromptAgreementModel(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 
 def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path) -> None:
     images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in range(0, 255, 15)]
-    extract = Features(make_features(tmp_path / "f.onnx"), Preprocessing(), 1)
+    extract = ImageFeatureModel(make_features(tmp_path / "f.onnx"), Preprocessing(), 1)
     assert extract(images) == pytest.approx(np.array([[i / 17, 0, 1] for i in range(17)]), abs=1e-6)
 
 
@@ -49,13 +49,19 @@ def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path) -> None:
 def test_images_are_preprocessed_as_the_config_in_the_graphs_folder_says(tmp_path: Path, size: Any) -> None:
     path = make_features(tmp_path / "f.onnx", pooled=False, size=9)
     image = Image.new("RGB", (9, 7), (255, 51, 0))
-    assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
+    assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
+        np.array([[1, 0.2, 0]]), abs=1e-6
+    )
     config = {"size": size, "image_mean": [0.5, 0, 0], "image_std": [0.5, 1, 2], "resample": 3, "crop_size": None}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
+    assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
+        np.array([[1, 0.2, 0]]), abs=1e-6
+    )
     config |= {"image_mean": [0, 0, 0.5]}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[2, 0.2, -0.25]]), abs=1e-6)
+    assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
+        np.array([[2, 0.2, -0.25]]), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,10 +84,10 @@ def test_a_file_that_is_not_an_image_model_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.onnx")
     for path in (tmp_path / "bad.onnx", tmp_path / "pipe.onnx", tmp_path / "none.onnx", tmp_path, decoder):
         with pytest.raises(RequestError) as error:
-            Features(path, Preprocessing(), 1)
+            ImageFeatureModel(path, Preprocessing(), 1)
         assert error.value.field == f"features {path}"
     with pytest.raises(RequestError) as error:
-        Features(make_features(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
+        ImageFeatureModel(make_features(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
     assert error.value.expected.startswith("9 x 9")
 
 
@@ -133,7 +139,7 @@ def test_the_error_of_a_graph_with_a_fixed_length_names_the_cure(tmp_path: Path)
 def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     graph = make_agreement(tmp_path / "g.onnx")
     with pytest.raises(RequestError) as error:  # the bundle's ids are of its text encoder
-        Agreement(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
+        PromptAgreementModel(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
     assert error.value.field == "agreement"
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(RequestError, match=r"tokenizer\.json: .*expected a tokenizer\.json"):

@@ -14,9 +14,9 @@ from PIL import Image
 
 from lantern_rt import BundleError, EngineError, Pipeline, open_bundle
 from lantern_rt.bundle.hub import convert_hub_errors
-from lantern_rt.compare.image_graph import Features, Preprocessing
+from lantern_rt.compare.image_graph import ImageFeatureModel, Preprocessing
 from lantern_rt.engines.host import import_onnxruntime
-from lantern_rt.engines.ort.providers import PROVIDERS, plugin_devices
+from lantern_rt.engines.ort.providers import PROVIDERS, find_plugin_devices
 from lantern_rt.engines.ort.session import check_provider
 from lantern_rt.inputs import convert_read_errors
 from lantern_rt.output.recipe import read_recipe
@@ -50,18 +50,18 @@ def test_a_time_limit_ends_the_check_of_a_provider(interrupt: Interrupt, monkeyp
     module = SimpleNamespace(get_library_path=interrupt)
     monkeypatch.setitem(sys.modules, provider.package.replace("-", "_"), module)
     with pytest.raises(TimeoutError):
-        plugin_devices(provider, object())
+        find_plugin_devices(provider, object())
 
 
 def test_a_time_limit_ends_an_evaluation(tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_features(tmp_path / "f.onnx")
-    extract = Features(path, Preprocessing(), 1)
+    extract = ImageFeatureModel(path, Preprocessing(), 1)
     monkeypatch.setattr(import_onnxruntime().InferenceSession, "run", interrupt)
     with pytest.raises(TimeoutError):
         extract([Image.new("RGB", (8, 8))])
     monkeypatch.setattr(import_onnxruntime(), "InferenceSession", interrupt)
     with pytest.raises(TimeoutError):
-        Features(path, Preprocessing(), 1)
+        ImageFeatureModel(path, Preprocessing(), 1)
 
 
 def test_a_time_limit_ends_the_reading_of_a_file(

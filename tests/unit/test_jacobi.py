@@ -21,11 +21,11 @@ from toy_engine import (
 )
 from toy_script import Script
 
-from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, SpeculativeJacobi
 from lantern_rt.runtime import acceptance, tree_drafts
-from lantern_rt.runtime.drafting import Commit
+from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.head_drafter import DraftHeadState
-from lantern_rt.runtime.heads import DraftHeads, head_shapes
+from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.jacobi import JacobiWindow
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.sampling import compute_distribution
@@ -50,7 +50,7 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
     """
 
     def choice(target: TargetOutput, node: int) -> int:
-        position = int(target.next_codes[node])
+        position = int(target.next_code_indices[node])
         return int(script.below(position, float(target.distribution(node)[1])))
 
     def perturb_logits(
@@ -63,7 +63,7 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
     for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choice)
     patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
-    patch.setattr(TargetOutput, "decision_stream", lambda target, node: script)
+    patch.setattr(TargetOutput, "acceptance_rng", lambda target, node: script)
     patch.setattr(acceptance, "sample_code", script.draw)
 
 
@@ -71,7 +71,7 @@ def random_heads(codes: int, hidden_size: int) -> DraftHeads:
     """Return draft heads with random weights, scaled to the toy's hidden states, which are about a million."""
     rng = np.random.default_rng(6)
     scales = {"gate": 1e-6, "states": 1e-6}
-    shapes = head_shapes(codes, hidden_size, 3, 2)
+    shapes = draft_head_shapes(codes, hidden_size, 3, 2)
     return DraftHeads(**{name: rng.normal(0, scales.get(name, 1), shape) for name, shape in shapes.items()})
 
 
@@ -123,7 +123,9 @@ def distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampl
 def test_images_have_exactly_the_targets_distribution(
     window: int, sampling: Sampling, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, realised_tvd, model = enumerate_images(Sjd(window=window, **relaxation), sampling, monkeypatch)
+    images, realised_tvd, model = enumerate_images(
+        SpeculativeJacobi(window=window, **relaxation), sampling, monkeypatch
+    )
     assert distance(images, model, sampling) < 1e-6  # the toy's logits are float32
     assert realised_tvd < 1e-9
 
@@ -155,15 +157,15 @@ def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    walk = acceptance.walk_relaxed
+    walk = acceptance.verify_tree_relaxed
 
     def walk_with_draft_noise(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, remaining: int) -> Any:
         output = choice.__self__
         return walk(
-            tree, target, choice, rule, lambda node: decisions(node).at(int(output.next_codes[node])), remaining
+            tree, target, choice, rule, lambda node: decisions(node).at(int(output.next_code_indices[node])), remaining
         )
 
-    patch.setattr(tree_drafts, "walk_relaxed", walk_with_draft_noise)
+    patch.setattr(tree_drafts, "verify_tree_relaxed", walk_with_draft_noise)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 )
 def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    images, _, model = enumerate_images(Sjd(window=2, **REJECTION), Sampling(), monkeypatch)
+    images, _, model = enumerate_images(SpeculativeJacobi(window=2, **REJECTION), Sampling(), monkeypatch)
     assert distance(images, model, Sampling()) > 1e-3
 
 
@@ -181,7 +183,9 @@ def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch
 def test_relaxed_images_are_within_the_realised_tvd(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, realised_tvd, model = enumerate_images(Sjd(window=window, **relaxation), Sampling(), monkeypatch)
+    images, realised_tvd, model = enumerate_images(
+        SpeculativeJacobi(window=window, **relaxation), Sampling(), monkeypatch
+    )
     assert 1e-3 < distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
@@ -199,7 +203,7 @@ class OneColour(ToyTarget):
 def test_windows_are_accepted_whole_in_an_image_of_one_colour(temperature: float) -> None:
     model = make_model(vocabulary=12, codes=29, columns=30)
     model = replace(model, target=OneColour(**vars(model.target)))
-    method = Sjd(window=6)
+    method = SpeculativeJacobi(window=6)
     sampling = Sampling(temperature=temperature)
     steps = list(decode(model, [make_prompt(1)], [0], sampling, method))
     assert [len(step.parts[0].codes) for step in steps] == [1, 7, 7, 7, 7]
@@ -223,9 +227,9 @@ def test_new_drafts_copy_the_token_on_the_left_or_above_in_the_first_column() ->
 
 def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
     window = make_window()
-    assert window.draft([1], 20).nodes == 5
-    assert window.draft([1], 3).nodes == 3
-    assert window.draft([1], 1).nodes == 1
+    assert window.draft([1], 20).num_nodes == 5
+    assert window.draft([1], 3).num_nodes == 3
+    assert window.draft([1], 1).num_nodes == 1
 
 
 def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again() -> None:
@@ -234,8 +238,8 @@ def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again(
     window.draft([1], 20)
     chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
-    structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
-    target = output_of(logits, structure, range(1, 6))
+    tree_structure = DraftTree(np.zeros(5, np.int64), chain.parents).tree_structure
+    target = output_of(logits, tree_structure, range(1, 6))
     window.redraft(1, target)  # the first draft token is accepted, the second rejected and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
@@ -253,8 +257,8 @@ def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again(
 @pytest.mark.parametrize(
     "method",
     [
-        Sjd(window=2),
-        Sjd(window=3, **REJECTION),
+        SpeculativeJacobi(window=2),
+        SpeculativeJacobi(window=3, **REJECTION),
         Eagle(tree="tree-2-10", drafter="heads"),
         LanternPlusPlus(tree="chain-2", drafter="heads", **REJECTION),
         LanternPlusPlus(tree="tree-2-10", drafter="heads", **REJECTION),
@@ -270,7 +274,9 @@ def test_images_drafted_by_heads_have_exactly_the_targets_distribution(
     assert realised_tvd < 1e-9
 
 
-@pytest.mark.parametrize("method", [partial(Sjd, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str)
+@pytest.mark.parametrize(
+    "method", [partial(SpeculativeJacobi, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str
+)
 def test_relaxed_images_drafted_by_heads_are_within_the_realised_tvd(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,16 +294,18 @@ def test_heads_correct_drafts_after_a_new_token_and_draft_new_positions_from_the
     states[0] = identity  # of the token above, whose hidden state is one-hot
     after, later = (50 * np.roll(identity, shift, 1) for shift in (1, 2))
     heads = DraftHeads(identity, 0 * identity, np.full(codes, 9.0), after, identity, states, later, 0 * identity[0])
-    sequence = ImageSequence(0, plan_of(RasterLayout(20, 3), Sampling(temperature=0), Sjd(window=4)), make_prompt(1), 0)
+    sequence = ImageSequence(
+        0, plan_of(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4)), make_prompt(1), 0
+    )
     sequence.codes += [1, 2, 3, 4, 5, 10]
     # The first draft token is accepted, the second replaced.
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)
     logits = 30 * identity[None, [5, 10, 3, 7, 8]]
-    target = output_of(logits, draft.structure, range(3, 8))
+    target = output_of(logits, draft.tree_structure, range(3, 8))
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = identity[[3, 11]]
     state = DraftHeadState(sequence, heads)
-    state.update(Commit(sequence, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
+    state.update(CommittedTokens(sequence, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
     # After 10 and 11 come their successors, then the target's token, then the draft of a new position.
     assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10]
     assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
@@ -308,12 +316,12 @@ def test_heads_use_the_token_above_only_within_the_same_grid() -> None:
     raster = RasterLayout(10, 3, first_grid=(2, 2))
     assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = random_heads(VOCABULARY, HIDDEN)
-    plan = plan_of(raster, Sampling(), Sjd(window=4))
+    plan = plan_of(raster, Sampling(), SpeculativeJacobi(window=4))
     rng = np.random.default_rng(0)
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)
     previous = np.array([1])
     without_token_above = heads.predict_logits(previous, -1, state.context)
-    assert np.array_equal(state.logits(6, previous), without_token_above)
-    assert np.array_equal(state.logits(9, previous), heads.predict_logits(previous, 6, state.context))
-    assert not np.allclose(state.logits(9, previous), without_token_above)
+    assert np.array_equal(state.compute_logits(6, previous), without_token_above)
+    assert np.array_equal(state.compute_logits(9, previous), heads.predict_logits(previous, 6, state.context))
+    assert not np.allclose(state.compute_logits(9, previous), without_token_above)

@@ -19,19 +19,28 @@ from toy_engine import (
     make_prompt,
 )
 
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, RowParallel, Sampling, Sjd
-from lantern_rt.runtime.decode import Step
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    Lantern,
+    LanternPlusPlus,
+    MethodConfig,
+    RowParallel,
+    Sampling,
+    SpeculativeJacobi,
+)
+from lantern_rt.runtime.decode import DecodeStep
 from lantern_rt.runtime.noise import Noise
 
 VOCABULARY = 5
 CODES = 12
 COLUMNS = 4
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
-EXACT = [Ar(), Eagle(tree="tree-3-210-100"), Eagle(tree="dynamic-8-3-3"), Sjd(window=3)]
+EXACT = [Autoregressive(), Eagle(tree="tree-3-210-100"), Eagle(tree="dynamic-8-3-3"), SpeculativeJacobi(window=3)]
 RELAXED: list[MethodConfig] = [
     Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
     LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
-    Sjd(window=3, neighbors=3, lambda_=1.5),
+    SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
     RowParallel(window=COLUMNS),
 ]
 GUIDED = Sampling(cfg_scale=2.0, cfg_tokens=CODES // 2, temperature=0.8)
@@ -40,63 +49,65 @@ next_preserved_tokens = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=
 
 
 def generate(
-    preserved: Sequence[Ints | None], method: MethodConfig, sampling: Sampling, ends: bool = False
-) -> list[Step]:
+    preserved_codes: Sequence[Ints | None], method: MethodConfig, sampling: Sampling, ends: bool = False
+) -> list[DecodeStep]:
     model = make_model(VOCABULARY, CODES, columns=COLUMNS, neighbors=NEIGHBORS, row_ends=ends)
-    prompts = [replace(make_prompt(i, padding=i % 3), preserved=tokens) for i, tokens in enumerate(preserved)]
-    return list(decode(model, prompts, range(len(preserved)), sampling, method))
+    prompts = [
+        replace(make_prompt(i, padding=i % 3), preserved_codes=tokens) for i, tokens in enumerate(preserved_codes)
+    ]
+    return list(decode(model, prompts, range(len(preserved_codes)), sampling, method))
 
 
-def generate_by_definition(preserved: Ints, sampling: Sampling) -> list[int]:
+def generate_by_definition(preserved_codes: Ints, sampling: Sampling) -> list[int]:
     """Generate the image of seed 0 from the table, without any engine or runtime."""
     model = make_model(VOCABULARY, CODES, columns=COLUMNS)
     noise = Noise(0)
     codes = list[int]()
-    for cell, code in enumerate(preserved.tolist()):
+    for cell, code in enumerate(preserved_codes.tolist()):
         log_probabilities = np.log(next_distribution(model, make_prompt(0), codes, sampling))
         codes.append(code if code >= 0 else int((log_probabilities + noise.gumbel(cell, 1, VOCABULARY)[0]).argmax()))
     return codes
 
 
 @pytest.mark.parametrize("method", EXACT, ids=str)
-@given(preserved=next_preserved_tokens, other=next_preserved_tokens)
+@given(preserved_codes=next_preserved_tokens, other=next_preserved_tokens)
 @settings(max_examples=20, deadline=None)
 def test_exact_methods_generate_the_same_image_around_preserved_tokens(
-    method: MethodConfig, preserved: Ints, other: Ints
+    method: MethodConfig, preserved_codes: Ints, other: Ints
 ) -> None:
-    batch = [preserved, None, other]
+    batch = [preserved_codes, None, other]
     codes = codes_of(generate(batch, method, GUIDED), 3)
-    assert codes[0] == generate_by_definition(preserved, GUIDED)
+    assert codes[0] == generate_by_definition(preserved_codes, GUIDED)
     assert codes == codes_of(generate(batch, EXACT[0], GUIDED), 3)
 
 
 @pytest.mark.parametrize("method", [*EXACT, *RELAXED], ids=str)
 @pytest.mark.parametrize("ends", [False, True])
-@given(preserved=next_preserved_tokens, greedy=st.booleans())
+@given(preserved_codes=next_preserved_tokens, greedy=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_every_method_leaves_preserved_tokens_unchanged(
-    method: MethodConfig, ends: bool, preserved: Ints, greedy: bool
+    method: MethodConfig, ends: bool, preserved_codes: Ints, greedy: bool
 ) -> None:
-    steps = generate([preserved, None], method, Sampling(temperature=0) if greedy else GUIDED, ends)
+    steps = generate([preserved_codes, None], method, Sampling(temperature=0) if greedy else GUIDED, ends)
     codes = np.array(codes_of(steps, 2))
-    np.testing.assert_array_equal(codes[0][preserved >= 0], preserved[preserved >= 0])
+    np.testing.assert_array_equal(codes[0][preserved_codes >= 0], preserved_codes[preserved_codes >= 0])
     assert (steps[-1].done, steps[-1].total) == (2 * CODES, 2 * CODES)
 
 
 def test_a_run_of_preserved_tokens_needs_one_pass_and_none_at_the_end() -> None:
-    preserved = np.array([1, 1, 1, 1, -1, 2, 2, 2, -1, 3, 3, 3])
-    steps = generate([preserved], Ar(), GUIDED)
+    preserved_codes = np.array([1, 1, 1, 1, -1, 2, 2, 2, -1, 3, 3, 3])
+    steps = generate([preserved_codes], Autoregressive(), GUIDED)
     assert [len(step.parts[0].codes) for step in steps] == [1, 4, 7]  # the prefill's step commits the first token
     assert steps[-1].stats is not None
     assert steps[-1].stats.tokens_per_forward_pass == 2 / 3
 
 
 def test_the_drafter_splits_a_long_run_of_preserved_tokens_into_passes_that_fit() -> None:
-    preserved = np.full(40, -1)
-    preserved[3:30] = 1
-    prompts = [replace(make_prompt(0), preserved=preserved), make_prompt(1)]
+    preserved_codes = np.full(40, -1)
+    preserved_codes[3:30] = 1
+    prompts = [replace(make_prompt(0), preserved_codes=preserved_codes), make_prompt(1)]
     codes: dict[str, list[list[int]]] = {}
-    for method in (Ar(), Eagle(tree="chain-2")):
+    for method in (Autoregressive(), Eagle(tree="chain-2")):
         model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, round_span=4), max_nodes=8)
         codes[method.method] = codes_of(decode(model, prompts, [1, 2], GUIDED, method), 2)
     assert codes["eagle"] == codes["ar"]

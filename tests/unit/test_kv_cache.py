@@ -16,7 +16,7 @@ def test_every_row_holds_its_accepted_nodes_in_order(
     data: st.DataObject, rows: int, steps: int, together: bool
 ) -> None:
     rng = np.random.default_rng(0)
-    cache = KVCache.empty(rows, NODES * steps, layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
+    cache = KVCache.empty(rows, NODES * steps, num_layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
     expected_entries: list[list[np.ndarray]] = [[] for _ in range(rows)]
     for _ in range(steps):
         new_kv = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]

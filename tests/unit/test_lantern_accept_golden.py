@@ -12,7 +12,7 @@ from acceptance_steps import EXACT, MANY
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk_greedy, walk_relaxed
+from lantern_rt.runtime.acceptance import Acceptance, RelaxationSettings, verify_tree_greedy, verify_tree_relaxed
 from lantern_rt.runtime.sampling import Probabilities, compute_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 
@@ -53,13 +53,13 @@ def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32],
     return tree, GOLDEN[f"{name}_node_logits"], leaves
 
 
-def relaxation_of(case: dict[str, Any], residual: str = "neighborhood") -> Relaxation:
+def relaxation_of(case: dict[str, Any], residual: str = "neighborhood") -> RelaxationSettings:
     if not case["lantern"]:
         return EXACT
     bound = case["lantern_delta"]
     neighbors = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
     delta, lambda_ = (bound, None) if bound <= 1 else (None, bound)
-    return Relaxation(neighbors, case["lantern_k"], delta, lambda_, residual)  # type: ignore[arg-type]
+    return RelaxationSettings(neighbors, case["lantern_k"], delta, lambda_, residual)  # type: ignore[arg-type]
 
 
 def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Acceptance, DraftTree, list[list[int]], int]:
@@ -74,10 +74,10 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
 
     relaxation = relaxation_of(case, residual)
     if case["mode"] == "greedy":
-        return walk_greedy(tree, target, relaxation, MANY), tree, leaves, 0
+        return verify_tree_greedy(tree, target, relaxation, MANY), tree, leaves, 0
     numbers: Any = RecordedStream(case["uniforms"])
-    accepted = walk_relaxed(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
-    ended_on_a_leaf = not tree.structure.children[accepted.path[-1]]
+    accepted = verify_tree_relaxed(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
+    ended_on_a_leaf = not tree.tree_structure.children[accepted.path[-1]]
     return accepted, tree, leaves, len(numbers.remaining) - ended_on_a_leaf
 
 

@@ -13,7 +13,13 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.memory import BATCH_BYTES, MAX_IMAGES, choose_largest_settings, count_image_bytes, fit_images
+from lantern_rt.memory import (
+    BATCH_BYTES,
+    MAX_IMAGES,
+    choose_max_memory_settings,
+    compute_max_images,
+    estimate_image_memory,
+)
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import GenerationSettings, resolve_settings
 
@@ -41,7 +47,7 @@ def make_settings(words_bundle: Path, **options: Any) -> GenerationSettings:
 def limit_batches(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: int) -> None:
     """Limit the memory of batches to `images` guided images."""
     manifest = open_bundle(words_bundle).manifest
-    size = sum(count_image_bytes(manifest, choose_largest_settings(manifest)).values())
+    size = sum(estimate_image_memory(manifest, choose_max_memory_settings(manifest)).values())
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
 
 
@@ -91,20 +97,20 @@ def test_a_stream_of_more_images_than_fit_has_all_tokens_and_statistics_at_the_e
             i for i, new_codes in enumerate(step.new_codes) if len(new_codes)
         }
         assert step.image(4).size == step.image(0).size
-        trace.add(step)
-    assert trace.accepted_per_cell().shape == (5, 36)
+        trace.add_step(step)
+    assert trace.accepted_tokens_per_cell().shape == (5, 36)
     assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
 
 
 def test_a_short_prompt_needs_less_memory_than_the_longest(words_bundle: Path) -> None:
     manifest = open_bundle(words_bundle).manifest
     settings = make_settings(words_bundle, method="ar")
-    longest = count_image_bytes(manifest, settings)
-    assert count_image_bytes(manifest, settings, manifest.condition.prefix) == longest
+    longest = estimate_image_memory(manifest, settings)
+    assert estimate_image_memory(manifest, settings, manifest.condition.prefix) == longest
     spec = manifest.condition.model_copy(update={"prefix": 4096})
     large = manifest.model_copy(update={"condition": spec})
-    short = count_image_bytes(large, settings, manifest.condition.prefix)
-    maximum = count_image_bytes(large, settings)
+    short = estimate_image_memory(large, settings, manifest.condition.prefix)
+    maximum = estimate_image_memory(large, settings)
     assert short == longest
     assert maximum["passes"] > 10 * short["passes"]
     assert maximum["cache of the target"] > 10 * short["cache of the target"]
@@ -115,18 +121,20 @@ def test_batches_are_bounded_in_number_of_images_and_memory(
 ) -> None:
     manifest = open_bundle(words_bundle).manifest
     settings = make_settings(words_bundle)
-    bytes_per_image = sum(count_image_bytes(manifest, settings).values())
+    bytes_per_image = sum(estimate_image_memory(manifest, settings).values())
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
-    assert fit_images(manifest, [], settings, 1 << 20, None) == MAX_IMAGES
-    assert fit_images(manifest, [], settings, 9, None) == 4  # at most 9 rows, and guidance needs two rows per image
-    assert fit_images(manifest, [], settings, 1, None) == 1
+    assert compute_max_images(manifest, [], settings, 1 << 20, None) == MAX_IMAGES
+    assert (
+        compute_max_images(manifest, [], settings, 9, None) == 4
+    )  # at most 9 rows, and guidance needs two rows per image
+    assert compute_max_images(manifest, [], settings, 1, None) == 1
     large = manifest.model_copy(update={"target": manifest.target.model_copy(update={"num_layers": 20_000})})
-    large_bytes_per_image = sum(count_image_bytes(large, settings).values())
-    assert fit_images(large, [], settings, 1 << 20, None) == BATCH_BYTES // large_bytes_per_image < MAX_IMAGES
+    large_bytes_per_image = sum(estimate_image_memory(large, settings).values())
+    assert compute_max_images(large, [], settings, 1 << 20, None) == BATCH_BYTES // large_bytes_per_image < MAX_IMAGES
     monkeypatch.setattr(memory, "available_memory", lambda: 6 * bytes_per_image + 1)
-    assert fit_images(manifest, [], settings, 1 << 20, None) == 3  # half of the free memory
+    assert compute_max_images(manifest, [], settings, 1 << 20, None) == 3  # half of the free memory
     monkeypatch.setattr(memory, "available_memory", lambda: 0)
-    assert fit_images(manifest, [], settings, 1 << 20, None) == 1
+    assert compute_max_images(manifest, [], settings, 1 << 20, None) == 1
 
 
 # ---------------------------------------------------------------- requests that do not fit

@@ -15,8 +15,8 @@ from toy_engine import (
     plan_of,
 )
 
-from lantern_rt.methods import Ar, Sampling
-from lantern_rt.runtime.likelihood import compute_tie_margin
+from lantern_rt.methods import Autoregressive, Sampling
+from lantern_rt.runtime.likelihood import compute_rounding_margin
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import ImageSequence
 
@@ -55,5 +55,5 @@ def test_the_entropy_is_the_expected_likelihood_of_a_token_after_the_tokens_befo
 @pytest.mark.parametrize(("cfg_scale", "temperature", "factor"), [(1, 0.5, 2), (3, 0, 5), (0.5, 2, 0.5)])
 def test_guidance_and_temperature_scale_the_tie_margin(cfg_scale: float, temperature: float, factor: float) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
-    sequence = ImageSequence(0, plan_of(RasterLayout(4), sampling, Ar()), make_prompt(1), 0)
-    assert compute_tie_margin(replace(make_model(), rounding=0.1), sequence) == pytest.approx(0.1 * factor)
+    sequence = ImageSequence(0, plan_of(RasterLayout(4), sampling, Autoregressive()), make_prompt(1), 0)
+    assert compute_rounding_margin(replace(make_model(), rounding_bound=0.1), sequence) == pytest.approx(0.1 * factor)

@@ -75,7 +75,7 @@ def test_freed_noise_is_computed_again_with_the_same_values() -> None:
     noise = Noise(1)
     before = noise.gumbel(0, 40, 9)
     freed, needed = (weakref.ref(noise.gumbel(position, 16, 9).base) for position in (0, 32))
-    noise.forget_before(35)
+    noise.discard_noise_before(35)
     assert freed() is None  # its memory was released
     assert needed() is not None
     np.testing.assert_array_equal(noise.gumbel(0, 40, 9), before)
@@ -94,7 +94,7 @@ def test_noise_is_finite_and_gumbel_distributed() -> None:
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
         (lambda n: Noise(n).gumbel(1, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
         (lambda n: Noise(7).gumbel(n, 1, 4)[0], lambda n: Noise(7).gumbel(n + 1, 1, 4)[0]),
-        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).decision_stream(0).random(4)),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).acceptance_rng(0).random(4)),
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: np.roll(Noise(n).gumbel(0, 1, 4)[0], 1)),
     ],
     ids=["positions", "seeds", "seed and position", "positions of one seed", "decisions", "codes"],
@@ -112,10 +112,10 @@ def test_numbers_of_different_positions_seeds_and_uses_are_independent(first: ob
 
 def test_the_decision_stream_of_a_position_does_not_depend_on_earlier_decisions() -> None:
     noise = Noise(3)
-    expected = Noise(3).decision_stream(5).random(6)
-    noise.decision_stream(4).random(3)
-    assert np.array_equal(noise.decision_stream(5).random(6), expected)
-    assert np.array_equal(noise.decision_stream(5).random(6), expected)
+    expected = Noise(3).acceptance_rng(5).random(6)
+    noise.acceptance_rng(4).random(3)
+    assert np.array_equal(noise.acceptance_rng(5).random(6), expected)
+    assert np.array_equal(noise.acceptance_rng(5).random(6), expected)
     stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/seeds.md
     assert np.array_equal(np.random.Generator(stream).random(6), expected)
 
@@ -124,9 +124,9 @@ def test_threads_may_prepare_noise_while_another_thread_reads_and_frees_it() -> 
     noise = Noise(7)
     with ThreadPoolExecutor(4) as threads:
         for group in range(40):
-            futures = [threads.submit(noise.prepare_group, group + ahead, 700) for ahead in (3, 1, 2, 1)]
+            futures = [threads.submit(noise.prepare_noise_group, group + ahead, 700) for ahead in (3, 1, 2, 1)]
             values = noise.gumbel(16 * group + 3, 10, 700)
             np.testing.assert_array_equal(values, Noise(7).gumbel(16 * group + 3, 10, 700))
-            noise.forget_before(16 * group)
+            noise.discard_noise_before(16 * group)
             for future in futures:
                 future.result()

@@ -16,9 +16,9 @@ from tiny_bundle import CODES, make_order_bundle
 
 from lantern_rt import BundleError, Pipeline, RequestError, open_bundle
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.bundle.order import OrderSpec
+from lantern_rt.bundle.order import GroupOrderSpec
 from lantern_rt.cli.main import run_program
-from lantern_rt.methods import Ar, Groups
+from lantern_rt.methods import Autoregressive, GroupDecoding
 from lantern_rt.output.trace import Trace
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
@@ -47,7 +47,7 @@ def test_a_hundred_seeds_generate_the_same_images_alone_in_batches_streamed_and_
     for i in seeds[:10]:
         steps = list(pipe.stream(class_ids=classes[i], seed=i))
         assert steps[-1].cells[0].tolist() == steps[-1].codes[0].tolist() == expected[i]
-    with Service(pipe, together=4) as service:
+    with Service(pipe, max_images_per_pass=4) as service:
         news_queues: list[queue.Queue[StreamStep | BaseException]] = [queue.Queue() for _ in seeds[:12]]
         for i, news_queue in enumerate(news_queues):
             service.submit(news_queue.put, class_ids=classes[i], seed=i, caller=str(i % 3))
@@ -64,12 +64,12 @@ def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pip
     trace = Trace(4, 4)
     expected_cells: set[int] = set()
     for step, group in zip(steps, order.groups, strict=True):
-        trace.add(step)
+        trace.add_step(step)
         expected_cells |= {*group}
         assert {*np.flatnonzero(step.cells[0] >= 0).tolist()} == expected_cells
         assert step.done == len(expected_cells)
     assert np.concatenate([step.new_codes[0] for step in steps]).tolist() == steps[-1].cells[0].tolist()
-    assert trace._cells(lambda part: part.codes)[0].tolist() == steps[-1].cells[0].tolist()
+    assert trace._fill_cells(lambda part: part.codes)[0].tolist() == steps[-1].cells[0].tolist()
     pixels = np.array(steps[3].image(0)).reshape(
         4, 4, 4, 4, 3
     )  # [grid row, pixel row, grid column, pixel column, colour]
@@ -79,8 +79,8 @@ def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pip
 
 def test_ar_follows_the_bundles_order_and_other_methods_are_rejected(pipe: Pipeline, words_bundle: Path) -> None:
     result = pipe(class_ids=3, seed=1)
-    assert result.settings.method == Groups()
-    for method in ("ar", "groups", Ar(), Groups()):
+    assert result.settings.method == GroupDecoding()
+    for method in ("ar", "groups", Autoregressive(), GroupDecoding()):
         assert np.array_equal(pipe(class_ids=3, seed=1, method=method).codes[0], result.codes[0])
     for method in ("sjd", "rows:window=2", "eagle", "lantern++"):
         error = error_of(RequestError, pipe, class_ids=3, method=method)
@@ -134,12 +134,12 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_targets_with_two_heads_need_neighbours_in_the_previous_group(groups: list[list[int]], expected: str) -> None:
-    order = OrderSpec.model_validate({"groups": groups, "two_heads": True})
+    order = GroupOrderSpec.model_validate({"groups": groups, "two_heads": True})
     if not expected:
         return order.check_cells(4, 2)
     assert str(error_of(ValueError, order.check_cells, 4, 2)).startswith(expected)
     with pytest.raises(ValidationError, match="`vectors` is 1, but `two_heads` needs no learned vectors"):
-        OrderSpec.model_validate({"groups": groups, "two_heads": True, "vectors": 1})
+        GroupOrderSpec.model_validate({"groups": groups, "two_heads": True, "vectors": 1})
 
 
 @pytest.mark.parametrize(("changes", "expected"), WRONG_FIELDS, ids=str)

@@ -12,18 +12,18 @@ from refusals import error_of
 
 from lantern_rt.errors import OutputError
 from lantern_rt.output.files import (
-    atomic_folder,
-    check_disks,
+    check_disk_space,
     check_new_folder,
-    check_output,
+    check_output_path,
     replace_file,
+    write_folder_atomically,
     write_output,
 )
-from lantern_rt.output.names import plan_outputs
+from lantern_rt.output.names import choose_output_paths
 
 
 def write_folder(output: Path) -> None:
-    with atomic_folder(output, False, "bundle.json") as folder:
+    with write_folder_atomically(output, False, "bundle.json") as folder:
         (folder / "bundle.json").touch()
 
 
@@ -61,13 +61,13 @@ def test_a_link_counts_as_a_file_wherever_it_leads(tmp_path: Path, target: str) 
     link = tmp_path / "a.png"
     link.symlink_to(tmp_path / target)
     for refuse in (
-        lambda: check_output(link, False),
+        lambda: check_output_path(link, False),
         lambda: write_output(link, b"", False),
-        lambda: plan_outputs(str(link), ["a"], False),
+        lambda: choose_output_paths(str(link), ["a"], False),
     ):
         assert error_of(OutputError, refuse).field == str(link)
-    assert plan_outputs(str(tmp_path), ["a"], False) == [(tmp_path / "a-2.png", False)]
-    check_output(link, True)
+    assert choose_output_paths(str(tmp_path), ["a"], False) == [(tmp_path / "a-2.png", False)]
+    check_output_path(link, True)
     write_output(link, b"picture", True)
     assert not link.is_symlink()
     assert not (tmp_path / "nowhere").exists()
@@ -101,7 +101,7 @@ def test_folders_on_one_disk_share_its_room_and_others_have_their_own(
         (tmp_path / name).mkdir()
     monkeypatch.setattr("lantern_rt.output.files.shutil.disk_usage", lambda _: SimpleNamespace(free=10**10))
     monkeypatch.setattr(Path, "stat", lambda path, **_: SimpleNamespace(st_dev=disk_of[path.name]))
-    check_disks([(tmp_path / "one", 6 * 10**9), (tmp_path / "three", 6 * 10**9)], "")
+    check_disk_space([(tmp_path / "one", 6 * 10**9), (tmp_path / "three", 6 * 10**9)], "")
     needed = [(tmp_path / name, 6 * 10**9) for name in ("three", "one", "two")]
-    error = error_of(OutputError, check_disks, needed, "free some")
+    error = error_of(OutputError, check_disk_space, needed, "free some")
     assert (error.field, error.expected) == (str(tmp_path / "one"), "12.00 GB")

@@ -79,9 +79,11 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
     engines = type(pipe.engines)
     bundle = type(pipe.bundle)
     drafter = engines.drafter
-    neighbors = bundle.neighbors
+    neighbor_table = bundle.neighbor_table
     monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
-    monkeypatch.setattr(bundle, "neighbors", property(lambda self: loaded.append("neighbors") or neighbors.func(self)))
+    monkeypatch.setattr(
+        bundle, "neighbor_table", property(lambda self: loaded.append("neighbors") or neighbor_table.func(self))
+    )
     pipe("red", method="ar")
     assert loaded == []
     pipe("red", method="eagle")
@@ -243,7 +245,7 @@ service = Service(pipe)
 shared = AsyncPipeline(pipe)
 def generate(): return asyncio.run(shared.generate("red cube", num_images=64, method="ar"))
 threading.Thread(target=generate, daemon=True).start()
-while not shared.service.images: time.sleep(0.001)
+while not shared.service.num_images: time.sleep(0.001)
 def hold():
     with vars(service)["_changed"]:
         held.set()

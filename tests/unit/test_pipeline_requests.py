@@ -12,10 +12,10 @@ from tiny_bundle import CAPTION, PREFIX, K, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.methods import METHODS, Eagle, MethodConfig, Sjd
+from lantern_rt.methods import METHODS, Eagle, MethodConfig, SpeculativeJacobi
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
-from lantern_rt.runtime.drafters import count_nodes
+from lantern_rt.runtime.drafters import count_draft_nodes
 
 NAN = float("nan")
 INF = float("inf")
@@ -172,8 +172,8 @@ def test_tensors_of_an_encoder_are_accepted_like_arrays(embeds: Checker, dtype: 
     tensor = torch.from_numpy(rows).to(getattr(torch, dtype))
     (expected,) = embeds(embeddings=(rows, [[1, 0]])).images
     (image,) = embeds(embeddings=(tensor.requires_grad_(gradients and tensor.is_floating_point()), mask)).images
-    for name, value in expected.inputs.items():
-        np.testing.assert_array_equal(image.inputs[name], value)
+    for name, value in expected.condition_inputs.items():
+        np.testing.assert_array_equal(image.condition_inputs[name], value)
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])
@@ -224,7 +224,7 @@ def test_errors_of_wrong_options_name_the_cure(words: Checker, options: dict[str
         ("sjd:lambda=2", "has 0 neighbors per code, but the method's bound reads 10"),
         ("groups", "draws one token after another"),
         (Eagle(), "has no drafter of the kind heads or eagle"),
-        (Sjd(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
+        (SpeculativeJacobi(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],
 )
 def test_the_error_of_an_unsupported_method_names_what_is_missing_and_the_supported_methods(
@@ -232,19 +232,21 @@ def test_the_error_of_an_unsupported_method_names_what_is_missing_and_the_suppor
 ) -> None:
     error = error_of(RequestError, plain, "red cube", method=method)
     assert (error.problem, error.remedy) == (f"bundle tiny {problem}", "use method ar, sjd or rows")
-    assert plain.method() == Sjd(window=7)
+    assert plain.method() == SpeculativeJacobi(window=7)
 
 
 def test_sjd_is_exact_unless_relaxation_is_requested(words: Checker) -> None:
     exact = words.method(method="sjd")
-    assert (exact, exact.exact) == (Sjd(window=8), True)
+    assert (exact, exact.exact) == (SpeculativeJacobi(window=8), True)
     bounded = words.method(method="sjd:lambda=3")
-    assert bounded == Sjd(window=8, neighbors=4, lambda_=3.0, residual="aggregated")
+    assert bounded == SpeculativeJacobi(window=8, neighbors=4, lambda_=3.0, residual="aggregated")
     assert words.method(method="sjd:delta=0.1:neighbors=2").neighbors == 2
 
 
 def test_a_bundle_may_set_defaults_of_a_method(words: Checker) -> None:
-    assert resolve_settings(with_methods(words, Sjd(window=3)), {"method": "sjd"}).method == Sjd(window=3)
+    assert resolve_settings(
+        with_methods(words, SpeculativeJacobi(window=3)), {"method": "sjd"}
+    ).method == SpeculativeJacobi(window=3)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +303,7 @@ def test_guidance_of_a_part_of_the_image_may_come_from_the_bundle(words: Checker
     manifest = words.bundle.manifest
     half = manifest.model_copy(update={"sampling": manifest.sampling.model_copy(update={"cfg_tokens": "50%"})})
     assert resolve_settings(manifest, {}).sampling.cfg_tokens is None
-    assert resolve_settings(half, {}).sampling.count_guided(36) == 18
+    assert resolve_settings(half, {}).sampling.count_guided_tokens(36) == 18
     assert resolve_settings(half, {"cfg_tokens": "7"}).sampling.cfg_tokens == 7
     assert "cfg_tokens" not in resolve_settings(half, {"cfg_scale": 1}).as_dict()
 
@@ -318,6 +320,6 @@ def test_every_method_has_a_number_of_nodes_and_an_unknown_method_is_an_error() 
         method: Literal["unknown"] = "unknown"
 
     methods = [kind(method=name) for name, kind in METHODS.items()]
-    assert [count_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 64, 1]
+    assert [count_draft_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 64, 1]
     with pytest.raises(TypeError, match="method unknown"):
-        count_nodes(Unknown())
+        count_draft_nodes(Unknown())

@@ -19,7 +19,7 @@ METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
     trace = Trace(6, 6)
     for number, step in enumerate(pipe.stream(["red cube", "green sphere"], seed=4, method=method)):
-        trace.add(step)
+        trace.add_step(step)
         if steps is not None and number + 1 == steps:
             break
     return trace, step
@@ -64,7 +64,7 @@ def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipel
     steps = list(pipe.stream(["red cube", "green sphere"] * 4, seed=4, method=method))
     trace = Trace(6, 6)
     for step in steps:
-        trace.add(step)
+        trace.add_step(step)
     marked = sum(
         len(part.acceptance.relaxed_nodes) for step in steps for part in step.parts if part.acceptance is not None
     )
@@ -79,11 +79,11 @@ def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipel
 def test_cells_are_coloured_by_the_accepted_tokens_of_their_step(pipe: Pipeline) -> None:
     trace, last = record(pipe, "eagle")
     assert last.stats is not None
-    cells = trace.accepted_per_cell()
+    cells = trace.accepted_tokens_per_cell()
     assert cells.shape == (2, 36)
     assert (cells[:, 0] == 0).all()  # the token of the prefill
     assert cells.max() == len(last.stats.accepted_lengths) - 1
-    image = trace.render()
+    image = trace.render_image()
     grid = [[image.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
     colours = {
         value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value}
@@ -100,4 +100,4 @@ def test_a_cancelled_decode_leaves_its_last_cells_empty(pipe: Pipeline) -> None:
         known = len(last.codes[i])
         assert (codes[i, :known] == last.codes[i]).all()
         assert (codes[i, known:] == -1).all()
-    assert trace.render().size == Trace(6, 6, trace.parts).render().size
+    assert trace.render_image().size == Trace(6, 6, trace.trace_steps).render_image().size

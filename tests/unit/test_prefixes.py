@@ -10,9 +10,9 @@ import pytest
 from toy_engine import ToyModel, codes_of, decode
 
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
-from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
-from lantern_rt.runtime.passes import Prefixes, stack_padding
+from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling
+from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
+from lantern_rt.runtime.passes import PrefixBatch, stack_padding_masks
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
@@ -36,7 +36,7 @@ class SumEngine:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
 
-    def next_past_length(self, cache: KVCache, nodes: int) -> int:
+    def padded_past_length(self, cache: KVCache, nodes: int) -> int:
         return cache.past_length()
 
     def run(self, batch: PassInput, cache: KVCache) -> PassOutput:
@@ -78,9 +78,9 @@ def test_rows_are_padded_to_one_length_and_attend_only_to_earlier_positions() ->
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
     padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
-    hidden = stack_padding(padding)
+    hidden = stack_padding_masks(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
-    prefixes = Prefixes([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
+    prefixes = PrefixBatch([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
     batch = prefixes.build_prefill(engine, engine.new_cache(2, 10))
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
@@ -93,12 +93,12 @@ def test_rows_are_padded_to_one_length_and_attend_only_to_earlier_positions() ->
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
 @pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
 def test_images_with_prompts_of_any_length_do_not_depend_on_the_batch(sampling: Sampling, tree: str | None) -> None:
-    method = Ar() if tree is None else Eagle(tree=tree)
+    method = Autoregressive() if tree is None else Eagle(tree=tree)
     prompts = [make_sum_prompt(*lengths) for lengths in ((5, 2), (2, 2), (9, 2), (3, 3))]
     together = generate(prompts, method, sampling, drafter=SumEngine(True))
     assert together == [generate([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts]
     if sampling.greedy:
-        assert together == generate(prompts, Ar(), sampling)
+        assert together == generate(prompts, Autoregressive(), sampling)
 
 
 def test_every_row_has_its_positions_and_drafter_tokens() -> None:
@@ -110,7 +110,7 @@ def test_every_row_has_its_positions_and_drafter_tokens() -> None:
     first = drafter.passes[0]
     assert first.tokens is not None
     assert first.tokens.tolist() == [[1, 2, 3, 4, OFFSET + codes[0][0]], [51, OFFSET + codes[0][0], 0, 0, 0]]
-    assert isinstance(first.hidden, HiddenView)
+    assert isinstance(first.hidden, HiddenStateView)
     assert first.hidden.rows[:, 0].tolist() == [0, 1]
     assert first.hidden.nodes[0].tolist() == [0, 1, 2, 3, 4]
     assert first.positions[:, 0].tolist() == [0, 0]

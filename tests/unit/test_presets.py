@@ -15,8 +15,8 @@ from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.bundle.rewrite import write_presets
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.presets import candidate_methods, choose_presets
-from lantern_rt.methods import RowParallel, Sjd
+from lantern_rt.compare.presets import choose_presets, list_candidate_methods
+from lantern_rt.methods import RowParallel, SpeculativeJacobi
 from lantern_rt.requests import resolve_settings
 
 
@@ -82,14 +82,14 @@ def test_candidates_are_relaxed_methods_without_a_drafter_that_the_bundle_suppor
     words_bundle: Path, tmp_path: Path
 ) -> None:
     pipeline = Pipeline.from_bundle(words_bundle, threads=1)
-    candidates = candidate_methods(pipeline.bundle.manifest)
+    candidates = list_candidate_methods(pipeline.bundle.manifest)
     assert {name.split(":")[0] for name in candidates} == {"sjd", "rows"}
     for name in candidates:
         method = pipeline("red cube", method=name).settings.method
         assert not method.exact
-        assert not method.needs.drafters
+        assert not method.requirements.drafters
     bare = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False)).manifest
-    assert {name.split(":")[0] for name in candidate_methods(bare)} == {"rows"}
+    assert {name.split(":")[0] for name in list_candidate_methods(bare)} == {"rows"}
 
 
 def test_presets_are_written_and_used_and_the_digest_changes(
@@ -101,7 +101,7 @@ def test_presets_are_written_and_used_and_the_digest_changes(
     (tmp_path / "prompts.txt").write_text("red cube\ngreen cube on sand\nred sphere\n")
     limits = "lantern_rt.compare.presets.LIMITS"
     monkeypatch.setattr(
-        limits, {name: type("", (), {"excess_nll": 9, "agreement": 9}) for name in ("balanced", "fast")}
+        limits, {name: type("", (), {"max_excess_nll": 9, "max_agreement_loss": 9}) for name in ("balanced", "fast")}
     )
     options = ["--threads", "1", "--prompts", "prompts.txt", "--method", "rows:window=2", "--write-presets"]
     assert run_program(["eval", str(folder), *options]) == 0
@@ -172,7 +172,7 @@ def test_the_default_method_is_speculative_and_exact_in_every_precision(
     manifest = open_bundle(words_bundle).manifest
     target = manifest.target.model_copy(update={"dtype": dtype, "precision": precision})
     settings = resolve_settings(manifest.model_copy(update={"target": target}), {})
-    assert (settings.method, settings.quality, settings.method.exact) == (Sjd(window=7), "strict", True)
+    assert (settings.method, settings.quality, settings.method.exact) == (SpeculativeJacobi(window=7), "strict", True)
 
 
 def test_presets_of_strict_are_exact_and_others_are_the_same_method_everywhere(words_bundle: Path) -> None:

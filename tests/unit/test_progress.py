@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_quick_work_prints_only_the_names_of_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("codes", 3, 4)
     assert capsys.readouterr().err == ""
     with show_progress() as progress:
@@ -36,7 +36,7 @@ def test_quick_work_prints_only_the_names_of_its_stages(capsys: pytest.CaptureFi
 def test_a_line_has_the_finished_part_and_the_remaining_time_at_this_speed(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         progress("codes", 4000, 16_384)  # resumed: earlier codes do not count for the speed
         for seconds, done in ((3, 4000), (4, 4050), (96, 4096), (99, 4100), (102, 16_384)):
             clock[0] = 1000.0 + seconds
@@ -49,7 +49,7 @@ def test_a_line_has_the_finished_part_and_the_remaining_time_at_this_speed(
 
 
 def test_an_estimate_counts_down_during_a_long_part(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress(lines=False) as progress:
+    with show_progress(announce_tasks=False) as progress:
         for seconds, done in ((0, 0), (60, 1), (80, 1), (115, 1), (400, 1)):
             clock[0] = 1000.0 + seconds
             progress("images", done, 3)

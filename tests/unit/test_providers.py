@@ -23,11 +23,11 @@ from lantern_rt.engines.ort.providers import (
     ON_CPU,
     PROVIDERS,
     Provider,
-    Providers,
-    check_assignment,
+    ProviderChoice,
+    check_node_assignment,
     detect_provider,
-    device_lock,
     find_provider,
+    get_device_lock,
 )
 from lantern_rt.engines.ort.session import GraphSession, check_provider
 from lantern_rt.errors import EngineError
@@ -71,11 +71,11 @@ class Runtime:
 
 
 def test_the_drafter_and_graphs_that_run_once_per_image_may_have_another_provider() -> None:
-    assert Providers.parse(()) == Providers.parse("auto") != Providers.parse("cpu") == ON_CPU
-    chosen = Providers.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
+    assert ProviderChoice.parse(()) == ProviderChoice.parse("auto") != ProviderChoice.parse("cpu") == ON_CPU
+    chosen = ProviderChoice.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
     assert [chosen.provider_for(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
-    assert Providers.parse(str(chosen)) == chosen
+    assert ProviderChoice.parse(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_drafter_and_graphs_that_run_once_per_image_may_have_another_provide
     ],
 )
 def test_invalid_providers_are_rejected(names: str, fault: str) -> None:
-    error = error_of(EngineError, Providers.parse, names)
+    error = error_of(EngineError, ProviderChoice.parse, names)
     assert (error.field, error.found) == ("provider", fault)
 
 
@@ -124,13 +124,13 @@ def test_the_error_of_a_missing_provider_names_the_package_that_has_it() -> None
 
 def test_loading_stops_unless_a_provider_runs_the_whole_graph() -> None:
     cuda = PROVIDERS["cuda"]
-    assert error_of(EngineError, check_assignment, GRAPH, cuda, make_session(CPU)).found == CPU
+    assert error_of(EngineError, check_node_assignment, GRAPH, cuda, make_session(CPU)).found == CPU
     partly_on_cpu = make_session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
     assert (
         "3 nodes of this graph (2 MatMul, 1 Softmax)"
-        in error_of(EngineError, check_assignment, GRAPH, cuda, partly_on_cpu).problem
+        in error_of(EngineError, check_node_assignment, GRAPH, cuda, partly_on_cpu).problem
     )
-    check_assignment(GRAPH, cuda, make_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
+    check_node_assignment(GRAPH, cuda, make_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
 def test_a_provider_without_convolutions_is_rejected_before_an_image_is_decoded(
@@ -151,7 +151,7 @@ def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = Runtime(CPU, devices=(WEBGPU, WEBGPU))
     for _ in range(2):
-        assert find_provider("webgpu", runtime).plugin
+        assert find_provider("webgpu", runtime).is_plugin
     assert runtime.registered == [(WEBGPU, "plugin.so")]
 
 
@@ -217,15 +217,15 @@ def test_a_device_that_records_cuda_graphs_has_one_user_at_a_time() -> None:
     events = list[str]()
 
     def use() -> None:
-        with device_lock("cuda"):
+        with get_device_lock("cuda"):
             events.append("another")
 
     thread = threading.Thread(target=use)
-    with device_lock("cuda"), device_lock("cuda"), device_lock("webgpu"):  # the lock is reentrant
+    with get_device_lock("cuda"), get_device_lock("cuda"), get_device_lock("webgpu"):  # the lock is reentrant
         thread.start()
         thread.join(0.05)
         events.append("first")
     thread.join(10)
     assert events == ["first", "another"]
-    with device_lock("cpu"), device_lock("cpu"):
+    with get_device_lock("cpu"), get_device_lock("cpu"):
         pass

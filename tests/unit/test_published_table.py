@@ -15,7 +15,7 @@ from refusals import error_of
 from lantern_rt import published
 from lantern_rt.cli.models import format_count
 from lantern_rt.errors import LanternError, OutputError
-from lantern_rt.export.registry import check_family
+from lantern_rt.export.registry import check_family_options
 from lantern_rt.inputs import install_command
 from lantern_rt.text.words import ANY_WORDS
 
@@ -25,15 +25,15 @@ NAME = "llamagen-c2i-b-256"
 
 def test_the_table_in_docs_is_that_of_the_program() -> None:
     page = (ROOT / "docs/models.md").read_text("utf-8")
-    for name, model in published.published_models().items():
+    for name, model in published.load_published_models().items():
         sizes = f"{format_count(model.parameters)} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
         assert f"\n`{name}` | {model.sizes} | {sizes} | {model.licence}\n" in page
-    assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.published_models())
+    assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.load_published_models())
 
 
 def test_the_model_that_draws_any_words_is_in_the_table_with_its_download() -> None:
     name, size = re.findall(r"lantern-rt run (\S+) .*at most ([\d.]+) GB", ANY_WORDS)[0]
-    assert float(size) == round(published.find_model(name).download_bytes / 1e9, 1)
+    assert float(size) == round(published.find_published_model(name).download_bytes / 1e9, 1)
 
 
 def test_names_in_docs_are_names_of_models() -> None:
@@ -41,14 +41,14 @@ def test_names_in_docs_are_names_of_models() -> None:
     text = "\n".join(page.read_text("utf-8") for page in pages)
     names = re.findall(r"lantern-rt (?:run|serve|export) ((?:llamagen|janus|emu3|simplear|anole|lumina)\S*)", text)
     assert len(names) > 3
-    assert set(names) <= published.published_models().keys()
+    assert set(names) <= published.load_published_models().keys()
 
 
-@pytest.mark.parametrize("name", published.published_models())
+@pytest.mark.parametrize("name", published.load_published_models())
 def test_every_row_has_what_its_family_needs(name: str) -> None:
     pytest.importorskip("torch")
-    model = published.find_model(name)
-    check_family(model.family, model.export_options)
+    model = published.find_published_model(name)
+    check_family_options(model.family, model.export_options)
     assert model.repositories
     assert model.download_bytes > 1e8
     assert model.memory_bytes > model.parameters  # int8
@@ -66,18 +66,18 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
 
 
 def change(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    row = published.find_model(NAME).model_copy(update=fields)
-    monkeypatch.setattr(published, "published_models", lambda: {NAME: row})
+    row = published.find_published_model(NAME).model_copy(update=fields)
+    monkeypatch.setattr(published, "load_published_models", lambda: {NAME: row})
 
 
 def refusal(name: str) -> str:
     with pytest.raises(LanternError) as error:
-        published.check_host(name)
+        published.check_host_requirements(name)
     return str(error.value)
 
 
 def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    published.check_host(NAME)
+    published.check_host_requirements(NAME)
     assert refusal("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
     assert refusal(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
@@ -92,7 +92,7 @@ def test_a_model_behind_a_login_says_where_to_accept_its_terms(host: pytest.Monk
     pages = "https://huggingface.co/FoundationVision/LlamaGen"
     assert refusal(NAME) == (f"{NAME}: the hub asks for a login; accept the terms at {pages}, then run `hf auth login`")
     host.setattr("huggingface_hub.get_token", lambda: "token")
-    published.check_host(NAME)
+    published.check_host_requirements(NAME)
 
 
 def test_without_pytorch_the_extra_is_named(host: pytest.MonkeyPatch) -> None:
@@ -107,9 +107,9 @@ def test_a_gpu_has_bundles_of_its_own(host: pytest.MonkeyPatch, tmp_path: Path) 
     assert published.choose_default_precision() == "fp16"
     for precision in ("int8", "fp16"):
         (tmp_path / f"{NAME}@{precision}").mkdir()
-    assert published.cached_bundle(NAME) is None  # incomplete
+    assert published.find_cached_bundle(NAME) is None  # incomplete
     (tmp_path / f"{NAME}@fp16" / "bundle.json").touch()
-    assert published.cached_bundle(NAME) == tmp_path / f"{NAME}@fp16"
+    assert published.find_cached_bundle(NAME) == tmp_path / f"{NAME}@fp16"
 
 
 def make_file(cache: Path) -> None:
@@ -127,14 +127,14 @@ def test_a_cache_that_cannot_be_written_is_rejected_before_the_download(
     cache = tmp_path / "cache"
     make(cache)
     host.setenv("LANTERN_RT_CACHE", str(cache))
-    error = error_of(OutputError, published.check_host, NAME)
+    error = error_of(OutputError, published.check_host_requirements, NAME)
     assert (error.field, error.remedy) == (f"{cache}/{NAME}@int8", "set LANTERN_RT_CACHE to another folder")
 
 
 def test_a_cache_of_checkpoints_that_cannot_be_read_is_one_line(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_loop(tmp_path / "hub")
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    error = error_of(OutputError, published.check_host, NAME)
+    error = error_of(OutputError, published.check_host_requirements, NAME)
     assert (error.field, error.remedy[:11]) == (str(tmp_path / "hub"), "set HF_HOME")
 
 
@@ -153,7 +153,7 @@ def test_without_a_home_folder_there_is_no_cache(host: pytest.MonkeyPatch) -> No
     for name in ("LANTERN_RT_CACHE", "XDG_CACHE_HOME"):
         host.delenv(name, raising=False)
     host.setattr("os.path.expanduser", lambda path: path)
-    assert error_of(OutputError, published.cached_bundles, NAME).found == "no home folder for bundles"
+    assert error_of(OutputError, published.list_cached_bundles, NAME).found == "no home folder for bundles"
 
 
 def test_a_bundle_that_is_a_link_is_removed_without_what_it_leads_to(
@@ -181,7 +181,7 @@ def test_the_disk_that_counts_is_that_of_the_cache_itself(
         return SimpleNamespace(free=1 << 50)
 
     host.setattr(shutil, "disk_usage", disk_usage)
-    published.check_host(NAME)
+    published.check_host_requirements(NAME)
     assert disks[-1] == tmp_path / expected
 
 
@@ -240,7 +240,7 @@ def test_nothing_is_downloaded_for_a_command_that_cannot_run(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)
-    host.setattr(published, "check_host", lambda *_, **__: pytest.fail("a download begins"))
+    host.setattr(published, "check_host_requirements", lambda *_, **__: pytest.fail("a download begins"))
     code, _, err = program(*words)
     assert (code, err.count("\n"), field in err) == (2, 1, True), err
 
@@ -263,6 +263,6 @@ def test_a_command_that_may_run_asks_for_the_download(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)
-    host.setattr(published, "check_host", lambda *_, **__: None)
+    host.setattr(published, "check_host_requirements", lambda *_, **__: None)
     code, _, err = program(*words)
     assert (code, "--yes: found no terminal to ask in" in err) == (2, True), err

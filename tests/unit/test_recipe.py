@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
-from lantern_rt.cli.replay import holds_image
+from lantern_rt.cli.replay import png_contains_image
 from lantern_rt.output.images import encode_png
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
 from lantern_rt.prompts import load_bundle_tokenizer
@@ -256,7 +256,7 @@ def test_an_edit_reads_the_prompt_from_chunks_after_the_pixels(tmp_path: Path) -
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + text + end)
     scenes = open_bundle("scenes", verify=False)
     request = check_request(scenes.manifest, load_bundle_tokenizer(scenes), image=path, keep_rows=8)
-    assert request.images[0].label == "a red cube"
+    assert request.images[0].prompt_or_class_id == "a red cube"
 
 
 def test_exact_methods_generate_the_same_image_unless_weights_are_dequantized(
@@ -270,6 +270,6 @@ def test_exact_methods_generate_the_same_image_unless_weights_are_dequantized(
     eagle = check_request(bundle.manifest, tokenizer, prompts="red cube", method="eagle")
     target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})
     dequantized = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
-    assert holds_image(path, bundle, eagle, 1)
-    assert not holds_image(path, dequantized, eagle, 1)
-    assert holds_image(path, dequantized, check_request(bundle.manifest, tokenizer, prompts="red cube"), 1)
+    assert png_contains_image(path, bundle, eagle, 1)
+    assert not png_contains_image(path, dequantized, eagle, 1)
+    assert png_contains_image(path, dequantized, check_request(bundle.manifest, tokenizer, prompts="red cube"), 1)

@@ -24,10 +24,18 @@ from toy_engine import (
     raster_layout,
 )
 
-from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    Lantern,
+    LanternPlusPlus,
+    MethodConfig,
+    Sampling,
+    SpeculativeJacobi,
+)
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.head_drafter import DraftHeadState
-from lantern_rt.runtime.heads import DraftHeads, head_shapes
+from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import ImageSequence, Prompt
 from lantern_rt.runtime.tree import DraftTree
@@ -37,8 +45,8 @@ VOCABULARY = 5
 CODES = 12
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 EXACT: dict[str, MethodConfig] = {
-    "ar": Ar(),
-    "sjd": Sjd(window=5),
+    "ar": Autoregressive(),
+    "sjd": SpeculativeJacobi(window=5),
     "eagle, chain": Eagle(tree="chain-4"),
     "eagle, static": Eagle(tree="tree-3-210-100"),
     "eagle, dynamic": Eagle(tree="dynamic-16-5-3"),
@@ -46,7 +54,7 @@ EXACT: dict[str, MethodConfig] = {
 RELAXED: dict[str, MethodConfig] = {
     "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
     "lantern++": LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
-    "sjd, relaxed": Sjd(window=3, neighbors=3, lambda_=1.5),
+    "sjd, relaxed": SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
 }
 SAMPLINGS = [
     Sampling(),
@@ -122,7 +130,7 @@ def test_images_of_other_shapes_in_the_batch_change_nothing(method: MethodConfig
 
 @pytest.mark.parametrize("columns", [1, 3])
 def test_row_ends_need_no_extra_passes(columns: int) -> None:
-    *_, last = decode(make_row_end_model(columns), [make_prompt(0)], [0], Sampling(), Ar())
+    *_, last = decode(make_row_end_model(columns), [make_prompt(0)], [0], Sampling(), Autoregressive())
     assert last.stats is not None
     assert last.stats.target_passes == CODES
 
@@ -145,7 +153,7 @@ def test_heads_use_the_hidden_states_that_predict_codes(
     rng = np.random.default_rng(1)
     position_index = 3  # index of the position in the toy's hidden state
     prefix = 3
-    tables = {name: rng.normal(0, 1, shape) for name, shape in head_shapes(VOCABULARY, 6, 1, 1).items()}
+    tables = {name: rng.normal(0, 1, shape) for name, shape in draft_head_shapes(VOCABULARY, 6, 1, 1).items()}
     tables["states"] = np.zeros((2, 6, 1))
     tables["gate"] = np.zeros((6, 1))
     tables["gate_bias"] = np.zeros(1)
@@ -156,7 +164,9 @@ def test_heads_use_the_hidden_states_that_predict_codes(
 
     def update_and_check(state: DraftHeadState, commit: Any) -> None:
         update(state, commit)
-        expected_states = 0.01 * (prefix - 1 + np.array([state.sequence.raster.position(cell) for cell in range(17)]))
+        expected_states = 0.01 * (
+            prefix - 1 + np.array([state.sequence.raster_layout.token_position(cell) for cell in range(17)])
+        )
         num_codes = len(state.sequence.codes)
         np.testing.assert_allclose(state.context[:num_codes, 0, 0], expected_states[:num_codes], rtol=1e-6)
         for cell, unaccepted_position in state.unaccepted.items():
@@ -165,7 +175,7 @@ def test_heads_use_the_hidden_states_that_predict_codes(
 
     monkeypatch.setattr(DraftHeadState, "update", update_and_check)
     prompts = [make_prompt(i, padding=i) for i in range(2)]
-    method = Eagle(tree=tree, drafter="heads") if tree else Sjd(window=5)
+    method = Eagle(tree=tree, drafter="heads") if tree else SpeculativeJacobi(window=5)
     for sampling in SAMPLINGS:
         expected = [generate_by_definition(model, prompt, i, sampling) for i, prompt in enumerate(prompts)]
         assert generate(model, prompts, sampling, method) == expected
@@ -190,27 +200,27 @@ def test_likelihoods_count_codes_but_not_row_ends() -> None:
 def test_a_chain_is_laid_out_with_row_ends(codes: list[int], columns: int, first: int) -> None:
     raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    layout = raster.lay_out(tree, first)
+    layout = raster.lay_out_tree(tree, first)
     tokens = raster.insert_row_ends(np.array([*[0] * first, *codes, 0]))[:-1]
-    start = raster.position(first)
+    start = raster.token_position(first)
     assert layout.tokens.tolist() == tokens[start:].tolist()
     assert layout.positions.tolist() == list(range(start, start + len(layout.tokens)))
-    assert np.array_equal(layout.ancestors, np.tri(len(layout.tokens), dtype=bool))
-    assert [start + last + 1 for last in layout.sampling_nodes(np.arange(len(codes)))] == [
-        raster.position(first + 1 + n) for n in range(len(codes))
+    assert np.array_equal(layout.ancestor_mask, np.tri(len(layout.tokens), dtype=bool))
+    assert [start + last + 1 for last in layout.find_sampling_nodes(np.arange(len(codes)))] == [
+        raster.token_position(first + 1 + n) for n in range(len(codes))
     ]
-    assert layout.path_nodes(range(len(codes))).tolist() == list(range(len(layout.tokens)))
+    assert layout.find_path_nodes(range(len(codes))).tolist() == list(range(len(layout.tokens)))
 
 
 def test_children_attend_to_the_row_end_after_their_parent_and_not_to_that_of_a_sibling() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
-    layout = raster_layout(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
+    layout = raster_layout(9, 3, 9).lay_out_tree(tree, 1)  # nodes of depth 1 end a row
     assert layout.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
     assert layout.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
     attended = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
-    assert [np.flatnonzero(row).tolist() for row in layout.ancestors] == attended
-    assert layout.sampling_nodes(np.arange(5)).tolist() == [0, 2, 4, 5, 6]
-    assert layout.path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
+    assert [np.flatnonzero(row).tolist() for row in layout.ancestor_mask] == attended
+    assert layout.find_sampling_nodes(np.arange(5)).tolist() == [0, 2, 4, 5, 6]
+    assert layout.find_path_nodes([0, 2, 4]).tolist() == [0, 3, 4, 6]
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)

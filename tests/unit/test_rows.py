@@ -25,10 +25,10 @@ from toy_engine import (
 )
 
 from lantern_rt import Pipeline
-from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
+from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, RowParallel, Sampling, SpeculativeJacobi
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.rows import Grid
+from lantern_rt.runtime.rows import TokenGrid
 from lantern_rt.runtime.state import Prompt
 from lantern_rt.service import Service
 
@@ -66,13 +66,14 @@ def distribution(
     rows = []
     assert isinstance(target, ToyTarget)
     for prefix_row in (prompt.cond, prompt.uncond):
-        prefix_hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]
+        prefix_hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real_token]
         cells = np.array([*attended], np.int64)
         hashes = np.append(
-            prefix_hashes, target.code_hash(np.array([*attended.values()], np.int64), len(prefix_row.is_real) + cells)
+            prefix_hashes,
+            target.code_hash(np.array([*attended.values()], np.int64), len(prefix_row.is_real_token) + cells),
         )
         rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
-    scale = sampling.cfg_scale if index < sampling.count_guided(model.num_codes) else 1.0
+    scale = sampling.cfg_scale if index < sampling.count_guided_tokens(model.num_codes) else 1.0
     return naive_distribution(rows[1] + scale * (rows[0] - rows[1]), sampling)
 
 
@@ -119,11 +120,12 @@ def generate_by_definition(
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 @given(
-    preserved=st.lists(st.sampled_from([-1, 0, 1, 2]), min_size=12, max_size=12).map(np.array), window=st.integers(1, 4)
+    preserved_codes=st.lists(st.sampled_from([-1, 0, 1, 2]), min_size=12, max_size=12).map(np.array),
+    window=st.integers(1, 4),
 )
 @settings(max_examples=10, deadline=None)
 def test_preserved_tokens_replace_samples_of_the_definition(
-    preserved: NDArray[np.int64], window: int, ends: bool, drafts: int
+    preserved_codes: NDArray[np.int64], window: int, ends: bool, drafts: int
 ) -> None:
     model = make_toy(3, 4, ends=ends)
     prompt = make_prompt(3, padding=1)
@@ -132,12 +134,14 @@ def test_preserved_tokens_replace_samples_of_the_definition(
     def draw(cell: int, p: NDArray) -> int:
         return (
             int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
-            if preserved[cell] < 0
-            else int(preserved[cell])
+            if preserved_codes[cell] < 0
+            else int(preserved_codes[cell])
         )
 
     expected = generate_by_definition(model, prompt, window, GUIDED, draw)
-    assert generate(model, [replace(prompt, preserved=preserved)], window, [5], GUIDED, drafts) == [expected]
+    assert generate(model, [replace(prompt, preserved_codes=preserved_codes)], window, [5], GUIDED, drafts) == [
+        expected
+    ]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, HALF, Sampling(cfg_scale=2.0, temperature=0)])
@@ -165,7 +169,7 @@ def test_every_token_is_sampled_after_the_tokens_that_the_definition_names(
         assert generate(narrow, [prompt], window, [seed], sampling, drafts=1) == expected
         passes: list[tuple[int, int]] = narrow.target.passes  # type: ignore[attr-defined]
         assert {nodes for _, nodes in passes[1:]} == {2}
-        assert {num_rows for num_rows, _ in passes} == ({1, 2} if sampling == HALF else {1 + sampling.guided})
+        assert {num_rows for num_rows, _ in passes} == ({1, 2} if sampling == HALF else {1 + sampling.uses_guidance})
 
 
 def test_images_have_the_joint_distribution_of_the_definition() -> None:
@@ -198,7 +202,7 @@ def test_images_have_the_joint_distribution_of_the_definition() -> None:
 def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
     rows: int, codes: int, window: int, max_drafts: int, max_nodes: int, seed: int, ends: bool
 ) -> None:
-    grid = Grid(raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
+    grid = TokenGrid(raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
     columns = grid.columns
     window = grid.window
     passes = 0
@@ -208,14 +212,18 @@ def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
         grid.num_drafts = int(rng.integers(0, max_drafts + 1))
         batch = grid.next_pass()
         passes = passes + 1
-        assert 0 < batch.nodes <= max_nodes
-        for cells in (batch.cells[batch.num_attended > 0], batch.cells[batch.sampled_nodes] + 1, batch.cached_cells):
+        assert 0 < batch.num_nodes <= max_nodes
+        for cells in (
+            batch.cells[batch.num_attended_tokens > 0],
+            batch.cells[batch.sampled_nodes] + 1,
+            batch.cached_cells,
+        ):
             assert len({*cells.tolist()}) == len(cells)
-        assert not {*batch.cells[batch.num_attended > 0].tolist()} & {*batch.cached_cells.tolist()}
+        assert not {*batch.cells[batch.num_attended_tokens > 0].tolist()} & {*batch.cached_cells.tolist()}
         assert (
-            batch.structure.ancestors.sum(0)[batch.num_attended == 0] == 1
+            batch.tree_structure.ancestor_mask.sum(0)[batch.num_attended_tokens == 0] == 1
         ).all()  # no other node attends to a stand-in
-        accepted, generate = grid.commit(
+        accepted, generate = grid.verify_drafts(
             batch, rng.integers(0, 2, len(batch.sampled_nodes))
         )  # random tokens: some drafts are right
         assert len(generate) + len(accepted) > 0  # every pass makes progress
@@ -247,15 +255,17 @@ def test_an_image_does_not_depend_on_the_number_of_drafts(drafts: int, window: i
 def test_a_window_as_wide_as_the_grid_generates_the_image_of_plain_decoding(ends: bool) -> None:
     model = make_toy(3, 4, ends=ends)
     prompt = make_prompt(2)
-    plain = [code for step in decode(model, [prompt], [5], GUIDED, Ar()) for code in step.parts[0].codes.tolist()]
+    plain = [
+        code for step in decode(model, [prompt], [5], GUIDED, Autoregressive()) for code in step.parts[0].codes.tolist()
+    ]
     assert generate(model, [prompt], 4, [5], GUIDED) == [plain]
     assert generate(model, [prompt], 1, [5], GUIDED) != [plain]
 
 
-@pytest.mark.parametrize("method", [Sjd(window=4), Eagle(tree="chain-2"), Ar()])
+@pytest.mark.parametrize("method", [SpeculativeJacobi(window=4), Eagle(tree="chain-2"), Autoregressive()])
 def test_requests_with_other_methods_in_the_batch_do_not_change_the_image(pipe: Pipeline, method: MethodConfig) -> None:
     alone = pipe("red cube", seed=9, method="rows:window=2").codes[0]
-    with Service(pipe, together=4) as service:
+    with Service(pipe, max_images_per_pass=4) as service:
         news_queue: queue.Queue[StreamStep | BaseException] = queue.Queue()
         for seed in (1, 2):
             service.submit(lambda news: None, "a green sphere", seed=seed, method=method)

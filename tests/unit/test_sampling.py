@@ -16,7 +16,7 @@ from toy_distributions import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import best_codes, choose_codes, compute_distribution, sample_code, softmax
+from lantern_rt.runtime.sampling import choose_codes, compute_distribution, find_top_codes, sample_code, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
@@ -87,8 +87,8 @@ def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
     rows = np.array([[[1, 2]], [[0, 4]]], np.float32)
     np.testing.assert_allclose(guide(rows, Sampling(cfg_scale=3)), [[3, -2]])
     np.testing.assert_array_equal(guide(rows[:1], Sampling(cfg_scale=3)), rows[0])
-    assert not Sampling(cfg_scale=1).guided
-    assert Sampling(cfg_scale=0).guided
+    assert not Sampling(cfg_scale=1).uses_guidance
+    assert Sampling(cfg_scale=0).uses_guidance
 
 
 @given(
@@ -132,7 +132,7 @@ def test_the_best_codes_with_noise_are_successive_samples_without_replacement(co
     draws = 10_000
     with np.errstate(divide="ignore"):
         weights = np.log(distribution).astype(np.float32)
-    codes, scores = best_codes(weights + gumbel(np.random.default_rng(count), (draws, 5)), count)
+    codes, scores = find_top_codes(weights + gumbel(np.random.default_rng(count), (draws, 5)), count)
     assert np.isfinite(scores).all()
     counts = dict.fromkeys(itertools.permutations([0, 2, 3, 4], count), 0)
     for sampled in codes.tolist():
@@ -168,7 +168,7 @@ def test_samples_from_a_large_vocabulary_agree_with_a_plain_cumulative_sum(vocab
     count=st.integers(1, 9),
 )
 def test_the_best_codes_and_log_probabilities_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
-    codes, scores = best_codes(logits, count)
+    codes, scores = find_top_codes(logits, count)
     num_best = min(count, logits.shape[1])
     assert codes.shape == scores.shape == (len(logits), num_best)
     for row, chosen, score in zip(logits, codes, scores, strict=True):

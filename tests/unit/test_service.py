@@ -32,7 +32,7 @@ METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2
 
 @pytest.fixture
 def service(pipe: Pipeline) -> Iterator[Service]:
-    with Service(pipe, together=4, waiting=8) as running_service:
+    with Service(pipe, max_images_per_pass=4, max_queued_images=8) as running_service:
         yield running_service
 
 
@@ -95,7 +95,7 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
     batch_sizes: list[int] = []
     step = Batch.step
     monkeypatch.setattr(Batch, "step", lambda batch: (batch_sizes.append(len(batch.active_sequences)), step(batch))[1])
-    with Service(pipe, together=4) as service:
+    with Service(pipe, max_images_per_pass=4) as service:
         callers = [Caller(lambda: len(submitted) < 6) for _ in range(6)]
         submitted: list[ServiceRequest] = []
         for i, caller in enumerate(callers):
@@ -107,18 +107,18 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
 
 def seconds_until_retry(service: Service) -> int:
     error = error_of(BusyError, service.submit, Caller(), "red cube")
-    return error.seconds
+    return error.retry_seconds
 
 
 def test_the_error_of_a_full_service_says_when_to_try_again(pipe: Pipeline) -> None:
-    with Service(pipe, together=2, waiting=1) as service:
+    with Service(pipe, max_images_per_pass=2, max_queued_images=1) as service:
         is_busy = True
         callers = [Caller(lambda: is_busy) for _ in range(3)]
         for i, caller in enumerate(callers):
             service.submit(caller, "red cube", seed=i, method="ar")
         with pytest.raises(BusyError, match=r"found 3 images before this one; try again in about \d+ s") as busy:
             service.submit(Caller(), "red cube")
-        assert busy.value.seconds >= 1
+        assert busy.value.retry_seconds >= 1
         with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
             service.submit(Caller(), "red cube", num_images=4)
         assert service.capacity.seconds_per_image == 0.0
@@ -164,7 +164,7 @@ def test_a_cancelled_request_ends_within_a_pass(service: Service) -> None:
 
 
 def test_a_place_is_free_as_soon_as_its_request_is_cancelled(pipe: Pipeline) -> None:
-    with Service(pipe, together=1, waiting=0) as service:
+    with Service(pipe, max_images_per_pass=1, max_queued_images=0) as service:
         is_busy = True
         cancelled = Caller(lambda: is_busy)
         next_caller = Caller()
@@ -214,8 +214,8 @@ def test_the_service_continues_after_any_failure(
     service.submit(caller, "red cube", seed=4)
     assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=4).codes[0])
     wait_until_idle(service)
-    with pytest.raises(RequestError, match="together: found 0, expected a whole number 1"):
-        Service(pipe, together=0)
+    with pytest.raises(RequestError, match="max_images_per_pass: found 0, expected a whole number 1"):
+        Service(pipe, max_images_per_pass=0)
 
 
 def test_a_request_that_cannot_join_has_no_effect_on_others(
@@ -249,8 +249,8 @@ def test_a_listener_that_fails_ends_only_its_request(service: Service) -> None:
 
 def test_closing_finishes_or_fails_requests_and_rejects_new_ones(pipe: Pipeline) -> None:
     for drain in (True, False):
-        service = Service(pipe, together=1)
-        callers = [Caller(lambda service=service: service.open) for _ in range(3)]
+        service = Service(pipe, max_images_per_pass=1)
+        callers = [Caller(lambda service=service: service.is_open) for _ in range(3)]
         for caller in callers:
             service.submit(caller, "red cube", method="ar")
         service.close(drain)
@@ -273,24 +273,24 @@ def test_the_example_of_the_page_on_services_runs(tmp_path: Path, monkeypatch: p
 def test_a_service_whose_passes_all_fail_reports_that_it_is_not_open(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Service(pipe, together=2) as service:
-        assert service.open
+    with Service(pipe, max_images_per_pass=2) as service:
+        assert service.is_open
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "append", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             for _ in range(3):
                 caller = Caller()
                 service.submit(caller, "red cube", method="ar")
                 assert caller.done.wait(30)
-        assert not service.open
+        assert not service.is_open
         caller = Caller()
         service.submit(caller, "red cube", method="ar")
         caller.last()
-        assert service.open
+        assert service.is_open
 
 
 def test_only_the_request_whose_logits_overflow_fails_and_the_service_stays_open(embeddings_bundle: Path) -> None:
     embeddings = np.random.default_rng(1).standard_normal((2, CAPTION)).astype(np.float32)
-    with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, together=8) as service:
+    with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, max_images_per_pass=8) as service:
         others = [Caller() for _ in METHODS]
         for seed, (caller, method) in enumerate(zip(others, METHODS, strict=True)):
             service.submit(caller, embeddings=embeddings, method=method, seed=seed)
@@ -306,7 +306,7 @@ def test_only_the_request_whose_logits_overflow_fails_and_the_service_stays_open
             assert caller.done.wait(60)
             assert isinstance(caller.error, EngineError)
             assert "NaN or infinite" in str(caller.error)
-            assert service.open
+            assert service.is_open
         for seed, (caller, method) in enumerate(zip(others, METHODS, strict=True)):
             assert np.array_equal(
                 caller.last().codes[0], pipe(embeddings=embeddings, method=method, seed=seed).codes[0]
@@ -354,7 +354,7 @@ def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_cha
         f"neighbour {i}": [{"method": "ar", "seed": i}] for i in range(3)
     }
     requests_by_caller["greedy"] = [{"method": method, "seed": 9, "num_images": 5} for method in wide]
-    with Service(pipe, together=4, waiting=40) as service, monkeypatch.context() as patch:
+    with Service(pipe, max_images_per_pass=4, max_queued_images=40) as service, monkeypatch.context() as patch:
         patch.setattr(Batch, "step", record_pass)
         last = run_together(service, requests_by_caller)
     for caller, requests in requests_by_caller.items():
@@ -368,7 +368,7 @@ def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_cha
 
 
 def test_a_caller_below_its_share_gets_a_place_in_a_full_queue(pipe: Pipeline) -> None:
-    with Service(pipe, together=1, waiting=3) as service:
+    with Service(pipe, max_images_per_pass=1, max_queued_images=3) as service:
         is_busy = True
         greedy = [Caller(lambda: is_busy) for _ in range(4)]
         for i, caller in enumerate(greedy):
@@ -385,7 +385,7 @@ def test_a_caller_below_its_share_gets_a_place_in_a_full_queue(pipe: Pipeline) -
 
 
 def test_requests_that_would_miss_their_deadline_are_rejected(pipe: Pipeline) -> None:
-    with Service(pipe, together=2, waiting=8) as service:
+    with Service(pipe, max_images_per_pass=2, max_queued_images=8) as service:
         is_busy = True
         first = Caller(lambda: is_busy)
         late = Caller()
@@ -395,7 +395,7 @@ def test_requests_that_would_miss_their_deadline_are_rejected(pipe: Pipeline) ->
             time.sleep(0.001)
         service.capacity.seconds_per_image = 1.0
         for deadline in (0.5, 2.3):
-            assert error_of(BusyError, service.submit, Caller(), "red cube", deadline=deadline).seconds >= 1
+            assert error_of(BusyError, service.submit, Caller(), "red cube", deadline=deadline).retry_seconds >= 1
         service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
         service.submit(last, "red cube", seed=3, deadline=8.0)
         service.capacity.seconds_per_image = 3.0  # the service becomes slower

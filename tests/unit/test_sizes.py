@@ -35,7 +35,7 @@ def test_a_bundle_of_several_sizes_accepts_each_by_its_name(class_bundle: Path) 
     assert manifest.size().name == "24x24"
     assert resolve_settings(manifest, AR).size == "24x24"
     assert resolve_settings(manifest, {**AR, "size": "36x12"}).as_dict()["size"] == "36x12"
-    assert manifest.pixels(manifest.size("36x12")) == (36, 12)
+    assert manifest.size_in_pixels(manifest.size("36x12")) == (36, 12)
     assert manifest.max_image_tokens == 41  # 6 rows of 6 tokens, and 5 row ends
     for wrong in ("12x36", "", "36 x 12", 24, ["36x12"]):
         with expects_error(RequestError, "size: found", "expected 36x12, 24x24"):

@@ -26,7 +26,7 @@ def tokenizer() -> CaptionTokenizer:
 def test_a_prompt_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     ids = tokenizer.encode("a red cube", 120)
     assert ids.dtype == np.int64
-    assert ids.tolist() == [*tokenizer.library.encode("a red cube", add_special_tokens=False).ids, END]
+    assert ids.tolist() == [*tokenizer.hf_tokenizer.encode("a red cube", add_special_tokens=False).ids, END]
 
 
 def test_a_long_prompt_is_truncated_and_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from toy_engine import ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, output_of, scramble
 
-from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling, SpeculativeJacobi
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import choose_codes, is_decisive
+from lantern_rt.runtime.sampling import choose_codes, is_robust_to_rounding
 from lantern_rt.runtime.statistics import Statistics
-from lantern_rt.runtime.target import choose_for_sequences
+from lantern_rt.runtime.target import choose_tokens_together
 from lantern_rt.runtime.tree import DraftTree
 
-METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), Sjd(window=2), Sjd(window=5)]
+METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), SpeculativeJacobi(window=2), SpeculativeJacobi(window=5)]
 SAMPLINGS = [
     Sampling(cfg_scale=2.0, temperature=0.8),
     Sampling(top_k=3),
@@ -35,12 +35,16 @@ WOBBLE = 0.05
 Logits = NDArray[np.float32]  # [rows, vocabulary]
 
 
-def choose_and_judge(logits: Logits, noise: Logits | None, sampling: Sampling, tie_margin: float) -> tuple[Any, Any]:
+def choose_and_judge(
+    logits: Logits, noise: Logits | None, sampling: Sampling, rounding_margin: float
+) -> tuple[Any, Any]:
     """Return the chosen token of every row, and whether it is decisive: further ahead than the tie margin."""
     codes = choose_codes(logits, noise, sampling)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
-    return codes, np.array([is_decisive(row, row_noise, code, sampling, tie_margin) for row, row_noise, code in rows])
+    return codes, np.array(
+        [is_robust_to_rounding(row, row_noise, code, sampling, rounding_margin) for row, row_noise, code in rows]
+    )
 
 
 class WobblyTarget(ToyTarget):
@@ -55,10 +59,10 @@ class WobblyTarget(ToyTarget):
         return output._replace(logits=(output.logits + rounding).astype(np.float32))
 
 
-def wobbly_model(rounding: float) -> ToyModel:
+def wobbly_model(rounding_bound: float) -> ToyModel:
     model = make_model(vocabulary=5, codes=12)
     assert isinstance(model.target, ToyTarget)
-    return replace(model, target=WobblyTarget(**vars(model.target)), rounding=rounding)
+    return replace(model, target=WobblyTarget(**vars(model.target)), rounding_bound=rounding_bound)
 
 
 def generate(
@@ -78,32 +82,36 @@ def generate(
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_rounding_changes_no_token_with_any_method_and_batch_size(sampling: Sampling) -> None:
-    expected, _ = generate(wobbly_model(WOBBLE), sampling, Ar(), 1)
-    assert generate(wobbly_model(WOBBLE), sampling, Ar(), 5)[0] == expected
+    expected, _ = generate(wobbly_model(WOBBLE), sampling, Autoregressive(), 1)
+    assert generate(wobbly_model(WOBBLE), sampling, Autoregressive(), 5)[0] == expected
     for method in METHODS:
         for batch in (1, 4):
             assert generate(wobbly_model(WOBBLE), sampling, method, batch)[0] == expected
-    without_recomputation = [generate(wobbly_model(0.0), sampling, method, 4)[0] for method in [Ar(), *METHODS]]
+    without_recomputation = [
+        generate(wobbly_model(0.0), sampling, method, 4)[0] for method in [Autoregressive(), *METHODS]
+    ]
     assert any(codes != expected for codes in without_recomputation), "the rounding is too small for this test"
 
 
 def test_passes_that_decide_ties_are_counted() -> None:
     model = wobbly_model(WOBBLE)
     assert isinstance(model.target, ToyTarget)
-    _, stats = generate(model, SAMPLINGS[0], Ar(), 24)
+    _, stats = generate(model, SAMPLINGS[0], Autoregressive(), 24)
     images = stats[0].per_image
     tie_passes = sum(image.tie_passes for image in images)
     assert tie_passes > 0
     assert stats[0].target_passes == len(model.target.passes) == 12 + tie_passes
     assert {image.target_passes - image.tie_passes for image in images} == {12}
     assert stats[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / image.target_passes for image in images]))
-    assert not any(image.tie_passes for image in generate(wobbly_model(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
+    assert not any(
+        image.tie_passes for image in generate(wobbly_model(0.0), SAMPLINGS[0], Autoregressive(), 24)[1][0].per_image
+    )
 
 
 @pytest.mark.parametrize(("count", "num_together"), [(1, 0), (2, 2), (200, 128)])
 def test_images_choose_in_one_call_as_each_would_alone_as_far_as_memory_allows(count: int, num_together: int) -> None:
     logits = np.random.default_rng(0).normal(size=(count, 3, 5)).astype(np.float32)
-    chain = DraftTree(np.arange(2), np.array([-1, 0])).structure
+    chain = DraftTree(np.arange(2), np.array([-1, 0])).tree_structure
     rows_alone: list[int] = []
 
     class CountedLayout(PassLayout):
@@ -111,9 +119,9 @@ def test_images_choose_in_one_call_as_each_would_alone_as_far_as_memory_allows(c
             rows_alone.append(rows.start)
             return super().logits(logits, rows, nodes)
 
-    layout = CountedLayout(np.arange(2), np.arange(4, 6), chain.ancestors)
+    layout = CountedLayout(np.arange(2), np.arange(4, 6), chain.ancestor_mask)
     outputs = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
-    choose_for_sequences(logits, outputs)
+    choose_tokens_together(logits, outputs)
     expected = [choose_codes(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
     assert [[output.choose_token_without_recompute(node) for node in range(2)] for output in outputs] == expected
     assert rows_alone == [*range(num_together, count)]
@@ -144,9 +152,11 @@ def cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, float, int]
 def test_a_decisive_choice_stays_however_logits_move_within_the_margin(
     case: tuple[Logits, Logits | None, Sampling, float, int],
 ) -> None:
-    logits, noise, sampling, tie_margin, seed = case
-    codes, decisive = choose_and_judge(logits, noise, sampling, tie_margin)
-    max_move = 0.49 * tie_margin * (sampling.temperature or 1.0)  # two logits move apart by less than the tie_margin
+    logits, noise, sampling, rounding_margin, seed = case
+    codes, decisive = choose_and_judge(logits, noise, sampling, rounding_margin)
+    max_move = (
+        0.49 * rounding_margin * (sampling.temperature or 1.0)
+    )  # two logits move apart by less than the tie_margin
     rng = np.random.default_rng(seed + 1)
     for _ in range(20):
         moves = max_move * (
@@ -167,7 +177,7 @@ def test_most_choices_are_decisive_and_ties_are_not() -> None:
     assert not choose_and_judge(equal, None, Sampling(temperature=0), 1e-6)[1].any()
     close_logits = np.array([400, 399.99], np.float32)
     gumbel = np.array([0, -5], np.float32)
-    assert not is_decisive(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
+    assert not is_robust_to_rounding(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
     boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # either of two could be the second token of top-k 2
     gumbel = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
     assert not choose_and_judge(boundary, gumbel, Sampling(top_k=2), 1e-4)[1].any()

@@ -54,24 +54,24 @@ def make_requests(
 
 def test_conditional_and_unconditional_rows_may_differ_in_length(manifest: Manifest) -> None:
     first, second = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
-    assert first.inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
-    assert first.inputs["uncond_ids"].tolist() == [[0, 133]]
-    assert tuple(real.tolist() for real in first.is_real) == ([True] * 6, [True] * 2)
-    assert first.inputs is second.inputs
+    assert first.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
+    assert first.condition_inputs["uncond_ids"].tolist() == [[0, 133]]
+    assert tuple(real.tolist() for real in first.attention_masks) == ([True] * 6, [True] * 2)
+    assert first.condition_inputs is second.condition_inputs
     assert (first.seed, second.seed) == (7, 8)
 
 
 def test_the_unconditional_row_may_be_the_prompt_with_its_text_replaced(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, JANUS, [50, 51])
-    assert request.inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
-    assert request.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
+    assert request.condition_inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
+    assert request.condition_inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
 
 
 def test_a_negative_prompt_replaces_the_unconditional_row(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
-    assert request.tokens is not None
-    assert request.tokens[1].tolist() == [0, 50, 51, 140, 133]
-    assert [len(real) for real in request.is_real] == [5, 5]
+    assert request.token_ids is not None
+    assert request.token_ids[1].tolist() == [0, 50, 51, 140, 133]
+    assert [len(real) for real in request.attention_masks] == [5, 5]
 
 
 def test_drafter_slots_read_the_next_token_of_their_row() -> None:
@@ -87,12 +87,12 @@ def test_drafter_slots_read_the_next_token_of_their_row() -> None:
 def test_tokens_of_a_text_are_at_the_end_of_the_prefix_after_padding(manifest: Manifest) -> None:
     text_manifest = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
     (short,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert short.inputs["token_ids"].tolist() == [[7, 1]]
-    assert short.inputs["token_mask"].tolist() == [[1, 1]]
-    assert short.is_real[0].tolist() == [False] * 4 + [True] * 2
-    assert all(array.dtype == np.int64 for array in short.inputs.values())
+    assert short.condition_inputs["token_ids"].tolist() == [[7, 1]]
+    assert short.condition_inputs["token_mask"].tolist() == [[1, 1]]
+    assert short.attention_masks[0].tolist() == [False] * 4 + [True] * 2
+    assert all(array.dtype == np.int64 for array in short.condition_inputs.values())
     (full,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert full.is_real[0].all()
+    assert full.attention_masks[0].all()
 
 
 # ---------------------------------------------------------------- ids from the caller
@@ -109,19 +109,22 @@ def test_ids_from_the_caller_make_the_rows_of_the_prompt_with_these_ids(
     manifest: Manifest, layout: TokenLayout
 ) -> None:
     (expected,) = make_requests(manifest, layout, [50, 51])
-    (row,) = expected.inputs["token_ids"].tolist()
+    (row,) = expected.condition_inputs["token_ids"].tolist()
     first, second = requests_of_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
     for image in (first, second):
-        assert image.inputs.keys() == expected.inputs.keys()
-        assert all(np.array_equal(image.inputs[name], expected.inputs[name]) for name in expected.inputs)
-        assert image.label == tuple(row)
+        assert image.condition_inputs.keys() == expected.condition_inputs.keys()
+        assert all(
+            np.array_equal(image.condition_inputs[name], expected.condition_inputs[name])
+            for name in expected.condition_inputs
+        )
+        assert image.prompt_or_class_id == tuple(row)
     assert (first.seed, second.seed) == (7, 8)
 
 
 def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manifest) -> None:
     (image,) = requests_of_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
-    assert image.negative is not None
-    assert image.negative.inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
+    assert image.negative_request is not None
+    assert image.negative_request.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_the_error_of_an_unknown_word_names_the_most_similar_known_word(tokenize
 
 def test_all_words_are_listed_unless_there_are_examples(tokenizer: WordTokenizer) -> None:
     assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in encode_error(tokenizer, "dragon")
-    with_examples = replace(tokenizer, examples=("a blue ball under snow",))
+    with_examples = replace(tokenizer, example_prompts=("a blue ball under snow",))
     assert "this model knows, such as blue, ball, under;" in encode_error(with_examples, "dragon")
 
 

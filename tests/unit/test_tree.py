@@ -57,13 +57,17 @@ def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(publish
     assert isinstance(shape, StaticTree)
     assert [list(path) for path in shape.paths] == golden["paths"]
     verify = golden["verify"]
-    tree = DraftTree(np.arange(shape.nodes), shape.parents)
-    np.testing.assert_array_equal(tree.structure.ancestors, np.array(verify["tree_mask"], bool))
-    assert tree.structure.depths.tolist() == verify["tree_position_ids"]
+    tree = DraftTree(np.arange(shape.num_nodes), shape.parents)
+    np.testing.assert_array_equal(tree.tree_structure.ancestor_mask, np.array(verify["tree_mask"], bool))
+    assert tree.tree_structure.depths.tolist() == verify["tree_position_ids"]
     leaves = [[node for node in row if node >= 0] for row in verify["retrieve_indices"]]
-    assert sorted(leaves) == sorted(tree.path_to(n) for n in range(tree.nodes) if not tree.structure.children[n])
-    ordered = DraftTree(np.arange(shape.nodes), shape.parents, leaf_order=[path[-1] for path in leaves])
-    assert ordered.structure.children == tree.structure.children, "leaf order and node order try siblings alike"
+    assert sorted(leaves) == sorted(
+        tree.path_to(n) for n in range(tree.num_nodes) if not tree.tree_structure.children[n]
+    )
+    ordered = DraftTree(np.arange(shape.num_nodes), shape.parents, leaf_order=[path[-1] for path in leaves])
+    assert ordered.tree_structure.children == tree.tree_structure.children, (
+        "leaf order and node order try siblings alike"
+    )
     for path, earlier in zip(verify["retrieve_indices"], verify["b_indices"], strict=True):
         for node, siblings in zip(path[1:], earlier[1:], strict=True):
             if node > 0:
@@ -79,7 +83,7 @@ def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) 
     levels = [level for level in shape.levels if len(level)]
     assert len(levels) - 1 == len(draft["tree_indices"])
     expanded: list[int] = []
-    mask = DraftTree(np.zeros(shape.nodes, np.int64), shape.parents).structure.ancestors
+    mask = DraftTree(np.zeros(shape.num_nodes, np.int64), shape.parents).tree_structure.ancestor_mask
     for above, level, indices, attended in zip(
         levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False
     ):
@@ -99,7 +103,7 @@ def test_a_static_tree_numbers_nodes_by_length_and_path_whatever_order_they_are_
 ) -> None:
     shape = StaticTree(tuple(paths))
     assert list(shape.paths) == sorted(paths, key=lambda path: (len(path), path))
-    assert shape.nodes == len(paths) + 1
+    assert shape.num_nodes == len(paths) + 1
     for node, path in enumerate(shape.paths, 1):
         parent = int(shape.parents[node])
         assert parent < node
@@ -147,12 +151,12 @@ def test_a_dynamic_tree_with_impossible_sizes_is_rejected(sizes: tuple[int, int,
 @given(parent_lists())
 def test_the_ancestor_mask_holds_exactly_the_path_to_every_node(parents: np.ndarray) -> None:
     tree = DraftTree(np.arange(len(parents)), parents)
-    for node in range(tree.nodes):
+    for node in range(tree.num_nodes):
         path = tree.path_to(node)
-        assert np.flatnonzero(tree.structure.ancestors[node]).tolist() == sorted(path)
-        assert tree.structure.depths[node] == len(path) - 1
-        assert all(parents[child] == node for child in tree.structure.children[node])
-    assert sum(map(len, tree.structure.children)) == tree.nodes - 1
+        assert np.flatnonzero(tree.tree_structure.ancestor_mask[node]).tolist() == sorted(path)
+        assert tree.tree_structure.depths[node] == len(path) - 1
+        assert all(parents[child] == node for child in tree.tree_structure.children[node])
+    assert sum(map(len, tree.tree_structure.children)) == tree.num_nodes - 1
 
 
 @given(parent_lists(), st.randoms(use_true_random=False))
@@ -160,14 +164,14 @@ def test_a_nodes_leaf_rank_is_that_of_the_first_leaf_below_and_orders_siblings(
     parents: np.ndarray, random: Any
 ) -> None:
     plain = DraftTree(np.arange(len(parents)), parents)
-    leaves = [node for node in range(plain.nodes) if not plain.structure.children[node]]
+    leaves = [node for node in range(plain.num_nodes) if not plain.tree_structure.children[node]]
     random.shuffle(leaves)
     tree = DraftTree(np.arange(len(parents)), parents, leaf_order=leaves)
-    for node in range(tree.nodes):
+    for node in range(tree.num_nodes):
         ranks_below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
-        assert tree.structure.leaf_rank[node] == min(ranks_below)
-        assert tuple(sorted(tree.structure.children[node])) == plain.structure.children[node]
-        ranks = [int(tree.structure.leaf_rank[child]) for child in tree.structure.children[node]]
+        assert tree.tree_structure.leaf_rank[node] == min(ranks_below)
+        assert tuple(sorted(tree.tree_structure.children[node])) == plain.tree_structure.children[node]
+        ranks = [int(tree.tree_structure.leaf_rank[child]) for child in tree.tree_structure.children[node]]
         assert ranks == sorted(ranks)
 
 
@@ -177,7 +181,9 @@ def test_a_cached_tree_structure_is_one_object_for_the_garbage_collector() -> No
         return len(gc.get_objects())
 
     before = count_objects()
-    shapes = [DraftTree(np.zeros(33, np.int64), np.array([-1, *([0] * n), *range(32 - n)])).structure for n in range(9)]
+    shapes = [
+        DraftTree(np.zeros(33, np.int64), np.array([-1, *([0] * n), *range(32 - n)])).tree_structure for n in range(9)
+    ]
     assert len({id(shape) for shape in shapes}) == len(shapes)
     assert count_objects() - before <= 2 * len(shapes)
 

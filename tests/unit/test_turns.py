@@ -11,7 +11,7 @@ from tiny_bundle import CAPTION, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
-from lantern_rt.compare.turns import ComparedMethod, add_likelihoods, parse_methods, run_in_turns, run_method
+from lantern_rt.compare.turns import ComparedMethod, add_likelihoods, parse_methods, run_method, run_methods_in_turns
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 
@@ -95,7 +95,7 @@ def test_every_turn_begins_with_another_method_and_likelihoods_come_last(
         monkeypatch.setattr(pipeline, name, recording(name, getattr(pipeline, name)))
     methods = parse_methods(["sjd", "eagle"], {}, pipeline.bundle)
     requests = [Prompts("prompts", PROMPTS).request(i, 1) for i in range(3)]
-    turns = list(run_in_turns(pipeline, methods, requests))
+    turns = list(run_methods_in_turns(pipeline, methods, requests))
     assert [[result.method.label for result in turn] for turn in turns] == [["ar", "sjd", "eagle"]] * 3
     order = ["ar", "sjd", "eagle", "sjd", "eagle", "ar", "eagle", "ar", "sjd"]
     assert [call.split()[1] for call in calls if call.startswith("stream")] == order
@@ -117,7 +117,7 @@ def test_a_run_has_the_result_of_the_pipeline_without_unrequested_work(pipeline:
         result.codes, **request, temperature=0.9
     )
     assert run_method(pipeline, method, request, make_images=False).images == []
-    ((unscored,),) = run_in_turns(pipeline, [method], [request], score=False)
+    ((unscored,),) = run_methods_in_turns(pipeline, [method], [request], with_likelihoods=False)
     assert (len(unscored.images), unscored.likelihoods) == (2, [])
 
 

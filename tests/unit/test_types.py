@@ -18,7 +18,7 @@ print(pipe("a red sphere on sand", seed=1, num_images=2).stats.seconds / 2)
 pipe("a red sphere on sand", widow=3)
 
 async def main() -> None:
-    async with await AsyncPipeline.from_bundle("scenes", threads=1, together=2) as pipeline:
+    async with await AsyncPipeline.from_bundle("scenes", threads=1, max_images_per_pass=2) as pipeline:
         image = (await pipeline.generate("a red sphere on sand", temperature=0.5)).images[0]
         image.save("sphere.png")
         await pipeline.generate("a red sphere on sand", temprature=0.5)

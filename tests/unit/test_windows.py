@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from toy_engine import ToyTarget, codes_of, decode, make_model, make_prompt
 
-from lantern_rt.methods import Ar, Sampling, Sjd
+from lantern_rt.methods import Autoregressive, Sampling, SpeculativeJacobi
 from lantern_rt.runtime.windows import NODE_COST, AdaptiveWindow
 
 
@@ -13,33 +13,33 @@ def test_a_window_whose_drafts_are_always_rejected_costs_little_more_than_plain_
     window = AdaptiveWindow(31)
     cost = 0.0
     for _ in range(256):
-        cost += 1 + NODE_COST * (window.size(1) - 1)  # passes of plain decoding have two nodes, too
-        window.record(window.size(1), 0)
-    assert window.size(1) == 1
+        cost += 1 + NODE_COST * (window.choose_size(1) - 1)  # passes of plain decoding have two nodes, too
+        window.record(window.choose_size(1), 0)
+    assert window.choose_size(1) == 1
     assert cost < 1.1 * 256
 
 
 def test_a_window_grows_again_when_drafts_are_accepted_but_never_beyond_the_requested_size() -> None:
     window = AdaptiveWindow(7)
     for _ in range(64):
-        window.record(window.size(1), 0)
+        window.record(window.choose_size(1), 0)
     sizes = []
     for _ in range(64):
-        sizes.append(window.size(1))
-        window.record(window.size(1), window.size(1))
+        sizes.append(window.choose_size(1))
+        window.record(window.choose_size(1), window.choose_size(1))
     assert list(dict.fromkeys(sizes)) == [1, 3, 7]
 
 
 def test_a_few_rejections_leave_a_window_as_it_is() -> None:
     window = AdaptiveWindow(7)
     for accepted in (3, 0, 0, 0, 0, 4, 0, 2, 0, 0, 0, 3):
-        assert window.size(1) == 7
+        assert window.choose_size(1) == 7
         window.record(7, accepted)
 
 
 @pytest.mark.parametrize(("images", "size"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
 def test_the_more_images_share_a_pass_the_narrower_are_their_windows(images: int, size: int) -> None:
-    assert AdaptiveWindow(15).size(images) == size
+    assert AdaptiveWindow(15).choose_size(images) == size
 
 
 @pytest.mark.parametrize("images", [1, 3, 6, 10])
@@ -47,10 +47,14 @@ def test_shared_passes_have_few_nodes_and_generate_the_tokens_of_plain_decoding(
     model = make_model(5, 25, round_span=4)
     prompts = [make_prompt(i) for i in range(images)]
     sampling = Sampling()
-    codes = codes_of(decode(model, prompts, range(images), sampling, Sjd(window=12), adaptive=True), images)
+    codes = codes_of(
+        decode(model, prompts, range(images), sampling, SpeculativeJacobi(window=12), adaptive_window=True), images
+    )
     assert isinstance(model.target, ToyTarget)
     prefill, *passes = model.target.passes
     assert prefill[0] == images
     max_nodes = {1: 13, 3: 4, 6: 3, 10: 2}[images]
     assert all(nodes <= max_nodes for rows, nodes in passes if rows == images)
-    assert codes == codes_of(decode(make_model(5, 25, round_span=4), prompts, range(images), sampling, Ar()), images)
+    assert codes == codes_of(
+        decode(make_model(5, 25, round_span=4), prompts, range(images), sampling, Autoregressive()), images
+    )

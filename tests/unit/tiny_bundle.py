@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from lantern_rt.bundle.files import Bundle, open_bundle
-from lantern_rt.bundle.rewrite import write_heads
-from lantern_rt.runtime.heads import head_shapes
+from lantern_rt.bundle.rewrite import write_draft_heads
+from lantern_rt.runtime.heads import draft_head_shapes
 
 CODES = 32
 WIDTH = 8
@@ -100,9 +100,9 @@ def make_tiny_bundle(
 def make_heads_bundle(folder: Path) -> Bundle:
     """Write a bundle with random draft heads and without a drafter."""
     rng = np.random.default_rng(6)
-    shapes = head_shapes(CODES, WIDTH, 4, 4)
+    shapes = draft_head_shapes(CODES, WIDTH, 4, 4)
     tables = {name: rng.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
-    return write_heads(open_bundle(make_tiny_bundle(folder, drafter=False)), tables)
+    return write_draft_heads(open_bundle(make_tiny_bundle(folder, drafter=False)), tables)
 
 
 def make_order_bundle(folder: Path, embedded: int = 3) -> Path:

@@ -36,10 +36,10 @@ def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sam
     """Return the target's distribution after the tokens `codes`, from the table, without any engine or runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
-    prefix = len(prompt.cond.is_real)
+    prefix = len(prompt.cond.is_real_token)
     rows = []
     for prefix_row in [prompt.cond, prompt.uncond]:
-        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real]
+        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real_token]
         if codes:
             hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
         rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
@@ -48,7 +48,7 @@ def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sam
     for code in {token for token in codes if token < len(cond)}:  # row ends are not penalized
         cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
     cell = sum(code < len(cond) for code in codes)
-    scale = sampling.cfg_scale if cell < sampling.count_guided(model.num_codes) else 1.0
+    scale = sampling.cfg_scale if cell < sampling.count_guided_tokens(model.num_codes) else 1.0
     if sampling.cfg_schedule == "linear":
         scale = 1 + (scale - 1) * (cell + 1) / model.num_codes
     return naive_distribution(uncond + scale * (cond - uncond), sampling)

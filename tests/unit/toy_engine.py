@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_rt.methods import Ar, MethodConfig, Sampling
+from lantern_rt.methods import Autoregressive, MethodConfig, Sampling
 from lantern_rt.runtime import decode as decoding
 from lantern_rt.runtime import likelihood as likelihoods
-from lantern_rt.runtime.decode import Step
-from lantern_rt.runtime.drafters import count_nodes
-from lantern_rt.runtime.engine import HiddenView, PassInput, PassOutput
+from lantern_rt.runtime.decode import DecodeStep
+from lantern_rt.runtime.drafters import count_draft_nodes
+from lantern_rt.runtime.engine import HiddenStateView, PassInput, PassOutput
 from lantern_rt.runtime.layout import ImageLayout, PassLayout
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.raster import RasterLayout, RowEndLayout
-from lantern_rt.runtime.state import DecodePlan, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
+from lantern_rt.runtime.state import DecodeSettings, DrafterLayout, ImageSequence, LoadedModel, PrefixRow, Prompt
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
@@ -205,7 +205,7 @@ class ToyEngine:
     def new_cache(self, rows: int, capacity: int) -> ToyCache:
         return ToyCache(rows, capacity, self.contiguous, self.last_position)
 
-    def next_past_length(self, cache: ToyCache, nodes: int) -> int:
+    def padded_past_length(self, cache: ToyCache, nodes: int) -> int:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
 
@@ -217,7 +217,7 @@ class ToyEngine:
         """
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
-        past_length = self.next_past_length(cache, nodes)
+        past_length = self.padded_past_length(cache, nodes)
         assert batch.attention_mask.shape == (rows, nodes, past_length + nodes)
         assert batch.attention_mask.dtype == bool
         assert batch.positions.dtype == np.int64
@@ -328,7 +328,7 @@ class ToyDrafter(ToyEngine):
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
-        hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenView) else batch.hidden
+        hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenStateView) else batch.hidden
         previous_contexts = from_floats(hidden)
         slot_of_hidden = hidden[..., 3].astype(np.int64)
         origin = hidden[..., 4]
@@ -393,8 +393,8 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodePlan:
-    return DecodePlan(layout, sampling, method, count_nodes(method), adaptive)
+def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodeSettings:
+    return DecodeSettings(layout, sampling, method, count_draft_nodes(method), adaptive)
 
 
 def decode(
@@ -403,15 +403,16 @@ def decode(
     seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
-    adaptive: bool = False,
+    adaptive_window: bool = False,
     **options: Any,
-) -> Generator[Step, None, None]:
-    plan = DecodePlan(model.image, sampling, method, count_nodes(method, model.max_nodes), adaptive)
+) -> Generator[DecodeStep, None, None]:
+    plan = DecodeSettings(model.image, sampling, method, count_draft_nodes(method, model.max_nodes), adaptive_window)
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    return likelihoods.compute_likelihood(model, plan_of(model.image, sampling, Ar()), prompt, codes, counted)
+    settings = plan_of(model.image, sampling, Autoregressive())
+    return likelihoods.compute_likelihood(model, settings, prompt, codes, counted)
 
 
 def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
@@ -420,8 +421,8 @@ def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
     rows[:, :, 0] = np.array([[identity], [identity + 5000]])
     rows[:, :, 1] = np.arange(prefix)
     rows[:, :padding, 2] = 1
-    is_real = np.arange(prefix) >= padding
-    return Prompt(PrefixRow(rows[0], is_real), PrefixRow(rows[1], is_real))
+    is_real_token = np.arange(prefix) >= padding
+    return Prompt(PrefixRow(rows[0], is_real_token), PrefixRow(rows[1], is_real_token))
 
 
 def make_model(
@@ -468,8 +469,8 @@ def make_model(
 class ToyNodes:
     """Nodes of a draft, without preceding tokens."""
 
-    structure: TreeStructure
-    next_codes: Sequence[int]
+    tree_structure: TreeStructure
+    next_code_indices: Sequence[int]
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
@@ -477,20 +478,20 @@ class ToyNodes:
 
 def output_of(
     logits: NDArray[Any],
-    structure: TreeStructure,
+    tree_structure: TreeStructure,
     cells: Sequence[int],
     layout: PassLayout | None = None,
     rows: slice = slice(None),
     seed: int = 0,
 ) -> TargetOutput:
     """Make a target's output over the nodes of a draft, from logits `[rows, nodes, vocabulary]`."""
-    sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Ar()), make_prompt(0), seed)
-    depths = structure.depths
-    layout = layout or PassLayout(depths, depths, structure.ancestors)
-    return TargetOutput(sequence, ToyNodes(structure, cells), layout, logits, rows)
+    sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Autoregressive()), make_prompt(0), seed)
+    depths = tree_structure.depths
+    layout = layout or PassLayout(depths, depths, tree_structure.ancestor_mask)
+    return TargetOutput(sequence, ToyNodes(tree_structure, cells), layout, logits, rows)
 
 
-def codes_of(steps: Iterable[Step], images: int) -> list[list[int]]:
+def codes_of(steps: Iterable[DecodeStep], images: int) -> list[list[int]]:
     """Return the tokens of each image that steps committed."""
     codes: list[list[int]] = [[] for _ in range(images)]
     for step in steps:

@@ -18,17 +18,17 @@ class TrainingBatch(NamedTuple):
     Args:
         tokens: int64 `[rows, slots]`.
         states: the target's hidden states at all positions, float32 `[rows, slots + 1, width]`.
-        first_slots: int64 `[rows]`, the slot of each row that reads the first image token. The loss at depth `d` begins
-            `d` slots later.
+        first_image_slots: int64 `[rows]`, the slot of each row that reads the first image token. The loss at depth `d`
+            begins `d` slots later.
         rows_per_image: 2 with guidance, the conditional row first; else 1.
-        cells: number of cells of the image grid.
+        num_cells: number of cells of the image grid.
     """
 
     tokens: Tensor
     states: Tensor
-    first_slots: Tensor
+    first_image_slots: Tensor
     rows_per_image: int
-    cells: int
+    num_cells: int
 
     def select_predictions(self, hidden: Tensor, depth: int) -> Tensor:
         """Select the slots that predict image tokens.
@@ -38,10 +38,10 @@ class TrainingBatch(NamedTuple):
             depth: depth in the draft at which they are made, from 0.
 
         Returns:
-            `[images, rows_per_image, cells - 1 - depth, width]`.
+            `[images, rows_per_image, num_cells - 1 - depth, width]`.
         """
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-        slots = self.first_slots[:, None] + torch.arange(depth, self.cells - 1, device=hidden.device)
+        slots = self.first_image_slots[:, None] + torch.arange(depth, self.num_cells - 1, device=hidden.device)
         selected = hidden[rows, slots]
         return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 
@@ -51,46 +51,46 @@ class TrainingBatch(NamedTuple):
 
 
 def make_training_batch(
-    data: ShardFolder, indices: list[int], code_offset: int, rows_per_image: int, device: str
+    shards: ShardFolder, image_indices: list[int], code_offset: int, rows_per_image: int, device: str
 ) -> TrainingBatch:
     """Read images as a batch.
 
     Args:
-        data: folder of shards.
-        indices: indices of the images in `data`; all images have the same size.
+        shards: folder of shards.
+        image_indices: indices of the images in `shards`; all images have the same size.
         code_offset: token id of code 0.
         rows_per_image: 2 with guidance, else 1.
         device: PyTorch device for the tensors.
     """
     tokens: list[NDArray[np.integer]] = []
     states: list[NDArray[np.floating]] = []
-    for index in indices:
-        image, source = data.read_image(index)
+    for index in image_indices:
+        image, source = shards.read_image(index)
         for row in range(rows_per_image):
-            prefix = int(image.lengths[0, row])
+            prefix = int(image.prefix_lengths[0, row])
             tokens.append(np.concatenate([image.tokens[0, row, : prefix - 1], image.codes[0, :-1] + code_offset]))
-            states.append(image.states[0, row, : prefix + source.cells - 1])
+            states.append(image.states[0, row, : prefix + source.num_cells - 1])
     slots = max(map(len, tokens))
     padded_tokens = np.stack([np.pad(row, (0, slots - len(row))) for row in tokens])
     padded_states = np.stack([np.pad(row, ((0, slots + 1 - len(row)), (0, 0))) for row in states])
     return TrainingBatch(
         torch.from_numpy(padded_tokens).long().to(device),
         torch.from_numpy(padded_states).to(device).float(),
-        torch.tensor([len(row) - source.cells + 1 for row in tokens], device=device),
+        torch.tensor([len(row) - source.num_cells + 1 for row in tokens], device=device),
         rows_per_image,
-        source.cells,
+        source.num_cells,
     )
 
 
-def select_images(indices: list[int], seed: int, start: int, count: int) -> list[int]:
+def select_shuffled_images(image_indices: list[int], seed: int, start: int, count: int) -> list[int]:
     """Select `count` images of an endless sequence of epochs, each of which is shuffled differently.
 
     Args:
-        indices: indices of all training images.
+        image_indices: indices of all training images.
         start: number of images that earlier steps used.
         count: number of images to select.
     """
-    epochs = range(start // len(indices), (start + count - 1) // len(indices) + 1)
-    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(indices)) for epoch in epochs}
-    positions = (divmod(number, len(indices)) for number in range(start, start + count))
-    return [indices[orders[epoch][position]] for epoch, position in positions]
+    epochs = range(start // len(image_indices), (start + count - 1) // len(image_indices) + 1)
+    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(image_indices)) for epoch in epochs}
+    positions = (divmod(number, len(image_indices)) for number in range(start, start + count))
+    return [image_indices[orders[epoch][position]] for epoch, position in positions]

@@ -24,7 +24,7 @@ from ...errors import OutputError
 from ...pipeline import Pipeline
 from ...prepared import load_model
 from ...runtime.decode import decode
-from ...runtime.drafting import Commit
+from ...runtime.drafting import CommittedTokens
 from ...runtime.likelihood import compute_sequence_states
 from ...runtime.state import Prompt
 from .shards import Shard, TrainingImages, describe_shard_source, shard_path, write_shard
@@ -38,42 +38,42 @@ _MAX_IMAGES = 4  # images per forward pass that computes hidden states
 Codes = NDArray[np.integer[Any]]
 
 
-def estimate_bytes(manifest: Manifest, images: int, sizes: Sequence[Size]) -> int:
+def estimate_shard_bytes(manifest: Manifest, num_images: int, image_sizes: Sequence[Size]) -> int:
     """Return an upper bound of the shards' bytes on disk, for prefixes of the maximum length.
 
     Args:
-        sizes: image sizes; the largest counts.
+        image_sizes: image sizes; the largest counts.
     """
-    cells = max(size.codes for size in sizes)
+    num_cells = max(size.codes for size in image_sizes)
     prefix = manifest.condition.prefix
-    numbers = 4 * (cells + 2 * prefix) + 8 * cells
-    return images * (numbers + 2 * 2 * (prefix + 2 * cells) * manifest.target.hidden_size)
+    numbers = 4 * (num_cells + 2 * prefix) + 8 * num_cells
+    return num_images * (numbers + 2 * 2 * (prefix + 2 * num_cells) * manifest.target.hidden_size)
 
 
-def count_shard_images(manifest: Manifest, sizes: Sequence[Size]) -> int:
+def choose_images_per_shard(manifest: Manifest, image_sizes: Sequence[Size]) -> int:
     """Return the number of images per shard, 1 .. `IMAGES_PER_SHARD`."""
     # hidden states of two rows in float16, after the tokens and after unaccepted drafts
-    image_bytes = 2 * 2 * 2 * max(size.codes for size in sizes) * manifest.target.hidden_size
+    image_bytes = 2 * 2 * 2 * max(size.codes for size in image_sizes) * manifest.target.hidden_size
     return max(1, min(IMAGES_PER_SHARD, _SHARD_BYTES // image_bytes))
 
 
-def write_shards(
+def generate_shards(
     pipeline: Pipeline,
     prompts: Prompts,
-    images: int,
-    output: Path,
+    min_images: int,
+    output_folder: Path,
     progress: Progress,
-    sizes: Sequence[Size] = (),
+    image_sizes: Sequence[Size] = (),
     images_per_shard: int | None = None,
 ) -> Iterator[int]:
     """Generate images and write them as shards; shards that exist are checked and skipped.
 
     Args:
         prompts: prompts, repeated with new seeds as often as necessary.
-        images: minimum number of images; it is rounded up to whole shards.
-        output: folder of the shards.
-        sizes: image sizes, in turn for each shard; none: all sizes of the bundle.
-        images_per_shard: number of images per file; None: `count_shard_images`.
+        min_images: minimum number of images; it is rounded up to whole shards.
+        output_folder: folder of the shards.
+        image_sizes: image sizes, in turn for each shard; none: all sizes of the bundle.
+        images_per_shard: number of images per file; None: `choose_images_per_shard`.
 
     Yields:
         The number of images written so far.
@@ -84,15 +84,15 @@ def write_shards(
         CheckpointError: an existing shard is damaged.
     """
     manifest = pipeline.bundle.manifest
-    sizes = sizes or manifest.all_sizes
-    images_per_shard = images_per_shard or count_shard_images(manifest, sizes)
-    paths = [shard_path(output, i) for i in range(-(-images // images_per_shard))]
+    image_sizes = image_sizes or manifest.all_sizes
+    images_per_shard = images_per_shard or choose_images_per_shard(manifest, image_sizes)
+    paths = [shard_path(output_folder, i) for i in range(-(-min_images // images_per_shard))]
     for index, path in enumerate(paths):
-        size = sizes[index % len(sizes)]
+        size = image_sizes[index % len(image_sizes)]
         source = describe_shard_source(manifest, size)
         request = prompts.request(index, images_per_shard, FIRST_SEED)
-        is_embeddings = prompts.kind == "embeddings"
-        labels = list(range(images_per_shard)) if is_embeddings else list(request[prompts.kind])
+        is_embeddings = prompts.input_kind == "embeddings"
+        labels = list(range(images_per_shard)) if is_embeddings else list(request[prompts.input_kind])
         if os.path.lexists(path):
             shard = Shard(path)
             if shard.source != source or shard.prompts != labels:
@@ -101,7 +101,7 @@ def write_shards(
         else:
             request["size"] = size.name
             codes, drafts = _generate_codes(pipeline, request, progress)
-            write_shard(path, source, _add_states(pipeline, request, labels, codes, drafts, progress))
+            write_shard(path, source, _add_hidden_states(pipeline, request, labels, codes, drafts, progress))
         yield (index + 1) * images_per_shard
 
 
@@ -124,7 +124,9 @@ def compute_hidden_states(
     layout = manifest.layout(manifest.size(size))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
-    sampled = np.array([layout.position(cell) - 1 for cell in range(layout.num_codes)])  # position before each cell
+    sampled = np.array(
+        [layout.token_position(cell) - 1 for cell in range(layout.num_codes)]
+    )  # position before each cell
     states = compute_sequence_states(model, layout, rows, known)
     return [
         np.concatenate([row_states[: len(row.embeds) - 1], row_states[len(row.embeds) + sampled]])
@@ -135,13 +137,13 @@ def compute_hidden_states(
 class _UnacceptedDrafts:
     """Stores the first unaccepted draft tokens of each pass and the target's hidden states after them."""
 
-    def __init__(self, images: int, cells: int, width: int) -> None:
-        self.counts = [0] * images
-        self.cells = np.zeros((images, cells), np.int32)
-        self.codes = np.zeros((images, cells), np.int32)
-        self.states = np.zeros((images, 2, cells, width), np.float16)
+    def __init__(self, num_images: int, cells: int, hidden_size: int) -> None:
+        self.counts = [0] * num_images
+        self.cells = np.zeros((num_images, cells), np.int32)
+        self.codes = np.zeros((num_images, cells), np.int32)
+        self.states = np.zeros((num_images, 2, cells, hidden_size), np.float16)
 
-    def store(self, commits: Sequence[Commit]) -> None:
+    def store_drafts(self, commits: Sequence[CommittedTokens]) -> None:
         """Store the unaccepted drafts of a forward pass."""
         for commit in commits:
             if commit.draft is None:
@@ -149,7 +151,7 @@ class _UnacceptedDrafts:
             image = commit.sequence.index
             accepted = len(commit.tokens)
             nodes = range(accepted, min(accepted + _MAX_UNACCEPTED, len(commit.draft.tokens)))
-            states = _to_half(commit.read_states(nodes)[:, accepted:])  # [rows, nodes, width]
+            states = _to_float16(commit.read_target_states(nodes)[:, accepted:])  # [rows, nodes, width]
             for i, node in enumerate(nodes):
                 index = self.counts[image]
                 cell = len(commit.sequence.codes) + i
@@ -171,7 +173,7 @@ def _generate_codes(pipeline: Pipeline, request: dict[str, Any], progress: Progr
     # states of both rows are stored
     plan = replace(plan, sampling=plan.sampling.model_copy(update={"cfg_tokens": None}))
     steps = decode(
-        prepared.model(), plan, prepared.prompts(), prepared.seeds, prepared.max_images, on_commit=drafts.store
+        prepared.model(), plan, prepared.prompts(), prepared.seeds, prepared.max_images, on_commit=drafts.store_drafts
     )
     for step in steps:
         for part in step.parts:
@@ -182,10 +184,10 @@ def _generate_codes(pipeline: Pipeline, request: dict[str, Any], progress: Progr
     return codes, drafts
 
 
-def _add_states(
+def _add_hidden_states(
     pipeline: Pipeline,
     request: dict[str, Any],
-    labels: list[Any],
+    prompt_labels: list[Any],
     codes: Codes,
     drafts: _UnacceptedDrafts,
     progress: Progress,
@@ -203,11 +205,11 @@ def _add_states(
         progress("computing hidden states", i, len(prompts))
         part = slice(i, i + max_images)
         images_states = compute_hidden_states(pipeline, prompts[part], codes[part], prepared.settings.size)
-        states += [_to_half(row) for row in images_states]
+        states += [_to_float16(row) for row in images_states]
     padded = _pad_and_stack(states, prefix + codes.shape[1] - 1)
     pairs = (len(prompts), 2)
     return TrainingImages(
-        labels,
+        prompt_labels,
         codes.astype(np.int32),
         lengths.reshape(pairs),
         tokens.reshape(*pairs, -1),
@@ -218,7 +220,7 @@ def _add_states(
     )
 
 
-def _to_half(states: NDArray[np.float32]) -> NDArray[np.float16]:
+def _to_float16(states: NDArray[np.float32]) -> NDArray[np.float16]:
     with np.errstate(over="ignore"):
         half = states.astype(np.float16)
     if not np.isfinite(half).all():

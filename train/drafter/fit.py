@@ -23,15 +23,15 @@ from torch import Tensor
 from ... import __version__
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
-from ...export.models.eagle import EagleModule
-from ...inputs import convert_read_errors, format_error, format_value, open_plain_file
+from ...export.models.eagle import EagleDrafter
+from ...inputs import convert_read_errors, format_error, format_value, open_regular_file
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
-from .batches import TrainingBatch, make_training_batch, select_images
+from .batches import TrainingBatch, make_training_batch, select_shuffled_images
 from .folder import MARKER, save_drafter
-from .losses import compute_guided_logits, compute_overlap, kl_loss
-from .model import draft_states, make_drafter
+from .losses import compute_guided_logits, compute_kl_loss, compute_overlap
+from .model import make_drafter, predict_draft_states
 from .shards import ShardFolder
 from .target import TrainingTarget
 
@@ -76,12 +76,12 @@ def check_device(device: str) -> None:
         raise RequestError(problem, field="device", found=format_value(device), remedy="give cpu") from error
 
 
-def state_path(output: Path) -> Path:
+def training_state_path(output: Path) -> Path:
     """Return the path of the training state beside `output`."""
     return output.with_name(f"{output.name}.training.pt")
 
 
-class DrafterTraining:
+class DrafterTrainer:
     """Training run of a drafter; `run` trains and writes it. A state file beside the output is continued.
 
     Args:
@@ -98,8 +98,8 @@ class DrafterTraining:
     def __init__(
         self, data: Path, target: TrainingTarget, options: TrainingOptions, output: Path, device: str = "cpu"
     ) -> None:
-        check_new_folder(output, state_path(output).exists(), MARKER)
-        self.data = ShardFolder(data, [target.source], len(target.embeddings))
+        check_new_folder(output, training_state_path(output).exists(), MARKER)
+        self.data = ShardFolder(data, [target.shard_source], len(target.embeddings))
         self.target = target
         self.options = options
         self.output = output
@@ -108,7 +108,7 @@ class DrafterTraining:
         self.drafter = make_drafter(target, options.seed).to(device)
         self.average = copy.deepcopy(self.drafter)
         self.average.head = self.drafter.head
-        self.training = self.data.training
+        self.training_indices = self.data.training_indices
         self.step = 0
         matrices: list[torch.nn.Parameter] = []
         others: list[torch.nn.Parameter] = []
@@ -121,16 +121,16 @@ class DrafterTraining:
         self._restore_state()
 
     def run(
-        self, progress: Progress, report: Callable[[str], None], interval: float = _REPORT_SECONDS
+        self, progress: Progress, print_line: Callable[[str], None], report_seconds: float = _REPORT_SECONDS
     ) -> dict[str, float]:
         """Run the remaining steps and write a drafter with the averaged weights.
 
         Args:
-            report: callback that prints a line about the state of training.
-            interval: seconds between two reports, and between two saved states.
+            print_line: callback that prints a line about the state of training.
+            report_seconds: seconds between two reports, and between two saved states.
 
         Returns:
-            The drafter's figures on validation images; see `measure_figures`.
+            The drafter's figures on validation images; see `compute_validation_metrics`.
 
         Raises:
             CheckpointError: the loss or a figure is NaN or infinite.
@@ -138,33 +138,33 @@ class DrafterTraining:
         steps = self.options.steps
         last = time.monotonic()
         if self.step:
-            report(f"continuing from step {self.step}, saved in {state_path(self.output)}")
+            print_line(f"continuing from step {self.step}, saved in {training_state_path(self.output)}")
         while self.step < steps:
             progress("training", self.step, steps)
             loss = self._update_weights()
             _check_finite({"loss": loss}, self.step)
-            if time.monotonic() - last >= interval and self.step < steps:
-                figures = self.measure_figures(_REPORT_IMAGES)
-                report(f"step {self.step}, loss {loss:.3f}: {describe_figures(figures)}")
+            if time.monotonic() - last >= report_seconds and self.step < steps:
+                metrics = self.compute_validation_metrics(_REPORT_IMAGES)
+                print_line(f"step {self.step}, loss {loss:.3f}: {format_metrics(metrics)}")
                 self._save_state()
                 last = time.monotonic()
         progress("training", self.step, steps)
-        figures = self.measure_figures()
-        _check_finite(figures, self.step)
+        metrics = self.compute_validation_metrics()
+        _check_finite(metrics, self.step)
         self._save_state()
         training = {
             "lantern_rt": __version__,
             "target": self.target.name,
-            "target_sha256": self.target.source.weights,
-            "pictures": len(self.training),
+            "target_sha256": self.target.shard_source.weights,
+            "pictures": len(self.training_indices),
             "options": asdict(self.options),
-            "figures": figures,
+            "figures": metrics,
         }
-        save_drafter(self.average, self.output, {**self.target.fields, "training": training}, force=True)
-        return figures
+        save_drafter(self.average, self.output, {**self.target.config_fields, "training": training}, force=True)
+        return metrics
 
     @torch.no_grad()
-    def measure_figures(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
+    def compute_validation_metrics(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
         """Compare the drafter with averaged weights with the target, on validation images.
 
         Args:
@@ -176,10 +176,10 @@ class DrafterTraining:
         """
         overlaps: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
         hits: list[Tensor] = []
-        for index in self.data.validation[:max_images]:
+        for index in self.data.validation_indices[:max_images]:
             batch = self._make_batch([index])
             with mixed_precision(self.device):
-                chain = list(draft_states(self.average, batch.tokens, batch.states[:, :-1], DEPTHS))
+                chain = list(predict_draft_states(self.average, batch.tokens, batch.states[:, :-1], DEPTHS))
             for depth, hidden in enumerate(chain):
                 logits = self._compute_logits(batch.select_predictions(hidden, depth).float())
                 target_logits = self._compute_logits(batch.select_target_states(depth))
@@ -202,7 +202,7 @@ class DrafterTraining:
         rate = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _COOL_DOWN)
         self.muon.param_groups[0]["lr"] = _MUON_RATE * rate
         self.adam.param_groups[0]["lr"] = _ADAM_RATE * rate
-        indices = select_images(self.training, options.seed, self.step * options.batch, options.batch)
+        indices = select_shuffled_images(self.training_indices, options.seed, self.step * options.batch, options.batch)
         generator = torch.Generator(self.device).manual_seed(options.seed * 1_000_003 + self.step)
         self.muon.zero_grad(set_to_none=True)
         self.adam.zero_grad(set_to_none=True)
@@ -227,31 +227,31 @@ class DrafterTraining:
             p = self._compute_logits(batch.select_target_states(0)).softmax(-1)
         total = torch.zeros((), device=self.device)
         with mixed_precision(self.device):
-            for depth, hidden in enumerate(draft_states(self.drafter, batch.tokens, noisy, DEPTHS)):
+            for depth, hidden in enumerate(predict_draft_states(self.drafter, batch.tokens, noisy, DEPTHS)):
                 predictions = batch.select_predictions(hidden, depth)
                 distance = F.smooth_l1_loss(predictions.float(), batch.select_target_states(depth))
-                total = total + kl_loss(p[:, depth:], self._compute_logits(predictions)) + distance
+                total = total + compute_kl_loss(p[:, depth:], self._compute_logits(predictions)) + distance
         return total / DEPTHS
 
     def _save_state(self) -> None:
         state: dict[str, Any] = {
             "options": json.dumps(self._describe_run()),
             "step": self.step,
-            "model": _trained_weights(self.drafter),
-            "average": _trained_weights(self.average),
+            "model": _select_trained_weights(self.drafter),
+            "average": _select_trained_weights(self.average),
             "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(),
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        write_output(state_path(self.output), buffer.getvalue(), force=True)
+        write_output(training_state_path(self.output), buffer.getvalue(), force=True)
 
     def _restore_state(self) -> None:
-        path = state_path(self.output)
+        path = training_state_path(self.output)
         if not path.exists():
             return
         with convert_read_errors(path, "a training state", CheckpointError, "delete it to start again"):
-            with open_plain_file(path) as file:
+            with open_regular_file(path) as file:
                 state = torch.load(file, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._describe_run():
                 problem = "was saved with other options, another target or other data"
@@ -266,20 +266,20 @@ class DrafterTraining:
         """Return options, target and data, which must not change in a continued run; only `steps` may."""
         options = asdict(self.options)
         del options["steps"]
-        return {**options, "target": self.target.source.weights, "data": self.data.digest}
+        return {**options, "target": self.target.shard_source.weights, "data": self.data.digest}
 
 
-def describe_figures(figures: dict[str, float]) -> str:
+def format_metrics(metrics: dict[str, float]) -> str:
     """Format figures as one line."""
-    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 
-def _check_finite(figures: Mapping[str, float], step: int) -> None:
-    for name, value in figures.items():
+def _check_finite(metrics: Mapping[str, float], step: int) -> None:
+    for name, value in metrics.items():
         if not math.isfinite(value):
             remedy = "generate other training images"
             raise CheckpointError(field=f"{name} at step {step}", found=str(value), expected="finite", remedy=remedy)
 
 
-def _trained_weights(drafter: EagleModule) -> dict[str, Tensor]:
+def _select_trained_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
     return {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("head.")}

@@ -11,32 +11,32 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...export.models.decoder import DecoderConfig
-from ...export.models.eagle import EagleModule
+from ...export.models.eagle import EagleDrafter
 from ...export.models.llama import LAYER_NAMES
-from ...output.files import atomic_folder
+from ...output.files import write_folder_atomically
 
 MARKER = "config.json"
 
 
-def save_drafter(drafter: EagleModule, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
+def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
     """Write a drafter's folder, completely or not at all.
 
     Args:
         output: path of the folder.
-        fields: fields of config.json, without sizes.
+        config_fields: fields of config.json, without sizes.
         force: whether to replace an existing drafter folder.
 
     Raises:
         OutputError: the folder exists or cannot be written.
     """
-    weights = lantern_weights(drafter)
-    config = {**lantern_config(drafter.config, drafter.embed.num_embeddings), **fields}
-    with atomic_folder(output, force, MARKER) as folder:
+    weights = convert_to_lantern_weights(drafter)
+    config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}
+    with write_folder_atomically(output, force, MARKER) as folder:
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
         (folder / MARKER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
+def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
     """Return the fields of LANTERN's config.json that describe sizes."""
     return {
         "hidden_act": "silu",
@@ -48,11 +48,11 @@ def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "vocab_size": tokens,
+        "vocab_size": vocab_size,
     }
 
 
-def lantern_weights(drafter: EagleModule) -> dict[str, Tensor]:
+def convert_to_lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
     """Return weights by LANTERN's names, float32, without the output layer, which belongs to the target."""
     weights: dict[str, Tensor] = {}
     sizes = drafter.config

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
-from .batches import select_images
-from .losses import compute_overlap, kl_loss
+from .batches import select_shuffled_images
+from .losses import compute_kl_loss, compute_overlap
 from .shards import ShardFolder
 from .target import HeadTrainingTarget, OutputLayer
 
@@ -39,7 +39,7 @@ class HeadSamples:
     Args:
         inputs: inputs of the output layer's matrix that predict each cell, `[n, inputs]`.
         left_tokens: token before each cell, int64 `[n]`.
-        context: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the
+        context_states: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the
             first row of a grid.
         unaccepted_states: state that predicted the cell after an unaccepted draft token, `[n, width]`.
         unaccepted_inputs: inputs of the output layer's matrix from that state, `[n, inputs]`.
@@ -48,48 +48,48 @@ class HeadSamples:
 
     inputs: Tensor
     left_tokens: Tensor
-    context: Tensor
+    context_states: Tensor
     unaccepted_states: Tensor
     unaccepted_inputs: Tensor
     unaccepted_tokens: Tensor
 
 
-class TrainedHeads(nn.Module):
+class TrainableDraftHeads(nn.Module):
     """Trainable form of `DraftHeads`."""
 
     embeddings: Tensor
 
     def __init__(self, target: HeadTrainingTarget, seed: int) -> None:
         super().__init__()
-        self.layer = target.layer
-        inputs = self.layer.weight.shape[1]
+        self.output_layer = target.output_layer
+        inputs = self.output_layer.weight.shape[1]
         width = target.embeddings.shape[1]
         self.register_buffer("embeddings", target.embeddings / target.embeddings.std())
         generator = torch.Generator().manual_seed(seed)
 
-        def normal(*shape: int, scale: float) -> nn.Parameter:
+        def make_normal_parameter(*shape: int, scale: float) -> nn.Parameter:
             return nn.Parameter(scale * torch.randn(shape, generator=generator))
 
-        self.change = normal(width, RANK, scale=0.3 * width**-0.5)
-        self.gate = normal(width, RANK, scale=width**-0.5)
+        self.change = make_normal_parameter(width, RANK, scale=0.3 * width**-0.5)
+        self.gate = make_normal_parameter(width, RANK, scale=width**-0.5)
         self.gate_bias = nn.Parameter(torch.zeros(RANK))
         self.correct = nn.Parameter(torch.zeros(RANK, inputs))
-        self.left = normal(width, UNITS, scale=0.3 * width**-0.5)
-        self.states = normal(2, width, UNITS, scale=width**-0.5)
-        self.output = normal(UNITS, inputs, scale=0.02)
-        self.output_bias = nn.Parameter(self.layer.bias.clone())
+        self.left = make_normal_parameter(width, UNITS, scale=0.3 * width**-0.5)
+        self.states = make_normal_parameter(2, width, UNITS, scale=width**-0.5)
+        self.output = make_normal_parameter(UNITS, inputs, scale=0.02)
+        self.output_bias = nn.Parameter(self.output_layer.bias.clone())
 
     def correct_logits(self, samples: HeadSamples) -> Tensor:
         """Compute logits `[n, codes]` from the states after unaccepted draft tokens."""
         change = (self.embeddings[samples.left_tokens] - self.embeddings[samples.unaccepted_tokens]) @ self.change
         gate = torch.sigmoid(samples.unaccepted_states @ self.gate + self.gate_bias)
-        return self.layer.logits(samples.unaccepted_inputs + (change * gate) @ self.correct)
+        return self.output_layer.compute_logits(samples.unaccepted_inputs + (change * gate) @ self.correct)
 
     def predict_logits(self, samples: HeadSamples) -> Tensor:
         """Compute logits `[n, codes]` from the neighbouring tokens."""
-        states = samples.context[0] @ self.states[0] + samples.context[1] @ self.states[1]
+        states = samples.context_states[0] @ self.states[0] + samples.context_states[1] @ self.states[1]
         sums = self.embeddings[samples.left_tokens] @ self.left + states
-        return nn.functional.silu(sums) @ self.output @ self.layer.weight.T + self.output_bias
+        return nn.functional.silu(sums) @ self.output @ self.output_layer.weight.T + self.output_bias
 
     @torch.no_grad()
     def export_tables(self) -> dict[str, NDArray[np.float16]]:
@@ -98,17 +98,17 @@ class TrainedHeads(nn.Module):
             "change": self.embeddings @ self.change,
             "gate": self.gate,
             "gate_bias": self.gate_bias,
-            "correct": self.correct @ self.layer.weight.T,
+            "correct": self.correct @ self.output_layer.weight.T,
             "left": self.embeddings @ self.left,
             "states": self.states,
-            "output": self.output @ self.layer.weight.T,
+            "output": self.output @ self.output_layer.weight.T,
             "output_bias": self.output_bias,
         }
         return {name: table.cpu().numpy().astype(np.float16) for name, table in tables.items()}
 
 
-def fit_heads(
-    data: Path,
+def train_draft_heads(
+    data_folder: Path,
     target: HeadTrainingTarget,
     cfg_scale: float,
     steps: int,
@@ -119,7 +119,7 @@ def fit_heads(
     """Train draft heads.
 
     Args:
-        data: folder of shards; each is checked once.
+        data_folder: folder of shards; each is checked once.
         target: sizes and frozen weights of the target.
         cfg_scale: guidance scale of the distributions.
         steps: number of updates, at least 1.
@@ -133,30 +133,30 @@ def fit_heads(
         CheckpointError: the data are damaged or of another target.
     """
     torch.set_flush_denormal(True)  # denormal weights would slow training down a hundred times
-    shards = ShardFolder(data, target.sources)
-    heads = TrainedHeads(target, seed).to(device)
+    shards = ShardFolder(data_folder, target.shard_sources)
+    heads = TrainableDraftHeads(target, seed).to(device)
     optimizer = torch.optim.AdamW(heads.parameters(), _RATE, weight_decay=_DECAY)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps + 1, pct_start=_WARM_UP)
     for step in range(steps):
         progress("training", step, steps)
-        indices = select_images(shards.training, seed, step * _BATCH_IMAGES, _BATCH_IMAGES)
+        indices = select_shuffled_images(shards.training_indices, seed, step * _BATCH_IMAGES, _BATCH_IMAGES)
         rng = np.random.default_rng((seed, step))
-        samples = read_samples(shards, indices, heads.layer, cfg_scale, _BATCH_CELLS, rng, device)
-        p = heads.layer.logits(samples.inputs).softmax(-1)
-        loss = kl_loss(p, heads.correct_logits(samples)) + kl_loss(p, heads.predict_logits(samples))
+        samples = read_head_samples(shards, indices, heads.output_layer, cfg_scale, _BATCH_CELLS, rng, device)
+        p = heads.output_layer.compute_logits(samples.inputs).softmax(-1)
+        loss = compute_kl_loss(p, heads.correct_logits(samples)) + compute_kl_loss(p, heads.predict_logits(samples))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
         optimizer.step()
         rates.step()
     progress("training", steps, steps)
-    indices = shards.validation[:_VALIDATION_IMAGES]
+    indices = shards.validation_indices[:_VALIDATION_IMAGES]
     rng = np.random.default_rng(seed)
-    samples = read_samples(shards, indices, heads.layer, cfg_scale, _VALIDATION_CELLS, rng, device)
+    samples = read_head_samples(shards, indices, heads.output_layer, cfg_scale, _VALIDATION_CELLS, rng, device)
     with torch.no_grad():
-        p = heads.layer.logits(samples.inputs).softmax(-1)
+        p = heads.output_layer.compute_logits(samples.inputs).softmax(-1)
         logits = {
-            "uncorrected": heads.layer.logits(samples.unaccepted_inputs),
+            "uncorrected": heads.output_layer.compute_logits(samples.unaccepted_inputs),
             "corrected": heads.correct_logits(samples),
             "predicted": heads.predict_logits(samples),
         }
@@ -164,45 +164,45 @@ def fit_heads(
     return heads.export_tables(), metrics
 
 
-def read_samples(
+def read_head_samples(
     shards: ShardFolder,
-    indices: list[int],
-    layer: OutputLayer,
+    image_indices: list[int],
+    output_layer: OutputLayer,
     cfg_scale: float,
-    count: int,
+    max_cells: int,
     rng: np.random.Generator,
     device: str,
 ) -> HeadSamples:
     """Read cells after unaccepted drafts.
 
     Args:
-        layer: output layer of the target, on `device`.
+        output_layer: output layer of the target, on `device`.
         cfg_scale: guidance scale of the hidden states.
-        count: maximum number of cells per image.
+        max_cells: maximum number of cells per image.
         rng: generator that selects the cells.
         device: PyTorch device for the tensors.
     """
     states: list[NDArray[np.float32]] = []  # [rows, 4, n, width] per image
     left_tokens: list[NDArray[np.integer]] = []
     unaccepted_tokens: list[NDArray[np.integer]] = []
-    for index in indices:
+    for index in image_indices:
         image, source = shards.read_image(index)
         drafts = np.flatnonzero(image.unaccepted_cells[0])
-        drafts = rng.choice(drafts, min(count, len(drafts)), replace=False)
+        drafts = rng.choice(drafts, min(max_cells, len(drafts)), replace=False)
         cells = image.unaccepted_cells[0][drafts]
-        above = np.array([source.raster.code_above(cell) for cell in cells.tolist()], np.int64)
+        above = np.array([source.raster_layout.code_above(cell) for cell in cells.tolist()], np.int64)
         rows: list[NDArray[np.float32]] = []
         for row in range(1 if cfg_scale == 1 else 2):
-            predicting = image.states[0, row, image.lengths[0, row] - 1 :]  # states that predict each cell
-            context = [np.where(above[:, None] >= 0, predicting[np.maximum(above + i, 0)], 0) for i in (0, 1)]
+            predicting = image.states[0, row, image.prefix_lengths[0, row] - 1 :]  # states that predict each cell
+            context_states = [np.where(above[:, None] >= 0, predicting[np.maximum(above + i, 0)], 0) for i in (0, 1)]
             unaccepted = image.unaccepted_states[0, row, drafts]
-            rows.append(np.stack([predicting[cells], *context, unaccepted]).astype(np.float32))
+            rows.append(np.stack([predicting[cells], *context_states, unaccepted]).astype(np.float32))
         states.append(np.stack(rows))
         left_tokens.append(image.codes[0][cells - 1])
         unaccepted_tokens.append(image.unaccepted_codes[0][drafts])
     joined = torch.from_numpy(np.concatenate(states, 2)).to(device)
     guided = joined[-1] + cfg_scale * (joined[0] - joined[-1])
-    inputs = layer.inputs(joined[:, [0, 3]])
+    inputs = output_layer.inputs(joined[:, [0, 3]])
     guided_inputs = inputs[-1] + cfg_scale * (inputs[0] - inputs[-1])
     tokens = [
         torch.from_numpy(np.concatenate(codes).astype(np.int64)).to(device)

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 
-def compute_guided_logits(hidden: Tensor, head: Tensor, cfg_scale: float) -> Tensor:
+def compute_guided_logits(hidden_states: Tensor, head_weights: Tensor, cfg_scale: float) -> Tensor:
     """Compute logits and apply classifier-free guidance.
 
     Args:
-        hidden: hidden states `[images, rows, n, width]`, the conditional row first.
-        head: weights of the output layer, `[codes, width]`.
+        hidden_states: hidden states `[images, rows, n, width]`, the conditional row first.
+        head_weights: weights of the output layer, `[codes, width]`.
         cfg_scale: guidance scale; no effect with one row per image.
 
     Returns:
         float32 `[images, n, codes]`.
     """
-    logits = (hidden @ head.T.to(hidden.dtype)).float()
+    logits = (hidden_states @ head_weights.T.to(hidden_states.dtype)).float()
     if logits.shape[1] == 1:
         return logits[:, 0]
     cond, uncond = logits.unbind(1)
@@ -25,15 +25,15 @@ def compute_guided_logits(hidden: Tensor, head: Tensor, cfg_scale: float) -> Ten
     return guided
 
 
-def kl_loss(p: Tensor, logits: Tensor) -> Tensor:
+def compute_kl_loss(target_probs: Tensor, draft_logits: Tensor) -> Tensor:
     """Compute the mean divergence of the drafter's distributions from the target's, in nats.
 
     Args:
-        p: the target's distributions `[..., codes]`, without gradient.
-        logits: the drafter's logits `[..., codes]`.
+        target_probs: the target's distributions `[..., codes]`, without gradient.
+        draft_logits: the drafter's logits `[..., codes]`.
     """
-    entropy: Tensor = torch.special.entr(p).sum(-1)
-    return (-(p * logits.log_softmax(-1)).sum(-1) - entropy).mean()
+    entropy: Tensor = torch.special.entr(target_probs).sum(-1)
+    return (-(target_probs * draft_logits.log_softmax(-1)).sum(-1) - entropy).mean()
 
 
 def compute_overlap(p: Tensor, q: Tensor) -> Tensor:

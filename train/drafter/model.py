@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...export.models.decoder import DecoderLayer
-from ...export.models.eagle import EagleModule
+from ...export.models.eagle import EagleDrafter
 from .target import TrainingTarget
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
-def make_drafter(target: TrainingTarget, seed: int) -> EagleModule:
+def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
     """Create an untrained drafter, which nearly returns its input state. Its output layer is the target's, frozen."""
     config = target.config
     width = config.hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(width, config.vocab_size, bias=False)
-        drafter = EagleModule(config, head, bias=True, num_tokens=len(target.embeddings))
+        drafter = EagleDrafter(config, head, bias=True, num_tokens=len(target.embeddings))
         for name, weight in drafter.layers.named_parameters():
             if weight.ndim == 2 and "norm" not in name:
                 spread = weight.shape[1] ** -0.5
@@ -44,12 +44,14 @@ def make_drafter(target: TrainingTarget, seed: int) -> EagleModule:
     return drafter
 
 
-def draft_states(drafter: EagleModule, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
+def predict_draft_states(
+    drafter: EagleDrafter, tokens: Tensor, target_states: Tensor, num_depths: int
+) -> Iterator[Tensor]:
     """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
     Args:
         tokens: `[rows, slots]`; slot p reads the token at position p + 1.
-        states: the target's hidden states `[rows, slots, width]`; slot p reads the state at position p.
+        target_states: the target's hidden states `[rows, slots, width]`; slot p reads the state at position p.
 
     Yields:
         Predictions of each depth, `[rows, slots, width]`; slot p predicts the state at position p + 1. At depth d the
@@ -60,19 +62,19 @@ def draft_states(drafter: EagleModule, tokens: Tensor, states: Tensor, depths: i
     rope = drafter.rope[None, :slots]
     embeds = drafter.embed(tokens)
     cache: list[KeysAndValues] = [[] for _ in layers]
-    inputs = states
-    for _ in range(depths):
+    inputs = target_states
+    for _ in range(num_depths):
         x = drafter.fc(torch.cat([embeds, inputs.to(embeds.dtype)], -1))
         for layer, layer_cache in zip(layers, cache, strict=True):
-            query, key, value = layer.attention.project(layer.attention_norm(x), rope)
+            query, key, value = layer.attention.project_qkv(layer.attention_norm(x), rope)
             layer_cache.append((key, value))
-            x = x + layer.attention.out(_attend(query, layer_cache).flatten(2))
+            x = x + layer.attention.out(_compute_attention(query, layer_cache).flatten(2))
             x = x + layer.ffn(layer.ffn_norm(x))
         yield x
         inputs = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))
 
 
-def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
+def _compute_attention(query: Tensor, cache: KeysAndValues) -> Tensor:
     depth = len(cache) - 1
     group = query.shape[2] // cache[0][0].shape[2]
     wide = [tuple(part.repeat_interleave(group, 2) if group > 1 else part for part in pair) for pair in cache]
@@ -93,5 +95,5 @@ def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
     return mixed
 
 
-def _shift_states(states: Tensor, slots: int) -> Tensor:
-    return F.pad(states[:, : states.shape[1] - slots], (0, 0, 0, 0, slots, 0)) if slots else states
+def _shift_states(states: Tensor, num_slots: int) -> Tensor:
+    return F.pad(states[:, : states.shape[1] - num_slots], (0, 0, 0, 0, num_slots, 0)) if num_slots else states

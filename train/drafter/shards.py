@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from ...bundle.manifest import Manifest, Size, unsupported
+from ...bundle.manifest import Manifest, Size, explain_unsupported
 from ...errors import CheckpointError, RequestError
-from ...inputs import convert_read_errors, format_value, open_plain_file
-from ...methods import Sjd
+from ...inputs import convert_read_errors, format_value, open_regular_file
+from ...methods import SpeculativeJacobi
 from ...output.files import write_output
 from ...runtime.raster import RasterLayout
 
@@ -58,15 +58,15 @@ class ShardSource:
     first_columns: int = 0
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         """Number of image tokens."""
-        return self.raster.num_codes
+        return self.raster_layout.num_codes
 
     @property
-    def raster(self) -> RasterLayout:
+    def raster_layout(self) -> RasterLayout:
         """Layout of the image tokens, without end-of-row tokens."""
-        cells = self.first_rows * self.first_columns + self.rows * self.columns
-        return RasterLayout(cells, self.columns, (self.first_rows, self.first_columns))
+        num_cells = self.first_rows * self.first_columns + self.rows * self.columns
+        return RasterLayout(num_cells, self.columns, (self.first_rows, self.first_columns))
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
@@ -75,7 +75,7 @@ def describe_shard_source(manifest: Manifest, size: Size | None = None) -> Shard
     Raises:
         RequestError: the bundle generates without drafts.
     """
-    if problem := unsupported(manifest, Sjd()):
+    if problem := explain_unsupported(manifest, SpeculativeJacobi()):
         raise RequestError(f"bundle {manifest.name} {problem}", field="bundle", remedy="use another bundle")
     size = size or manifest.size()
     condition = manifest.condition
@@ -99,7 +99,7 @@ class TrainingImages:
     Args:
         prompts: text prompts, class ids or indices of embeddings.
         codes: image tokens, int32 `[images, cells]`.
-        lengths: lengths of the prefixes, int32 `[images, 2]`.
+        prefix_lengths: lengths of the prefixes, int32 `[images, 2]`.
         tokens: token ids that the drafter reads in the prefix after its first position, int32
             `[images, 2, longest - 1]`, padded on the right.
         states: the target's hidden states at the prefix and all image tokens but the last, float16
@@ -112,7 +112,7 @@ class TrainingImages:
 
     prompts: Sequence[Any]
     codes: NDArray[np.integer[Any]]
-    lengths: NDArray[np.integer[Any]]
+    prefix_lengths: NDArray[np.integer[Any]]
     tokens: NDArray[np.integer[Any]]
     states: NDArray[np.float16]
     unaccepted_cells: NDArray[np.integer[Any]]
@@ -121,7 +121,12 @@ class TrainingImages:
 
 
 # Fields of `TrainingImages` by their names in the file.
-_ARRAYS = {"image_tokens": "codes", "prefix_lengths": "lengths", "prefix_tokens": "tokens", "hidden_states": "states"}
+_ARRAYS = {
+    "image_tokens": "codes",
+    "prefix_lengths": "prefix_lengths",
+    "prefix_tokens": "tokens",
+    "hidden_states": "states",
+}
 _ARRAYS |= {f"late_{name}": f"unaccepted_{name}" for name in ("cells", "codes", "states")}
 
 
@@ -154,16 +159,16 @@ class Shard:
 
     Args:
         path: file to read.
-        vocabulary: number of token ids that a prefix may have.
+        vocab_size: number of token ids that a prefix may have.
 
     Raises:
         CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
     """
 
-    def __init__(self, path: Path, vocabulary: int = 1 << 31) -> None:
+    def __init__(self, path: Path, vocab_size: int = 1 << 31) -> None:
         self.path = path
         with convert_read_errors(path, "drafter data in safetensors", CheckpointError, _REMEDY):
-            with open_plain_file(path):
+            with open_regular_file(path):
                 untyped: Any = safe_open
                 self._file = untyped(path, "np")
             metadata = self._file.metadata() or {}
@@ -173,11 +178,13 @@ class Shard:
             self.prompts: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
             self._arrays = self._map_arrays()
-            self.digest = self._check_numbers(vocabulary)
+            self.digest = self._check_and_hash_arrays(vocab_size)
 
-    def read(self, index: slice) -> TrainingImages:
+    def read_images(self, image_slice: slice) -> TrainingImages:
         """Return the images of a slice. Their arrays are mapped: only the numbers in use are read."""
-        return TrainingImages(self.prompts[index], **{field: array[index] for field, array in self._arrays.items()})
+        return TrainingImages(
+            self.prompts[image_slice], **{field: array[image_slice] for field, array in self._arrays.items()}
+        )
 
     def _map_arrays(self) -> dict[str, NDArray[Any]]:
         with self.path.open("rb") as file:
@@ -193,33 +200,33 @@ class Shard:
 
     def _check_shapes(self) -> None:
         count = len(self.prompts)
-        cells = self.source.cells
+        num_cells = self.source.num_cells
         longest = self._file.get_slice("prefix_tokens").get_shape()[-1] + 1
         if longest > self.source.prefix:
             raise ValueError(f"prefix length {longest}, expected at most {self.source.prefix}")
         expected = {
-            "image_tokens": ("I32", [count, cells]),
+            "image_tokens": ("I32", [count, num_cells]),
             "prefix_lengths": ("I32", [count, 2]),
             "prefix_tokens": ("I32", [count, 2, longest - 1]),
-            "hidden_states": ("F16", [count, 2, longest + cells - 1, self.source.width]),
-            "late_cells": ("I32", [count, cells]),
-            "late_codes": ("I32", [count, cells]),
-            "late_states": ("F16", [count, 2, cells, self.source.width]),
+            "hidden_states": ("F16", [count, 2, longest + num_cells - 1, self.source.width]),
+            "late_cells": ("I32", [count, num_cells]),
+            "late_codes": ("I32", [count, num_cells]),
+            "late_states": ("F16", [count, 2, num_cells, self.source.width]),
         }
         for name, (dtype, shape) in expected.items():
             array = self._file.get_slice(name)
             if (array.get_dtype(), array.get_shape()) != (dtype, shape):
                 raise ValueError(f"{name} {array.get_dtype()} {array.get_shape()}, not {dtype} {shape}")
 
-    def _check_numbers(self, vocabulary: int) -> str:
+    def _check_and_hash_arrays(self, vocab_size: int) -> str:
         digest = blake2b(json.dumps(self.prompts).encode(), digest_size=16)
         for index in range(len(self.prompts)):
-            image = self.read(slice(index, index + 1))
+            image = self.read_images(slice(index, index + 1))
             ranges = {
                 "image_tokens": (image.codes, 0, self.source.codes - 1),
-                "prefix_lengths": (image.lengths, 1, image.tokens.shape[-1] + 1),
-                "prefix_tokens": (image.tokens, 0, vocabulary - 1),
-                "late_cells": (image.unaccepted_cells, 0, self.source.cells - 1),
+                "prefix_lengths": (image.prefix_lengths, 1, image.tokens.shape[-1] + 1),
+                "prefix_tokens": (image.tokens, 0, vocab_size - 1),
+                "late_cells": (image.unaccepted_cells, 0, self.source.num_cells - 1),
                 "late_codes": (image.unaccepted_codes, 0, self.source.codes - 1),
             }
             for name, (numbers, low, high) in ranges.items():
@@ -239,14 +246,14 @@ class ShardFolder:
     Args:
         folder: folder with the shards.
         sources: allowed sources, which differ in their grids only.
-        vocabulary: number of token ids that a prefix may have.
+        vocab_size: number of token ids that a prefix may have.
 
     Raises:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
     """
 
-    def __init__(self, folder: Path, sources: Sequence[ShardSource], vocabulary: int = 1 << 31) -> None:
-        self.shards = [Shard(path, vocabulary) for path in sorted(folder.glob("shard-*.safetensors"))]
+    def __init__(self, folder: Path, sources: Sequence[ShardSource], vocab_size: int = 1 << 31) -> None:
+        self.shards = [Shard(path, vocab_size) for path in sorted(folder.glob("shard-*.safetensors"))]
         by_grid = {(source.rows, source.columns): source for source in sources}
         self._sources = [by_grid.get((shard.source.rows, shard.source.columns), sources[0]) for shard in self.shards]
         for shard, source in zip(self.shards, self._sources, strict=True):
@@ -267,18 +274,18 @@ class ShardFolder:
         return self._starts[-1]
 
     @property
-    def validation(self) -> list[int]:
+    def validation_indices(self) -> list[int]:
         """Indices of the validation images; they do not change when images are added."""
         return list(range(_HELD_OUT - 1, len(self), _HELD_OUT)) or [0]
 
     @property
-    def training(self) -> list[int]:
+    def training_indices(self) -> list[int]:
         """Indices of the images that drafters are trained on."""
-        held_out = set(self.validation)
+        held_out = set(self.validation_indices)
         return [i for i in range(len(self)) if i not in held_out]
 
     def read_image(self, index: int) -> tuple[TrainingImages, ShardSource]:
         """Read one image and the source of its shard."""
         shard = int(np.searchsorted(self._starts, index, "right")) - 1
         start = index - self._starts[shard]
-        return self.shards[shard].read(slice(start, start + 1)), self._sources[shard]
+        return self.shards[shard].read_images(slice(start, start + 1)), self._sources[shard]

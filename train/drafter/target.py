@@ -32,21 +32,21 @@ class TrainingTarget:
     """Frozen target weights for drafter training.
 
     Args:
-        source: target and sizes that the training images must have.
+        shard_source: target and sizes that the training images must have.
         config: configuration of the drafter.
         head: weights of the output layer, float32 `[codes, width]`.
         embeddings: initial embeddings of the drafter, `[tokens, width]`.
         code_offset: token id of code 0.
-        fields: fields of the drafter's config.json, without sizes.
+        config_fields: fields of the drafter's config.json, without sizes.
     """
 
     name: str
-    source: ShardSource
+    shard_source: ShardSource
     config: DecoderConfig
     head: Tensor
     embeddings: Tensor
     code_offset: int
-    fields: dict[str, Any]
+    config_fields: dict[str, Any]
 
 
 class OutputLayer(nn.Module):
@@ -83,7 +83,7 @@ class OutputLayer(nn.Module):
             return states
         return F.gelu(states @ self.hidden_weight + self.hidden_bias)
 
-    def logits(self, inputs: Tensor) -> Tensor:
+    def compute_logits(self, inputs: Tensor) -> Tensor:
         """Compute logits, `[..., codes]`. Guided inputs give guided logits."""
         return inputs @ self.weight.T + self.bias
 
@@ -93,16 +93,16 @@ class HeadTrainingTarget:
     """Target of draft heads.
 
     Args:
-        sources: target and sizes that training images may have.
+        shard_sources: target and sizes that training images may have.
         embeddings: input embeddings of the codes, float32 `[codes, width]`.
     """
 
-    sources: list[ShardSource]
-    layer: OutputLayer
+    shard_sources: list[ShardSource]
+    output_layer: OutputLayer
     embeddings: Tensor
 
 
-def read_heads_target(bundle: Bundle) -> HeadTrainingTarget:
+def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
     """Read sizes and weights that training draft heads needs, from a bundle of any family but PAR and NAR.
 
     Raises:
@@ -115,7 +115,7 @@ def read_heads_target(bundle: Bundle) -> HeadTrainingTarget:
     return HeadTrainingTarget(sources, OutputLayer(StoredWeights(bundle.path("target"))), embeddings.float())
 
 
-def read_target(bundle: Bundle) -> TrainingTarget:
+def read_training_target(bundle: Bundle) -> TrainingTarget:
     """Read sizes and weights that training a drafter needs.
 
     Raises:
@@ -129,15 +129,15 @@ def read_target(bundle: Bundle) -> TrainingTarget:
         field = f"family of bundle {manifest.name}"
         remedy = "train draft heads with `lantern-rt train-drafter heads`"
         raise CheckpointError(field=field, found=manifest.family, expected=", ".join(_DIFFERENCES), remedy=remedy)
-    config = _drafter_config(bundle)
+    config = _make_drafter_config(bundle)
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings))
     code_offset = 0
     if manifest.condition.kind == "tokens":
         codes = embeddings
         embeddings = _read_weight(StoredWeights(bundle.path("condition")), "table.weight")
-        code_offset = _code_offset(bundle, embeddings, codes)
+        code_offset = _find_code_offset(bundle, embeddings, codes)
     head = _read_weight(StoredWeights(bundle.path("target")), "head.weight").T.contiguous()
-    fields = _config_fields(bundle, config)
+    fields = _make_config_fields(bundle, config)
     return TrainingTarget(manifest.name, source, config, head, embeddings, code_offset, fields)
 
 
@@ -145,7 +145,7 @@ def _read_weight(weights: StoredWeights, name: str) -> Tensor:
     return torch.from_numpy(weights.float32(name))
 
 
-def _drafter_config(bundle: Bundle) -> DecoderConfig:
+def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
     manifest = bundle.manifest
     spec = manifest.target
     prefix = manifest.condition.prefix
@@ -171,23 +171,27 @@ def _drafter_config(bundle: Bundle) -> DecoderConfig:
     return replace(config, **_DIFFERENCES[manifest.family])
 
 
-def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
-    rounded = codes.to(torch.float16).float() if not (table == codes[0]).all(1).any() else codes
-    for start in torch.nonzero((table == rounded[0]).all(1)).flatten().tolist():
-        if torch.equal(table[start : start + len(codes)], rounded):
+def _find_code_offset(bundle: Bundle, token_table: Tensor, code_embeddings: Tensor) -> int:
+    rounded = (
+        code_embeddings.to(torch.float16).float()
+        if not (token_table == code_embeddings[0]).all(1).any()
+        else code_embeddings
+    )
+    for start in torch.nonzero((token_table == rounded[0]).all(1)).flatten().tolist():
+        if torch.equal(token_table[start : start + len(code_embeddings)], rounded):
             return int(start)
     raise CheckpointError(
         "the embeddings of its codes are not consecutive in its token table", field=f"bundle {bundle.manifest.name}"
     )
 
 
-def _config_fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
+def _make_config_fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
     condition = bundle.manifest.condition
     if bundle.manifest.family == "anole":
         return {
             "architectures": ["ChameleonForConditionalGeneration"],
             "model_type": "chameleon",
-            "max_position_embeddings": config.positions - config.spare_positions + 1,
+            "max_position_embeddings": config.num_rope_positions - config.spare_positions + 1,
             "rope_theta": config.rope_base,
             "swin_norm": False,
             "attention_bias": False,
