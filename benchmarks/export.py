@@ -1,12 +1,12 @@
-"""Measure what an export costs: seconds, peak memory, bytes, on random weights of published sizes.
+"""Measure the seconds, the peak memory and the bundle size of an export of random weights of published sizes.
 
     python benchmarks/export.py --shape GPT-XL --precision fp16
     python benchmarks/export.py --shape Emu3-8B --smoke            # does it still run?
 
 The checkpoint, Anole's with a drafter, is written to disk piece by piece first. With the bundle it takes twice the
 model's size in `--work` (default `work/`, which git ignores). It is removed afterwards, but a bundle in `--output`
-is kept. Memory is the highest RssAnon of the process, which excludes mapped files. The export's memory is judged
-against 1.3 x the largest layer as stored in the bundle + 1.5 GB.
+is kept. Memory is the highest RssAnon of the process, which excludes mapped files. An export compares graphs with one
+matrix in float32 at a time, so it may use 1.5 GB + the largest matrix in float32, or 1.3 x the largest layer as stored.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lantern_rt.memory import PeakMemoryMonitor
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What an export costs.")
+    parser = argparse.ArgumentParser(description="Measure the cost of an export.")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-XL")
     parser.add_argument("--precision", choices=STORED_BYTES, default="fp16")
-    parser.add_argument("--layers", type=int, help="only so many, for a small disk")
+    parser.add_argument("--layers", type=int, help="number of layers, to save disk space [default: all]")
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for checkpoint and bundle")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep the bundle there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep the bundle in this folder")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--smoke", action="store_true", help="a tiny model of the shape's family")
     arguments = parser.parse_args()
     tiny = {shape.family: name for name, shape in SHAPES.items() if name.startswith("tiny")}
@@ -59,7 +59,8 @@ def main() -> int:
         peak.bytes = 0
         export_checkpoints(shape, checkpoints, bundle, precision, progress=print_progress)
         figures = {"seconds": time.perf_counter() - start, "peak": peak.bytes, "bundle": count_folder_bytes(bundle)}
-    allowed = 1.3 * shape.num_layer_parameters * STORED_BYTES[precision] + 1.5e9
+    largest_matrix = 4 * shape.hidden_size * max(shape.codes, 2 * shape.intermediate_size)  # float32
+    allowed = 1.5e9 + max(largest_matrix, 1.3 * shape.num_layer_parameters * STORED_BYTES[precision])
     memory = f"peak memory {figures['peak'] / 1e9:.2f} GB (allowed {allowed / 1e9:.2f})"
     print(f"{name} {precision}: {figures['seconds']:.0f} s, {memory}, bundle {figures['bundle'] / 1e9:.2f} GB")
     if arguments.json:
