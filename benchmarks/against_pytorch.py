@@ -1,9 +1,9 @@
-"""Time whole images: a published program in PyTorch eager against lantern-rt, in turns on one host.
+"""Compare the seconds per image of a published PyTorch program and lantern-rt on one host.
 
     git clone https://github.com/FoundationVision/LlamaGen
     python benchmarks/against_pytorch.py --official LlamaGen                              # GPT-B, 256 pixels
     python benchmarks/against_pytorch.py --official LlamaGen --precision int8 --provider openvino-bf16
-    python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # `ar` of lantern-rt alone
+    python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # lantern-rt only
     python benchmarks/against_pytorch.py --precision int8 --cfg-tokens 100% 50%           # guidance for half the image
 
     git clone https://github.com/YuqingWang1029/PAR
@@ -14,13 +14,16 @@
 
     python benchmarks/against_pytorch.py --official LlamaGen --device cuda --compute float16
 
-Random weights of the published sizes (`--bundle`: weights of a bundle), class-conditional, guidance 4, the full
-vocabulary, float32 by default. `--compile` also measures the program compiled by `torch.compile`. Acceptance with
-random weights says nothing, so a speculative method is given the tokens a forward pass that it reaches with the bundle
-`--project` (*replayed*). The cost of a pass is measured, random heads included.
-Row-parallel decoding and `groups` take as many passes whatever the weights are. Bundles that draw in groups are timed
-beside `ar` of LlamaGen in the same size. Prints seconds and ratios to the first line, medians over rounds. Needs
-`lantern-rt[export]`; nothing is judged.
+The models are class-conditional and have random weights of the published sizes, or the weights of `--bundle`. Guidance
+is 4, sampling uses the full vocabulary, and the default type is float32. `--compile` also measures the program compiled
+by `torch.compile`.
+
+The acceptance rate with random weights is meaningless. The time of a forward pass is therefore measured, including
+random draft heads, and the number of passes is computed from the tokens per pass with the bundle `--project`. These
+methods are marked *replayed*. The number of passes of `ar`, `rows` and `groups` does not depend on the weights.
+
+Models of PAR and NAR are compared with `ar` of LlamaGen in the same size. The program prints medians over the rounds:
+seconds, and the ratio to the first line. It needs `lantern-rt[export]`. There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -50,18 +53,24 @@ from lantern_rt.train.drafter.heads import RANK, UNITS
 
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
 GUIDANCE = 4.0
-# an argument that only the published model of this family has
+# Model families of the published programs, by a model argument that only this program has.
 PROGRAMS = {"par": "ar_token_num", "nar": "medusa_attention_num"}
-PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted in
+PROJECT_IMAGES = 8  # images of the bundle `--project` that give the tokens per pass
 
 
 @dataclass(frozen=True)
 class ImageTiming:
-    """Seconds of one image: `token_seconds` for its codes, `other_seconds` mostly for its pixels."""
+    """Time to generate one image.
+
+    Attributes:
+        token_seconds: seconds to sample all codes.
+        other_seconds: seconds of the rest, mostly of decoding the codes to pixels.
+        num_passes: forward passes of the target; None for published programs, which do not count them.
+    """
 
     token_seconds: float
     other_seconds: float
-    num_passes: int | None = None  # not counted for published programs
+    num_passes: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -76,14 +85,19 @@ def load_pytorch_generator(
     device: str = "cpu",
     compute: str = "float32",
 ) -> Callable[[], ImageTiming]:
-    """Return a function that draws an image with the published code and random weights.
+    """Return a function that generates an image with the published code and random weights.
 
-    compiled: compile the target like the program's own scripts. model_name: the published name, such as GPT-B.
-    compute: type of the target; pixels are made in float32.
+    Args:
+        clone_folder: clone of the program's repository.
+        model_name: published name of the model, such as GPT-B.
+        shape: sizes of the model.
+        compiled: whether to compile the target with `torch.compile`.
+        device: PyTorch device.
+        compute: PyTorch type of the target; the image decoder uses float32.
     """
     sys.path.insert(0, str(clone_folder))
     gpt = importlib.import_module("autoregressive.models.gpt")
-    family = next((family for family, part in PROGRAMS.items() if hasattr(gpt.ModelArgs, part)), "llamagen")
+    family = next((family for family, name in PROGRAMS.items() if hasattr(gpt.ModelArgs, name)), "llamagen")
     if family != shape.family:
         sys.exit(
             f"{clone_folder} is the program of {family}, but the shape is of {shape.family}: choose another --shape"
@@ -104,7 +118,7 @@ def load_pytorch_generator(
         start_time = time.perf_counter()
         codes = generate(model, torch.tensor([1], device=device), shape.grid**2, **options)
         codes.cpu()  # waits for the device
-        codes_time = time.perf_counter()  # the order of the codes does not change the cost of their image
+        codes_time = time.perf_counter()
         vq.decode_code(codes, [1, vq.config.codebook_embed_dim, shape.grid, shape.grid]).cpu()
         return ImageTiming(codes_time - start_time, time.perf_counter() - codes_time)
 
@@ -114,9 +128,14 @@ def load_pytorch_generator(
 def make_lantern_generator(
     pipeline: Pipeline, method: str, assumed_tokens_per_pass: float | None, cfg_tokens: str = "100%"
 ) -> Callable[[], ImageTiming]:
-    """Return a function that draws an image with this bundle.
+    """Return a function that generates an image with lantern-rt.
 
-    assumed_tokens_per_pass: tokens a forward pass to assume instead of the measured ones; None: use the measured ones.
+    Args:
+        pipeline: pipeline of the bundle.
+        method: decoding method.
+        assumed_tokens_per_pass: tokens per forward pass from which to compute the time of the codes; None uses the
+            measured time.
+        cfg_tokens: share of the codes with guidance, such as 50%.
     """
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     guidance = {"cfg_scale": GUIDANCE, "cfg_tokens": cfg_tokens}
@@ -124,15 +143,15 @@ def make_lantern_generator(
     def generate_image() -> ImageTiming:
         start_time = time.perf_counter()
         statistics = pipeline(**request, method=method, **guidance).stats
-        rest = time.perf_counter() - start_time - statistics.seconds
-        part = statistics.tokens_per_forward_pass / assumed_tokens_per_pass if assumed_tokens_per_pass else 1.0
-        return ImageTiming(statistics.seconds * part, rest, round(statistics.target_passes * part))
+        other_seconds = time.perf_counter() - start_time - statistics.seconds
+        factor = statistics.tokens_per_forward_pass / assumed_tokens_per_pass if assumed_tokens_per_pass else 1.0
+        return ImageTiming(statistics.seconds * factor, other_seconds, round(statistics.target_passes * factor))
 
     return generate_image
 
 
 def add_random_draft_heads(bundle: Path) -> None:
-    """Add random heads of the trained sizes to a bundle: their drafts cost the same."""
+    """Add random draft heads to a bundle, in the sizes of trained heads, so that a draft costs the same time."""
     opened = open_bundle(bundle)
     rng = np.random.default_rng(0)
     shapes = draft_head_shapes(opened.manifest.codebook_size, opened.manifest.target.hidden_size, RANK, UNITS)
@@ -140,41 +159,52 @@ def add_random_draft_heads(bundle: Path) -> None:
 
 
 def measure_tokens_per_pass(bundle_name: str, method: str) -> float | None:
-    """Return the tokens a pass of a method with this bundle; None if passes do not depend on the codes."""
+    """Return the tokens per forward pass of a method with a bundle.
+
+    The result is None for methods whose number of passes does not depend on the sampled codes.
+    """
     if method.startswith(("ar", "rows", "groups")):
         return None
     with Pipeline.from_bundle(bundle_name) as pipeline:
-        request = read_bundle_prompts(pipeline.bundle).request(0, PROJECTED)
+        request = read_bundle_prompts(pipeline.bundle).request(0, PROJECT_IMAGES)
         return pipeline(**request, method=method).stats.tokens_per_forward_pass
 
 
 def time_images_in_turns(
     generators: dict[str, Callable[[], ImageTiming]], num_rounds: int
 ) -> dict[str, list[ImageTiming]]:
-    """Draw one image with each program per round, each round in another order."""
-    names = [*generators]
-    images_by_name = {name: [] for name in generators}
-    for index in range(num_rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            images_by_name[name].append(generators[name]())
-    return images_by_name
+    """Generate one image per round with each generator; each round starts with another generator.
+
+    Args:
+        generators: functions that generate an image, by label.
+        num_rounds: number of rounds.
+
+    Returns:
+        The times of each generator's images, in the order of the rounds.
+    """
+    labels = [*generators]
+    timings_by_label = {label: [] for label in generators}
+    for round_index in range(num_rounds):
+        first = round_index % len(labels)
+        for label in labels[first:] + labels[:first]:
+            timings_by_label[label].append(generators[label]())
+    return timings_by_label
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's, PAR's or NAR's code")
-    parser.add_argument("--compile", action="store_true", help="a line for that code with torch.compile, too")
+    parser.add_argument("--compile", action="store_true", help="also time the published program with torch.compile")
     parser.add_argument("--shape", choices=[*SHAPES], default="GPT-B", help="published sizes, random weights")
-    parser.add_argument("--grid", type=int, help="tokens a side: 16 for 256 pixels, 32 for 512")
-    parser.add_argument("--precision", help="of the random weights; int8: of the image decoder, too")
+    parser.add_argument("--grid", type=int, help="rows of the square grid: 16 for 256 pixels, 32 for 512")
+    parser.add_argument("--precision", help="precision of the random weights; int8 applies to the image decoder, too")
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
-    parser.add_argument("--methods", nargs="+", help="`groups`, or some of LlamaGen")
-    parser.add_argument("--cfg-tokens", nargs="+", default=["100%"], help="shares of the image with guidance")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both programs")
+    parser.add_argument("--methods", nargs="+", help="decoding methods; models of PAR and NAR have only `groups`")
+    parser.add_argument("--cfg-tokens", nargs="+", default=["100%"], help="shares of the codes with guidance")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of both programs")
     parser.add_argument("--compute", choices=("float32", "float16"), default="float32", help="type of both targets")
-    parser.add_argument("--provider", help="of the image decoder, such as openvino-bf16 [default: the device]")
-    parser.add_argument("--project", default="scenes", help="bundle whose tokens a forward pass are replayed")
+    parser.add_argument("--provider", help="provider of the image decoder, such as openvino-bf16 [default: --device]")
+    parser.add_argument("--project", default="scenes", help="bundle whose tokens per forward pass are used")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -206,28 +236,30 @@ def main() -> None:
         options = {"compute": arguments.compute, "precision": precision, "vq_precision": vq}
         bundle = arguments.bundle or random_bundle(shape, Path(folder) / name, **options)
         if shape.family in PROGRAMS:
-            plain = replace(SHAPES[size], grid=shape.grid)
-            plain_bundle = random_bundle(plain, Path(folder) / "plain", **options)
-            generators[f"ar of LlamaGen, {size}"] = make_lantern_generator(open_pipeline(plain_bundle), "ar", None)
+            llamagen_shape = replace(SHAPES[size], grid=shape.grid)
+            llamagen_bundle = random_bundle(llamagen_shape, Path(folder) / "llamagen", **options)
+            generators[f"ar of LlamaGen, {size}"] = make_lantern_generator(open_pipeline(llamagen_bundle), "ar", None)
         elif not arguments.bundle:
             add_random_draft_heads(bundle)
         method_pipeline = open_pipeline(bundle)
         for method in arguments.methods or (["groups"] if shape.family in PROGRAMS else METHODS):
-            replayed = measure_tokens_per_pass(arguments.project, method)
-            label = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
+            tokens_per_pass = measure_tokens_per_pass(arguments.project, method)
+            label = f"{method} (replayed: {tokens_per_pass:.2f} tokens a pass)" if tokens_per_pass else method
             for share in arguments.cfg_tokens:
-                part = "" if share == "100%" else f", guidance {share}"
-                generators[label + part] = make_lantern_generator(method_pipeline, method, replayed, share)
-        images_by_label = time_images_in_turns(generators, arguments.rounds)
-    first = next(iter(images_by_label.values()))
+                suffix = "" if share == "100%" else f", guidance {share}"
+                generators[label + suffix] = make_lantern_generator(method_pipeline, method, tokens_per_pass, share)
+        timings_by_label = time_images_in_turns(generators, arguments.rounds)
+    baseline = next(iter(timings_by_label.values()))
     print(f"{describe_processor()}; threads: {arguments.threads}; {name}, {16 * shape.grid} pixels")
     print(f"  {'':46} seconds  tokens    rest   ratio  passes")
-    for label, images in images_by_label.items():
+    for label, timings in timings_by_label.items():
         medians = [
-            statistics.median(getattr(image, part) for image in images) for part in ("seconds", "tokens", "rest")
+            statistics.median(getattr(timing, name) for timing in timings)
+            for name in ("seconds", "token_seconds", "other_seconds")
         ]
-        ratio = statistics.median(base.seconds / image.seconds for base, image in zip(first, images, strict=True))
-        num_passes = images[0].num_passes or "-"
+        ratios = (base.seconds / timing.seconds for base, timing in zip(baseline, timings, strict=True))
+        ratio = statistics.median(ratios)
+        num_passes = timings[0].num_passes or "-"
         print(f"  {label:46} {medians[0]:7.2f} {medians[1]:7.2f} {medians[2]:7.2f} {ratio:7.2f} {num_passes:>7}")
 
 

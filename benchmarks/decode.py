@@ -1,15 +1,15 @@
-"""Measure passes on this host, and their memory bound.
+"""Measure the time of forward passes on this host, and the bound by memory bandwidth.
 
     python benchmarks/decode.py                            # LlamaGen-B's sizes, random weights; a minute
     python benchmarks/decode.py --shape GPT-XL --threads 1
-    python benchmarks/decode.py --precision int8           # and where the time goes
+    python benchmarks/decode.py --precision int8           # weights in int8
     python benchmarks/decode.py --bundle bundles/llamagen-b
-    python benchmarks/decode.py --smoke                    # tiny: does it still run?
+    python benchmarks/decode.py --smoke                    # tiny sizes, to test this program
 
-Milliseconds of a pass against its nodes at half an image, two rows (one image with guidance), beside the time it takes
-to read the target's weights once. On CPUs ONNX Runtime's profile, which takes time itself, tells products with weights,
-attention and other operations apart. `lantern-rt bench --wide` has whole methods. Needs `lantern-rt[export]`. Nothing
-is judged.
+The program prints milliseconds of a forward pass by its number of nodes. The KV cache holds half an image, and the
+batch has two rows (one image with guidance). The bound is the time to read the target's weights once. On CPUs, ONNX
+Runtime's profiler divides the time into weight products, attention and other operations; profiling takes time itself.
+`lantern-rt bench --wide` measures whole methods. The program needs `lantern-rt[export]`. There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lantern_rt.runtime.passes import build_committed_mask
 
 ROWS = 2  # one image with guidance
 NODES = (2, 4, 8, 16, 32, 64)
-REPEATS = 20  # repeats of a pass of each size
+REPEATS = 20  # measurements of a forward pass with each number of nodes
 PASS_COLUMNS = {
     "graph": "{graph}",
     "nodes": "{nodes:d}",
@@ -58,11 +58,17 @@ PART_COLUMNS = {
 
 
 def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS) -> dict[str, Any]:
-    """Print and return the costs of one pipeline's passes; bandwidth: bytes per second."""
+    """Measure the forward passes of target and drafter; print the results as a table and return them for JSON.
+
+    Args:
+        pipeline: pipeline to measure.
+        bandwidth: memory bandwidth in bytes per second.
+        repeats: measurements per number of nodes.
+    """
     manifest = pipeline.bundle.manifest
-    size = count_target_bytes(pipeline.bundle)
-    bound = size / bandwidth
-    print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
+    num_bytes = count_target_bytes(pipeline.bundle)
+    bound = num_bytes / bandwidth
+    print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {num_bytes / 1e6:.0f} MB", end="")
     print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s", flush=True)
     passes = []
     for graph in ("target", "drafter") if manifest.drafter else ("target",):
@@ -75,12 +81,19 @@ def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS)
 
 
 def count_target_bytes(bundle: Bundle) -> int:
-    """Return the bytes of the target's stored weights, which a pass reads once."""
+    """Return the bytes of the target's files; a forward pass reads all weights once."""
     return sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("target"))
 
 
 def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
-    """Return median seconds of a pass of target or drafter by number of nodes, at a past of half an image."""
+    """Return the median seconds of a forward pass by number of nodes, with half an image in the KV cache.
+
+    Args:
+        pipeline: pipeline to measure.
+        graph: `target` or `drafter`.
+        rows: number of batch rows.
+        repeats: measurements per number of nodes.
+    """
     manifest = pipeline.bundle.manifest
     engine: Engine = getattr(pipeline.engines, graph)
     past = manifest.condition.prefix + manifest.codes_per_image // 2
@@ -98,20 +111,20 @@ def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int
         if hidden is None:
             return batch
         row, node = np.indices((rows, nodes))
-        return batch._replace(hidden=HiddenStateView(hidden, row, node))  # on a device the states stay there
+        return batch._replace(hidden=HiddenStateView(hidden, row, node))  # the states stay on their device
 
     if graph == "drafter":
         target = pipeline.engines.target
         target_cache = target.new_cache(rows, NODES[-1])
         hidden = target.run(make_chain_input(NODES[-1], target, target_cache), target_cache).hidden
-    while (length := int(cache.lengths[0])) < past:  # a past that the graph itself computed
+    while (length := int(cache.lengths[0])) < past:  # fill the cache with keys and values that the graph computes
         nodes = min(NODES[-1], past - length)
         cache.append(engine.run(make_chain_input(nodes), cache).new_kv, [np.arange(nodes)] * rows)
     batches = {nodes: make_chain_input(nodes) for nodes in NODES}
     seconds: dict[int, list[float]] = {nodes: [] for nodes in NODES}
     for _ in range(repeats):
         for nodes, batch in batches.items():
-            engine.run(batch, cache)  # finds caches full of data of the previous size
+            engine.run(batch, cache)  # not timed: processor caches hold data of the previous number of nodes
             began = time.perf_counter()
             cache.append(engine.run(batch, cache).new_kv, [np.arange(2)] * rows)
             seconds[nodes].append(time.perf_counter() - began)
@@ -120,7 +133,12 @@ def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int
 
 
 def profile_target_pass(pipeline: Pipeline, repeats: int = REPEATS) -> list[dict[str, Any]]:
-    """Print and return the milliseconds of the parts of a pass of the target by its nodes, at half an image."""
+    """Measure the parts of forward passes of the target with ONNX Runtime's profiler, at half an image in the KV cache.
+
+    Returns:
+        A dictionary for each number of nodes: milliseconds of weight products, attention and other operations, and the
+        number of operations. They are also printed as a table.
+    """
     manifest = pipeline.bundle.manifest
     past = manifest.condition.prefix + manifest.codes_per_image // 2
     options = onnxruntime.SessionOptions()
@@ -153,37 +171,42 @@ def profile_target_pass(pipeline: Pipeline, repeats: int = REPEATS) -> list[dict
 
 
 def classify_operation(operation: dict[str, Any]) -> str:
-    """Return the part that an operation of a profile belongs to."""
+    """Return the kind of an operation in an ONNX Runtime profile: `products` (with weights), `attention` or `other`."""
     if "MatMul" not in operation["op_name"]:
         return "other"
     shapes = [shape for types in operation["input_type_shape"] for shape in types.values()]
+    # The second operand has four axes in attention (rows, heads, positions, width) and two axes in weight products.
     return "attention" if len(shapes) > 1 and len(shapes[1]) == 4 else "products"
 
 
 def measure_read_bandwidth(num_bytes: int, threads: int) -> float:
-    """Return bytes per second of `threads` threads that read `num_bytes` bytes, at least a megabyte; best of five.
+    """Return the memory bandwidth in bytes per second, the best of five measurements.
 
-    The bound of a pass, which has to read all weights once. Each thread looks for the largest number of its share,
-    which costs little beside reading it. An array that fits in a cache is read from there, as weights would be.
+    Each thread computes the maximum of one section of an array, which takes little time besides reading the section.
+    An array that fits into a processor cache is read from this cache, as weights of the same size would be.
+
+    Args:
+        num_bytes: size of the array, raised to at least 1 MiB.
+        threads: number of threads.
     """
     numbers = np.ones(max(num_bytes, 2**20) // 4, np.float32)
-    shares = np.array_split(numbers, threads)
+    sections = np.array_split(numbers, threads)
     seconds = []
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(6):  # the first warms up
+        for _ in range(6):  # the first measurement warms up
             began = time.perf_counter()
-            list(pool.map(np.max, shares))
+            list(pool.map(np.max, sections))
             seconds.append(time.perf_counter() - began)
     return numbers.nbytes / min(seconds[1:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What passes cost on this host.")
+    parser = argparse.ArgumentParser(description="Measure the time of forward passes on this host.")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B", help="published sizes, random weights")
-    parser.add_argument("--precision", help="of those weights, such as int8 [default: fp32]")
-    parser.add_argument("--bundle", help="a bundle instead")
+    parser.add_argument("--precision", help="precision of the random weights, such as int8 [default: fp32]")
+    parser.add_argument("--bundle", help="bundle to measure instead of random weights")
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, few repeats")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,19 +1,24 @@
-"""Count decoding's operations on a GPU and time the host: ONNX Runtime's CUDA provider on libraries that only count.
+"""Count the GPU operations of decoding and measure the time of the host, without a GPU.
 
     tests/cuda/build.sh build/null-cuda           # needs onnxruntime-gpu, a C compiler, binutils
     python benchmarks/device.py build/null-cuda
-    python benchmarks/device.py build/null-cuda --only host    # microseconds of a step by part; on one quiet core
+    python benchmarks/device.py build/null-cuda --only host    # only the host's times; run on one idle core
 
-No GPU, no values: kernels do nothing, and every call is counted. A target with LlamaGen-XL's 36 layers, float16 and
-16,384 codes, but narrow, since operations do not depend on the width. *Operations* of a target pass and of appending
-accepted nodes: kernels, matrix products, copies; once op by op, and once its shape has come again and was recorded.
-*Steps*: operations of a step of each method. *Host*: median microseconds of the host's processor for a step, with a
-device that takes no time. Parts are calls of ONNX Runtime, inputs of a pass, sampling, and the decode loop. Noise
-is apart, by 16 tokens of an image: most of it is made while a real device computes. Logits that are read come as noise;
-codes that are drawn on the device come as zeros, so that every draft is accepted. Where the host reads memory that
-nothing wrote, it may find NaN, and the row is left out.
-*Memory*: of a target of 625 MB, its drafter and a cache. *Copies*: of the cache in a pass of Emu3, whose queries share
-keys. Nothing is judged.
+ONNX Runtime's CUDA provider runs on stand-in libraries, in which kernels do nothing and every call is counted. The
+target has the 36 layers and 16,384 codes of LlamaGen-XL in float16. It is narrow, since the number of operations does
+not depend on the width. Logits that the host reads are random numbers. Codes that are sampled on the device are zeros,
+so that every draft token is accepted. The program prints:
+
+- operations (kernels, matrix products, copies) of a target pass and of appending accepted nodes to the KV cache, before
+  and after the pass is captured as a CUDA graph;
+- operations of a decoding step of each method;
+- median microseconds of the host's processor for a step, divided into calls of ONNX Runtime, inputs of a pass, sampling
+  and the decode loop. The time of random numbers is printed separately, for 16 tokens of an image, as most of them are
+  generated while a real device computes. A row is left out if the host finds NaN in memory that no kernel wrote;
+- memory of a target of 625 MB, its drafter and a cache;
+- copies of the KV cache in a pass of Emu3, in which several queries share keys.
+
+There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -44,25 +49,25 @@ HOST_METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:wi
 ROWS = 2
 PAST = 200
 CODES = 16384
-WARM = 10  # steps after which shapes that come again have been recorded
-MIN_STEPS = 60  # least number of steps for a row of host times
+WARM = 10  # steps after which recurring shapes have been captured as CUDA graphs
+MIN_STEPS = 60  # minimum number of steps for a row of host times
 REQUEST: dict[str, Any] = {"cfg_scale": 7.5, "top_k": 1000}
 
 
 def main() -> None:
-    """Build the bundle, count, time, print."""
+    """Export the bundles, count the operations, measure the times, and print all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("libraries", type=Path, help="the folder that build.sh wrote")
-    parser.add_argument("--steps", type=int, default=30, help="of each method, to count what they ask for")
+    parser.add_argument("libraries", type=Path, help="output folder of build.sh")
+    parser.add_argument("--steps", type=int, default=30, help="number of steps of each method to count")
     parser.add_argument("--only", choices=("counts", "host"))
     arguments = parser.parse_args()
-    null_cuda.load(arguments.libraries)  # before anything uses CUDA
+    null_cuda.load(arguments.libraries)  # before any library loads CUDA
     from random_bundle import SHAPES, random_bundle
 
     from lantern_rt import Pipeline
     from lantern_rt.engines.ort import backend
 
-    backend.check_provider = lambda provider: None  # there is no stand-in for cuDNN; no image is decoded
+    backend.check_provider = lambda provider: None  # cuDNN has no stand-in and is not needed, as no image is decoded
     narrow = {"num_heads": 2, "hidden_size": 128, "intermediate_size": 192, "vq_width": 32}
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +94,11 @@ def main() -> None:
 
 
 def count_pass_operations(pipe: Any) -> dict[str, dict[str, float]]:
-    """Count operations of target passes, and of appending accepted nodes: a chain, and a path of a tree."""
+    """Count the operations of target passes, and of appending the nodes of a chain or a tree path to the KV cache.
+
+    Returns:
+        The counts of `count_operations`, by description.
+    """
     from lantern_rt.methods import Sampling
     from lantern_rt.runtime.device import SamplingRequest
     from lantern_rt.runtime.noise import Noise
@@ -104,10 +113,11 @@ def count_pass_operations(pipe: Any) -> dict[str, dict[str, float]]:
         cache.truncate(np.full(ROWS, PAST))
 
     def choose_codes(nodes: int) -> None:
-        position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
-        places = np.tile(np.arange(nodes), (ROWS, 1))
+        positions = np.arange(1, 1 + nodes) % 8 + 1  # eight tree depths, whose noise is already on the device
+        node_indices = np.tile(np.arange(nodes), (ROWS, 1))
         scales = np.full(nodes, 7.5, np.float32)
-        request = SamplingRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position, scales)
+        sampling = Sampling(cfg_scale=7.5, top_k=1000)
+        request = SamplingRequest(slice(0, ROWS), node_indices, sampling, noise, positions, scales)
         run(nodes).logits.sample_top_codes([request], 1)
 
     noise = Noise(1)
@@ -124,7 +134,16 @@ def count_pass_operations(pipe: Any) -> dict[str, dict[str, float]]:
 
 
 def run_target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
-    """Make a pass whose nodes see each other and all cached tokens; it runs when its output is used."""
+    """Start a target pass in which every node attends to all nodes and to all cached tokens.
+
+    Args:
+        pipe: pipeline of the target.
+        cache: KV cache of the target.
+        nodes: number of nodes.
+
+    Returns:
+        The output of the pass, which is computed at its first use.
+    """
     from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
@@ -134,46 +153,52 @@ def run_target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
 
 
 def count_cache_copies(pipe: Any) -> dict[str, float]:
-    """Count kernels of a pass that copy the whole cache.
+    """Count the kernels of a forward pass that copy the whole KV cache.
 
-    Keys and values of Emu3-8B take 2.2 GB, and 8.9 GB if copied for all its queries.
+    The KV cache of Emu3-8B has 2.2 GB. It would have 8.9 GB if keys and values were copied for every query head.
     """
     output = run_target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
-    with null_cuda.counting() as ops:
+    with null_cuda.count_cuda_operations() as ops:
         _ = output.logits.value
     kernels = null_cuda.kernel_names(ops)
     return {"copies of the cache": sum(n for name, n in kernels.items() if name.endswith(COPYING))}
 
 
 def measure_memory(bundle: Path) -> dict[str, float]:
-    """Measure memory with a drafter and a cache for an image, at first and after ten steps."""
+    """Return the device memory in MiB after loading, with a KV cache for one image, and after ten decoding steps."""
     from lantern_rt import Pipeline
 
-    with null_cuda.counting() as opened:
+    with null_cuda.count_cuda_operations() as opened:
         pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
-        held = [pipe.engines.drafter, pipe.engines.target.new_cache(ROWS, 256)]
-    with null_cuda.counting() as decoding:
+        references = [pipe.engines.drafter, pipe.engines.target.new_cache(ROWS, 256)]  # keeps both in memory
+    with null_cuda.count_cuda_operations() as decoding:
         for _ in islice(pipe.stream(class_ids=1, method=METHODS[-1], cfg_scale=7.5, top_k=1000), WARM):
-            del held[:]
+            del references[:]
     return {"opened": opened.bytes_held / 2**20, "decoding": (opened.bytes_held + decoding.bytes_held) / 2**20}
 
 
 def count_operations(operation: Callable[[], object], num_warm_ups: int = 0) -> dict[str, float]:
-    """Count the operations of one call after `num_warm_ups` others, and its milliseconds."""
+    """Call a function after `num_warm_ups` warm-up calls; return its operations by kind, and its milliseconds."""
     for _ in range(num_warm_ups):
         operation()
     start_time = time.perf_counter()
-    with null_cuda.counting() as ops:
+    with null_cuda.count_cuda_operations() as ops:
         operation()
     return {**{name: getattr(ops, name) for name in COUNTS}, "ms": round(1e3 * (time.perf_counter() - start_time), 2)}
 
 
 def count_step_operations(pipe: Any, method: str, num_steps: int) -> dict[str, float]:
-    """Count the operations of a mean step, without the first steps."""
+    """Return the mean operations of a decoding step.
+
+    Args:
+        pipe: pipeline to measure.
+        method: decoding method.
+        num_steps: number of steps to count, after the warm-up steps.
+    """
     running = pipe.stream(class_ids=1, **REQUEST, method=method)
     for _ in islice(running, WARM):
         pass
-    with null_cuda.counting() as ops:
+    with null_cuda.count_cuda_operations() as ops:
         count = sum(1 for _ in islice(running, num_steps))
     running.close()
     names = ("total", "graph_launches", "h2d", "d2h", "syncs")
@@ -181,7 +206,11 @@ def count_step_operations(pipe: Any, method: str, num_steps: int) -> dict[str, f
 
 
 def print_host_times(pipes: dict[str, Any]) -> None:
-    """Print the host's time for a step, by part."""
+    """Print the median time of the host for a decoding step, by part of the step.
+
+    Args:
+        pipes: pipelines by size name.
+    """
     from host_parts import StepPartTimer
 
     from lantern_rt import EngineError
@@ -192,8 +221,9 @@ def print_host_times(pipes: dict[str, Any]) -> None:
         Noise(seed).gumbel(0, GROUP_SIZE, CODES)
     print(f"noise of {GROUP_SIZE} tokens: {1e5 * (time.thread_time() - start_time):.0f} us")
     zeros = np.zeros((GROUP_SIZE, CODES), np.float32)
+    # From now on noise is zeros, so that it takes no time.
     Noise._get_noise_group = lambda noise, group, size: noise._groups.setdefault(group, zeros)
-    parts = ("engine", "inputs", "sampling", "loop")  # noise is zeros, and takes no time
+    parts = ("engine", "inputs", "sampling", "loop")
     print(f"{'microseconds of a step':24} {'size':7} images" + "".join(f"{part:>10}" for part in (*parts, "all")))
     for method, (size, pipe), images in product(HOST_METHODS, pipes.items(), (1, 8)):
         label = f"{method:24} {size:7} {images:6}"
@@ -209,13 +239,20 @@ def print_host_times(pipes: dict[str, Any]) -> None:
 
 
 def measure_step_times(clock: Any, pipe: Any, method: str, num_images: int) -> list[Counter[str]]:
-    """Return seconds of steps by part, without the first two turns, which record recurring passes."""
-    turns: list[list[Counter[str]]] = []
-    while sum(map(len, turns[2:])) < MIN_STEPS:
+    """Return the seconds of each decoding step, by part of the step.
+
+    Args:
+        clock: running `StepPartTimer`.
+        pipe: pipeline to measure.
+        method: decoding method.
+        num_images: number of images in the batch.
+    """
+    batches: list[list[Counter[str]]] = []
+    while sum(map(len, batches[2:])) < MIN_STEPS:  # the first two batches capture recurring passes as CUDA graphs
         running = pipe.stream(class_ids=[1] * num_images, seed=[*range(num_images)], **REQUEST, method=method)
-        clock.lap()
-        turns.append([clock.lap() for _ in running][1:])  # without the prefill
-    return [step for turn in turns[2:] for step in turn]
+        clock.read_and_reset()
+        batches.append([clock.read_and_reset() for _ in running][1:])  # without the prefill
+    return [step for batch in batches[2:] for step in batch]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Measure the seconds, the peak memory and the bundle size of an export of random weights of published sizes.
 
     python benchmarks/export.py --shape GPT-XL --precision fp16
-    python benchmarks/export.py --shape Emu3-8B --smoke            # does it still run?
+    python benchmarks/export.py --shape Emu3-8B --smoke            # tiny sizes, to test this program
 
-The checkpoint, Anole's with a drafter, is written to disk piece by piece first. With the bundle it takes twice the
-model's size in `--work` (default `work/`, which git ignores). It is removed afterwards, but a bundle in `--output`
-is kept. Memory is the highest RssAnon of the process, which excludes mapped files. An export compares graphs with one
-matrix in float32 at a time, so it may use 1.5 GB + the largest matrix in float32, or 1.3 x the largest layer as stored.
+The program first writes the checkpoint to disk tensor by tensor; the checkpoint of Anole includes a drafter. Checkpoint
+and bundle together take twice the model's size in `--work` (default `work/`, which git ignores). Both are removed
+afterwards, but a bundle in `--output` is kept.
+
+Memory is the highest RssAnon of the process, which excludes mapped files. An export holds one matrix in float32 at a
+time to compare graphs. The program exits with 1 if the memory exceeds 1.5 GB plus the larger of two sizes: the largest
+matrix in float32, and 1.3 x the largest layer as stored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measure the time from a published name to its first image: with its finished bundle, and by an export.
+"""Measure the time from the name of a published model to the first image, by an export and with a finished bundle.
 
     python benchmarks/first_image.py --name llamagen-c2i-b-256 --shape GPT-B --python base/bin/python
 
-Weights are random. The hub is a stand-in on this host, so that no network is measured, and all caches are empty. The
-finished bundle is used by `--python`, which needs no PyTorch. Prints megabytes downloaded, and seconds: in all, and of
-all cores. Never judges.
+Weights are random. A local server stands in for the Hugging Face Hub, so that no network is measured. All caches are
+empty. The interpreter `--python`, which needs no PyTorch, runs the model from the finished bundle. The program prints
+the downloaded megabytes, the elapsed seconds and the CPU seconds of all cores. There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lantern_rt import open_bundle, published
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "export"))
 
-from stand_in_hub import COMMIT, COMPLETED, REPOSITORIES, environment, serve_hub
+from stand_in_hub import COMMIT, COMPLETED_BYTES, REPOSITORIES, environment, serve_hub
 
 RUN = """
 import sys
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", choices=published.load_published_models(), default="llamagen-c2i-b-256")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B")
-    parser.add_argument("--python", default=sys.executable, help="of the environment for the finished bundle")
+    parser.add_argument("--python", default=sys.executable, help="interpreter for the finished bundle")
     arguments = parser.parse_args()
     name = arguments.name
     model = published.find_published_model(arguments.name)
@@ -49,24 +49,25 @@ def main() -> None:
         write_checkpoints(SHAPES[arguments.shape], folder / "checkpoints", drafter="drafter" in model.files)
         options = {"grid": SHAPES[arguments.shape].grid} if "grid" in model.options else {}
         row = model.model_dump() | {"files": publish_checkpoints(folder / "checkpoints"), "options": options}
-        subject = ["--class-id", "3"] if model.subject == "class_ids" else ["a red fox"]
+        condition = ["--class-id", "3"] if model.subject == "class_ids" else ["a red fox"]
 
         def measure_first_image(label: str, python: str) -> Path:
+            """Run the model with empty caches, print the figures, and return the folder of the cached bundle."""
             (folder / "models.json").write_text(json.dumps({name: row}))
             home = folder / label
             cpu = measure_child_cpu_seconds()
             start = time.perf_counter()
-            command = [python, "-c", RUN, str(folder / "models.json"), "run", name, *subject, "--yes"]
+            command = [python, "-c", RUN, str(folder / "models.json"), "run", name, *condition, "--yes"]
             home.mkdir()
             variables = environment(hub, home / "hub", LANTERN_RT_CACHE=str(home / "bundles"))
             subprocess.run(command, env=variables, cwd=home, check=True, capture_output=True)
             seconds = time.perf_counter() - start
-            size = COMPLETED.total() / 1e6
+            size = COMPLETED_BYTES.total() / 1e6
             print(
                 f"{label}: {size:.0f} MB, {seconds:.1f} s, {measure_child_cpu_seconds() - cpu:.1f} s of all cores",
                 flush=True,
             )
-            COMPLETED.clear()
+            COMPLETED_BYTES.clear()
             return home / "bundles" / f"{name}@{published.choose_default_precision()}"
 
         bundle = open_bundle(measure_first_image("export", sys.executable))
@@ -80,7 +81,11 @@ def main() -> None:
 
 
 def publish_checkpoints(folder: Path) -> dict[str, str]:
-    """Put checkpoints onto the stand-in hub, a repository each. Returns: references by option of `export`."""
+    """Upload each checkpoint to a repository of the stand-in hub.
+
+    Returns:
+        The references `hf:...` of the checkpoints, by option of `lantern-rt export`.
+    """
     references = {}
     for path in folder.iterdir():
         role = path.name.partition(".")[0].replace("vqgan", "vq")

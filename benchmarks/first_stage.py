@@ -1,12 +1,12 @@
-"""Forward passes per image of GLM-Image's codes, beside one token per pass.
+"""Count the forward passes per image that each method needs for the codes of GLM-Image.
 
     python benchmarks/first_stage.py                    # GLM-Image's grids, few random weights; two minutes
     python benchmarks/first_stage.py --bundle bundles/glm-image --images 8
-    python benchmarks/first_stage.py --smoke            # a small image: does it still run?
+    python benchmarks/first_stage.py --smoke            # a small image, to test this program
 
-How many draft tokens random weights accept says nothing of a trained model. A second column therefore counts the passes
-at the tokens per pass that the trained model of `--project` has, as `against_pytorch.py` does. `rows` is not exact, and
-the number of its passes depends on the grid alone.
+The acceptance rate with random weights differs from that of a trained model. A second column therefore computes the
+passes from the tokens per pass of the trained bundle `--project`, like `against_pytorch.py`. The method `rows` is not
+exact, and its number of passes depends only on the grid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ COLUMNS = {"method": "{method}", "passes": "{passes:.0f}", "passes at the projec
 def count_passes(
     pipeline: Pipeline, size: str | None, num_images: int, bundle_name: str
 ) -> list[dict[str, str | float]]:
-    """Return a row per method: passes per image of this bundle, and at the tokens per pass of the project."""
+    """Return a table row for each method with the passes per image, counted and projected.
+
+    Args:
+        pipeline: pipeline of GLM-Image.
+        size: image size as WIDTHxHEIGHT; None for the default size.
+        num_images: number of images to generate.
+        bundle_name: trained bundle whose tokens per pass give the projected passes.
+    """
     codes = pipeline.bundle.manifest.size(size).codes
     rows: list[dict[str, str | float]] = []
     for method in METHODS:
@@ -46,9 +53,9 @@ def count_passes(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path, help="bundle of GLM-Image; default: few random weights")
-    parser.add_argument("--size", help="WIDTHxHEIGHT; default: that of the bundle")
+    parser.add_argument("--size", help="WIDTHxHEIGHT; default: the size of the bundle")
     parser.add_argument("--images", type=int, default=2)
-    parser.add_argument("--project", default="scenes", help="trained bundle with the tokens per pass to count with")
+    parser.add_argument("--project", default="scenes", help="trained bundle whose tokens per pass are used")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

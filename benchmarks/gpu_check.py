@@ -1,23 +1,24 @@
-"""Does lantern-rt run on this GPU, and how fast? One command, no network.
+"""Test lantern-rt on this GPU and measure the speed, with one command and without network access.
 
-    python benchmarks/gpu_check.py --shape GPT-B --compute float16    # the gpu tests, then one model: start here
-    python benchmarks/gpu_check.py                       # every size, both precisions
+    python benchmarks/gpu_check.py --shape GPT-B --compute float16    # the GPU tests and one model: start here
+    python benchmarks/gpu_check.py                       # every size in float16 and float32
     python benchmarks/gpu_check.py --no-tests --work bundles --shape GPT-XL --backend onnxruntime --json out.json
     python benchmarks/gpu_check.py --bundle bundles/llamagen-b
-    python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU: does the script itself run?
+    python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU, to test this program
 
-Steps, each with a limit of seconds (`--limit`), going on if one fails:
+The program runs these steps. Each step has a time limit (`--limit`). If a step fails, the next step runs.
 
-- `pytest -m gpu`.
-- Of each model and backend: milliseconds of passes at half an image with two rows, the bound being the bandwidth of
-  device memory; on ONNX Runtime also op by op, without CUDA graphs. Images a second of methods, by images in a batch.
-  Kernels by kind, and the host's time by part, of steps.
-- PyTorch of the same size: eager, as a CUDA graph, compiled.
+- The tests `pytest -m gpu`.
+- For each model and backend: milliseconds of a forward pass with two rows and half an image in the KV cache. The bound
+  is given by the bandwidth of device memory. ONNX Runtime is also measured without CUDA graphs.
+- For each model and backend: images per second of each method by batch size. A decoding step is also divided into GPU
+  time by kernel kind, and host time by part of the step.
+- A PyTorch decoder of the same size: eager, as a CUDA graph, and compiled.
 
-Models are LlamaGen's sizes with random weights, exported once if `--work` names a folder to keep them, or `--bundle`.
-How often drafts are accepted with random weights says nothing: read milliseconds a step. Needs
-`lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed, does not fit, or is not built is left out,
-and said so.
+Models have LlamaGen's sizes and random weights, or come from `--bundle`. A folder in `--work` keeps exported models for
+later runs. The acceptance rate with random weights is meaningless, so compare the milliseconds per step. The program
+needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. It reports and skips every step that fails, for example because
+a backend is not installed or a model does not fit into memory.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
 METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=4", "eagle:tree=chain-3", "lantern++")
 PROFILED = ("ar", "sjd:window=15")
-WARM = 12  # steps until recurring passes are recorded
+WARM = 12  # steps after which recurring passes have been captured as CUDA graphs
 
 
 class OutOfTimeError(Exception):
-    """A step reached its limit."""
+    """A step exceeded its time limit."""
 
 
 class CheckReport:
-    """Results of all steps, and the steps that failed.
+    """Results of all steps, and errors of failed steps.
 
     Args:
-        max_step_seconds: seconds of a step.
-        json_file: JSON file that is written after every step, None for none.
+        max_step_seconds: time limit of a step.
+        json_file: JSON file to write after every step; None writes no file.
     """
 
     def __init__(self, max_step_seconds: int, json_file: Path | None) -> None:
@@ -79,7 +80,7 @@ class CheckReport:
 
     @contextmanager
     def run_step(self, name: str) -> Iterator[dict[str, Any]]:
-        """Run a step, which fills the results; whatever it raises is printed, and the next step runs."""
+        """Run the context as a step and yield a dictionary for its results; an exception is printed and recorded."""
         print(f"\n== {name}", flush=True)
         results: dict[str, Any] = {}
         self.results[name] = results
@@ -107,15 +108,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=GPT, action="append", help="[default: LlamaGen's]")
     parser.add_argument("--compute", choices=("float16", "float32"), action="append", help="[default: both]")
-    parser.add_argument("--bundle", type=Path, action="append", help="bundles instead of random weights")
-    parser.add_argument("--work", type=Path, help="folder that keeps bundles of random weights")
+    parser.add_argument("--bundle", type=Path, action="append", help="bundle to measure instead of random weights")
+    parser.add_argument("--work", type=Path, help="folder that keeps the exported bundles")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="[default: all that are installed]")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="method strings")
     parser.add_argument("--batch", type=int, nargs="+", default=(1, 4, 16), help="images in a batch")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--modes", nargs="*", choices=torch_decoder.MODES, default=torch_decoder.MODES)
-    parser.add_argument("--limit", type=int, default=600, help="seconds of a step")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--limit", type=int, default=600, help="time limit of a step in seconds")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     smoke = arguments.smoke
@@ -161,51 +162,68 @@ def check_model(
     bandwidth: float,
     arguments: argparse.Namespace,
 ) -> None:
-    """Run all steps of one model on one backend."""
+    """Run all steps of one model on one backend.
+
+    Args:
+        report: report that records the steps.
+        model: name of the model for the report.
+        make_bundle: function that returns the folder of the bundle.
+        backend: name in `BACKENDS`.
+        provider: provider of ONNX Runtime, `cpu` or `cuda`.
+        bandwidth: bandwidth of device memory in bytes per second.
+        arguments: parsed command line.
+    """
     smoke = arguments.smoke
     title = f"{model}, {backend}"
     repeats = 2 if smoke else REPEATS
     pipelines: dict[str, Pipeline] = {}
     with report.run_step(f"{title}, loading"):
         bundle = make_bundle()
-        place = {"provider": provider} if backend == "onnxruntime" else {"engines": build_engines(bundle, backend)}
-        pipelines["recorded"] = Pipeline.from_bundle(bundle, **place, verify=False)
-        if backend == "onnxruntime" and not smoke:
+        is_onnxruntime = backend == "onnxruntime"
+        placement = {"provider": provider} if is_onnxruntime else {"engines": build_engines(bundle, backend)}
+        pipelines["with CUDA graphs"] = Pipeline.from_bundle(bundle, **placement, verify=False)
+        if is_onnxruntime and not smoke:
             with disable_cuda_graphs(provider):
-                pipelines["op by op"] = Pipeline.from_bundle(bundle, **place, verify=False)
-    for how, pipeline in pipelines.items():
+                pipelines["without CUDA graphs"] = Pipeline.from_bundle(bundle, **placement, verify=False)
+    for label, pipeline in pipelines.items():
         bound = 1e3 * count_target_bytes(pipeline.bundle) / bandwidth
-        with report.run_step(f"{title}, passes {how}") as results:
+        with report.run_step(f"{title}, passes {label}") as results:
             print(f"target weights, read once: {bound:.3f} ms")
             for graph in ("target", "drafter") if pipeline.bundle.manifest.drafter else ("target",):
                 results[graph] = {n: 1e3 * s for n, s in measure_pass_seconds(pipeline, graph, ROWS, repeats).items()}
                 print(f"ms of {graph} by nodes: " + ", ".join(f"{n}: {ms:.3f}" for n, ms in results[graph].items()))
-    recorded = pipelines.get("recorded")
-    if recorded is None:
+    pipeline = pipelines.get("with CUDA graphs")
+    if pipeline is None:
         return
     with report.run_step(f"{title}, kernels") as results:
         for method in PROFILED:
             print(f"a step of {method}")
-            results[method] = profile_steps(recorded, method, repeats)
+            results[method] = profile_steps(pipeline, method, repeats)
     for images in arguments.batch:
         with report.run_step(f"{title}, batches of {images}") as results:
             print(f"{'method':28} images/s  ms/image  passes  tokens/pass  ms/step")
             for method in arguments.methods:
-                results[method] = row = measure_image_batches(recorded, method, images, 1 if smoke else 3)
+                results[method] = row = measure_image_batches(pipeline, method, images, 1 if smoke else 3)
                 print(f"{method:28}" + "{:9.3g} {:9.1f} {:7d} {:12.2f} {:8.3f}".format(*row.values()), flush=True)
 
 
 def profile_steps(pipeline: Pipeline, method: str, num_steps: int) -> dict[str, Any]:
-    """Return the kernels of a mean step by kind."""
+    """Return the mean times of a decoding step: GPU time by kernel kind, and host time by part of the step.
+
+    Args:
+        pipeline: pipeline to profile.
+        method: decoding method.
+        num_steps: number of steps to profile.
+    """
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
-    images = (pipeline.stream(**request, method=method) for _ in iter(int, 1))
+    images = (pipeline.stream(**request, method=method) for _ in iter(int, 1))  # endless, as int() is never 1
     running = (step for image in images for step in image)
     for _ in islice(running, WARM):
         pass
     parts = Counter[str]()
     with StepPartTimer(time.perf_counter) as clock:
         for _ in islice(running, num_steps):
-            parts += clock.lap()
+            parts += clock.read_and_reset()
     host = {part: 1e3 * seconds / num_steps for part, seconds in parts.most_common()}
     print("ms of the host, waiting included: " + ", ".join(f"{part} {ms:.3f}" for part, ms in host.items()))
     profile = gpu_profile.profile_kernels(lambda: next(running), num_steps, max_lines=14)
@@ -215,10 +233,17 @@ def profile_steps(pipeline: Pipeline, method: str, num_steps: int) -> dict[str, 
 
 
 def measure_image_batches(pipeline: Pipeline, method: str, batch_size: int, num_batches: int) -> dict[str, Any]:
-    """Generate `num_batches` batches of `batch_size` images after a warm-up; return medians and counts."""
+    """Generate batches of images after a warm-up batch; return the median speed, and counts of the last batch.
+
+    Args:
+        pipeline: pipeline to measure.
+        method: decoding method.
+        batch_size: number of images in a batch.
+        num_batches: number of measured batches.
+    """
     prompts = read_bundle_prompts(pipeline.bundle, count=1)
-    stats = [pipeline(**prompts.request(turn, batch_size), method=method).stats for turn in range(num_batches + 1)]
-    seconds = statistics.median(statistics_of_turn.seconds for statistics_of_turn in stats[1:])
+    stats = [pipeline(**prompts.request(i, batch_size), method=method).stats for i in range(num_batches + 1)]
+    seconds = statistics.median(batch_stats.seconds for batch_stats in stats[1:])
     last = stats[-1]
     return {
         "images/s": batch_size / seconds,
@@ -231,17 +256,23 @@ def measure_image_batches(pipeline: Pipeline, method: str, batch_size: int, num_
 
 @contextmanager
 def disable_cuda_graphs(provider: str) -> Iterator[None]:
-    """Load pipelines in this context without CUDA graphs."""
-    known = providers.PROVIDERS[provider]
-    providers.PROVIDERS[provider] = known._replace(graph_capture_options={}, max_captured_graphs=0)
+    """Disable CUDA graphs for pipelines that are loaded within this context."""
+    original = providers.PROVIDERS[provider]
+    providers.PROVIDERS[provider] = original._replace(graph_capture_options={}, max_captured_graphs=0)
     try:
         yield
     finally:
-        providers.PROVIDERS[provider] = known
+        providers.PROVIDERS[provider] = original
 
 
 def load_or_export_bundle(work_folder: Path, shape_name: str, compute: str) -> Path:
-    """Return the bundle of a shape, exported unless it is there."""
+    """Return the folder of a bundle with random weights; export the bundle if the folder does not exist.
+
+    Args:
+        work_folder: folder that contains the bundles.
+        shape_name: name in `SHAPES`.
+        compute: type of target and drafter, `float16` or `float32`.
+    """
     bundle = work_folder / f"{shape_name}-{compute}"
     if not bundle.exists():
         work_folder.mkdir(parents=True, exist_ok=True)
@@ -252,17 +283,19 @@ def load_or_export_bundle(work_folder: Path, shape_name: str, compute: str) -> P
 
 
 def build_engines(bundle: Path, backend: str) -> Path:
-    """Build an engine folder of the bundle and return its path."""
+    """Build the TensorRT engines of a bundle and return the engine folder."""
     engines = bundle.with_name(f"{bundle.name}-{backend}")
     began = time.perf_counter()
     command = [sys.executable, "-m", "lantern_rt", "build-engine", bundle, "--backend", backend, "--max-rows", "2"]
-    subprocess.run([*command, "--output", engines], check=True)  # Polygraphy is for one library in a process
+    subprocess.run(
+        [*command, "--output", engines], check=True
+    )  # a new process, as Polygraphy supports one TensorRT library per process
     print(f"built engines in {time.perf_counter() - began:.0f} s", flush=True)
     return engines
 
 
 def run_gpu_tests(smoke: bool) -> int:
-    """Run the tests that need a GPU, with the names of failed and skipped tests; in a smoke run only collect them."""
+    """Run the tests that need a GPU and return the exit code; a smoke run only collects the tests."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfEs"]
     command += ["--collect-only"] if smoke else []
     done = subprocess.run(command, cwd=Path(__file__).parents[1], check=False)
@@ -284,7 +317,11 @@ def describe_device() -> dict[str, Any]:
 
 
 def measure_device_bandwidth(num_bytes: int) -> float:
-    """Return the median bytes per second, read and written, of ten copies of `num_bytes` within device memory."""
+    """Return the bandwidth of device memory in bytes per second: the median of ten copies of `num_bytes` bytes.
+
+    A copy reads and writes all bytes, so that its bandwidth is twice `num_bytes` divided by the time. Without a GPU,
+    the result is an arbitrary 20 GB/s.
+    """
     if not torch.cuda.is_available():
         return 20e9
     data = torch.empty(num_bytes, dtype=torch.uint8, device="cuda").random_()  # zeros would be faster than weights

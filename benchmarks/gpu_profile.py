@@ -1,7 +1,7 @@
-"""Measure where a GPU's time goes in passes and steps of lantern-rt: kernels by kind, with PyTorch's profiler.
+"""Measure the GPU time of a function by kernel kind, with PyTorch's profiler.
 
-The profiler sees every kernel of the process, even of ONNX Runtime inside CUDA graphs, if they were captured after its
-first use.
+The profiler sees every kernel of the process, including kernels of ONNX Runtime. It sees kernels inside a CUDA graph if
+the graph was captured after the first use of the profiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-KINDS = (  # the first whose pattern is in a kernel's name
+KINDS = (  # a kernel has the first kind whose pattern matches its name
     ("attention", r"attention|fmha|flash|mha|ZeroFullyMasked"),
     ("matmuls", r"gemm|nvjet|cutlass|cublas|gemv|MatMul|splitK"),
     ("top-k", r"[tT]op[kK]|[rR]adix|[bB]itonic|[sS]ort"),
@@ -30,14 +30,23 @@ KINDS = (  # the first whose pattern is in a kernel's name
 
 
 def warm_up_profiler() -> None:
-    """Use the profiler once, so that it sees CUDA graphs that are captured from now on."""
+    """Use the profiler once, so that it later sees the kernels of CUDA graphs that are captured from now on."""
     if torch.cuda.is_available():
         with profile(activities=[ProfilerActivity.CUDA]):
             torch.zeros(1, device="cuda")
 
 
 def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0) -> dict[str, Any]:
-    """Return milliseconds of a call: wall time, all kernels, and kernels by kind; print the longest kernels."""
+    """Call a function repeatedly and return mean times per call in milliseconds.
+
+    Args:
+        run: function to measure.
+        repeats: number of calls.
+        max_lines: number of kernels to print, the slowest first.
+
+    Returns:
+        `wall`: elapsed time; `busy`: time of all kernels; `kernels`: number of kernels; `kinds`: time by kernel kind.
+    """
     start_time = time.perf_counter()
     for _ in range(repeats):
         run()
@@ -67,7 +76,7 @@ def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0)
 
 
 def read_device_events(profiler: profile) -> list[dict[str, Any]]:
-    """Return kernels and copies of the device that a profiler saw."""
+    """Return the recorded kernels, copies and memory fills of the GPU as events of a Chrome trace."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

@@ -1,4 +1,4 @@
-"""A clock for the parts of a step on the host: calls of ONNX Runtime, inputs, sampling, noise, and the decode loop."""
+"""A timer of the parts of a decoding step on the host: ONNX Runtime, inputs, sampling, noise and the decode loop."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ PARTS = (
 
 
 class StepPartTimer:
-    """Time by part of a step: functions of a part are timed without those of other parts that they call.
+    """A timer that divides the time of decoding steps into parts, for use in a `with` block.
 
-    Within a `with` block, and only on the thread that makes the clock.
+    A part is the time in one function of `PARTS`, without the time in functions of other parts that this function
+    calls. The part `loop` is the remaining time. Only calls on the thread that made the timer are measured.
 
     Args:
-        read_clock: the clock, in seconds.
+        read_clock: function that returns the time in seconds.
     """
 
     def __init__(self, read_clock: Callable[[], float]) -> None:
@@ -40,15 +41,15 @@ class StepPartTimer:
     def __enter__(self) -> Self:
         for (owner, name, part), function in zip(PARTS, self._functions, strict=True):
             setattr(owner, name, self._wrap_function(function, part))
-        self.lap()
+        self.read_and_reset()
         return self
 
     def __exit__(self, *_: object) -> None:
         for (owner, name, _), function in zip(PARTS, self._functions, strict=True):
             setattr(owner, name, function)
 
-    def lap(self) -> Counter[str]:
-        """Return the seconds by part since the last lap."""
+    def read_and_reset(self) -> Counter[str]:
+        """Return the seconds by part since the last call of this method."""
         self._add_elapsed_time()
         seconds = self._seconds
         self._seconds = Counter()

@@ -1,18 +1,21 @@
-"""Measure rounded weights: passes by nodes, whole images by method, and quality under float32.
+"""Compare quantized weights of the embedded model with float32: time of forward passes, speed of methods, and quality.
 
-fp32 holds the embedded model's integers as floats, so for int8 this shows the effect of rounding activations.
-
-    python benchmarks/precision.py                       # the embedded model: all three tables; minutes
+    python benchmarks/precision.py                       # all three tables; minutes
     python benchmarks/precision.py --only passes --rows 2 8
-    python benchmarks/precision.py --smoke               # tiny: does it still run?
+    python benchmarks/precision.py --smoke               # few repeats, to test this program
 
-*passes*: milliseconds of a target pass after half an image. *speed*: whole images, text and images included, over
-plain decoding in float32 of the same turn. *quality*: nearness of distributions as `lantern-rt verify` has it (KL in
-nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws. By method, it has
-the excess and the agreement with captions of unseen scenes, compared with float32's `ar` on the same prompts and seeds.
-The excess is the mean negative log-likelihood of drawn tokens under the fp32 target, minus its expected value. The
-recipe's judge measures agreement, in points. Bundles are made in `--work` and kept. Needs `lantern-rt[export]`. No
-figure fails the run.
+The embedded model has integer weights, which the precision fp32 stores as floats. The comparison of int8 with fp32
+therefore shows the effect of rounding activations. The program prints three tables:
+
+- passes: milliseconds of a target pass with half an image in the KV cache, by number of nodes;
+- speed: speed-up of whole images over plain decoding in float32 of the same round, including text and pixels;
+- quality, by precision: mean and largest KL divergence from float32 in nats, and agreement on the most likely token.
+  Distributions are without guidance and at temperature 1, as in `lantern-rt verify`, at the codes of float32;
+- quality, by method: differences to `ar` in float32 with the same prompts and seeds. Excess is the mean negative
+  log-likelihood of sampled tokens under the fp32 target, minus its expected value. Points are percentage points of
+  caption attributes that the recipe's judge model finds in the image. The captions are of unseen scenes.
+
+Bundles are written to `--work` and kept. The program needs `lantern-rt[export]`. There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -46,13 +49,21 @@ from recipes.scenes.restore import restore_work_folder
 
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")
-SAME_IMAGE = ("fp32", "int8")  # precisions in which exact methods draw the image of `ar`
+SAME_IMAGE = ("fp32", "int8")  # precisions in which exact methods generate the image of `ar`
 KEY_COLUMNS = {"precision": "{precision}", "method": "{method}"}
-TOGETHER = 8  # images drawn together where time does not count
+BATCH_SIZE = 8  # for measurements of quality, where time does not matter
 
 
 def write_bundles(work_folder: Path, precisions: Sequence[str]) -> dict[str, Path]:
-    """Write the embedded model in every precision, and in fp32 from its integers; existing bundles are kept."""
+    """Write a bundle of the embedded model for each precision and for fp32, unless the bundle exists.
+
+    Args:
+        work_folder: folder for the bundles.
+        precisions: precisions of weights such as int8, with an optional compute type, as in int8+float16.
+
+    Returns:
+        The folder of each bundle, by precision.
+    """
     paths = {precision: work_folder / f"scenes-{precision}" for precision in dict.fromkeys(["fp32", *precisions])}
     missing = [precision for precision, path in paths.items() if not path.is_dir()]
     with tempfile.TemporaryDirectory(dir=work_folder) as folder:
@@ -66,7 +77,13 @@ def write_bundles(work_folder: Path, precisions: Sequence[str]) -> dict[str, Pat
 
 
 def print_pass_times(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
-    """Print milliseconds of a target pass by precision and nodes."""
+    """Print a table of the milliseconds of a target pass, by precision and number of nodes.
+
+    Args:
+        pipelines: pipelines by precision.
+        rows: number of batch rows.
+        repeats: number of measurements.
+    """
     print(f"\n{rows} rows: milliseconds of a pass by nodes")
     table = []
     for precision, pipeline in pipelines.items():
@@ -76,10 +93,16 @@ def print_pass_times(pipelines: dict[str, Pipeline], rows: int, repeats: int) ->
 
 
 def print_speed(pipelines: dict[str, Pipeline], methods: Sequence[str], num_turns: int) -> None:
-    """Print the speed of every method at every precision, relative to plain decoding in float32 in the same turn."""
+    """Print a table of the speed-up of each method and precision over plain decoding in float32 of the same round.
+
+    Args:
+        pipelines: pipelines by precision.
+        methods: decoding methods, including `ar`.
+        num_turns: number of rounds, each with one image per method and precision.
+    """
     prompts = read_bundle_prompts(pipelines["fp32"].bundle)
     runs = [(precision, ComparedMethod(method, {"method": method})) for method in methods for precision in pipelines]
-    for precision, method in runs:  # shapes of passes are met once before they are timed
+    for precision, method in runs:  # warm up every shape of forward passes
         pipelines[precision](**prompts.request(0, 1), **method.options)
     by_turn = []
     for turn in range(num_turns):
@@ -96,29 +119,35 @@ def print_speed(pipelines: dict[str, Pipeline], methods: Sequence[str], num_turn
 
 
 def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_images: int) -> None:
-    """Print the divergence from float32's distributions, the likelihood under float32, and the judge's marks.
+    """Print the tables of quality: divergence from float32 by precision; excess and agreement by method.
 
-    Images are drawn a few at a time, which changes none of them.
+    Args:
+        pipelines: pipelines by precision.
+        methods: decoding methods, including `ar`.
+        num_images: number of images of each method.
     """
-    exact = pipelines["fp32"]
+    reference = pipelines["fp32"]
     judge_model = load_judge()
-    batch = min(num_images, TOGETHER)
+    batch = min(num_images, BATCH_SIZE)
     scenes, prompts = sample_prompts(num_images // batch * batch)
-    same_image_methods = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
+    settings = {method: reference.check(prompts[0], method=method).settings for method in methods}
+    same_image_methods = [method for method in methods if method != "ar" and settings[method].method.exact]
     keys = [(p, m) for p in pipelines for m in methods if p not in SAME_IMAGE or m not in same_image_methods]
     top_agreements: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     divergences: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     excess: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
-    image_marks: dict[tuple[str, str], list[float]] = {key: [] for key in keys}  # share of right marks of every image
+    image_marks: dict[tuple[str, str], list[float]] = {
+        key: [] for key in keys
+    }  # share of right attributes of each image
     for first in range(0, len(prompts), batch):
         request = {"prompts": prompts[first : first + batch], "seed": 1000 + first}
         results = {key: pipelines[key[0]](**request, method=key[1]) for key in keys}
         for key, result in results.items():
             excess[key] += [
-                values.nats - values.entropy for values in exact.likelihoods(result.codes, **request, method="ar")
+                values.nats - values.entropy for values in reference.likelihoods(result.codes, **request, method="ar")
             ]
-            pictures = np.stack([np.asarray(image) for image in result.images])
-            marks = match_attributes(judge_model, scenes[first : first + batch], pictures)
+            pixels = np.stack([np.asarray(image) for image in result.images])
+            marks = match_attributes(judge_model, scenes[first : first + batch], pixels)
             image_marks[key] += [float(np.mean([*image_mark.values()])) for image_mark in marks]
         reference_codes = results["fp32", "ar"].codes
         logits = {
@@ -143,8 +172,9 @@ def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_im
     for key in keys:
         row: dict[str, Any] = {"precision": key[0], "method": key[1]}
         for name, values in {"excess": excess, "points": image_marks}.items():
-            more = np.subtract(values[key], values["fp32", "ar"]) * (100 if name == "points" else 1)
-            row |= {name: more.mean(), f"{name}_error": 1.96 * more.std(ddof=1) / len(more) ** 0.5}
+            differences = np.subtract(values[key], values["fp32", "ar"]) * (100 if name == "points" else 1)
+            error = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5  # half of the 95 % confidence interval
+            row |= {name: differences.mean(), f"{name}_error": error}
         rows.append(row)
     reference_share = np.mean(image_marks["fp32", "ar"])
     print(
@@ -156,28 +186,34 @@ def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_im
 
 
 def compute_conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
-    """Return logits of the conditional row at every token of every image, `[images * cells, vocab_size]`."""
+    """Return the logits of the conditional batch row at every token of every image, `[images * cells, vocab_size]`.
+
+    Args:
+        pipeline: pipeline that computes the logits.
+        request: prompts and seeds of the images.
+        codes: codes of each image.
+    """
     prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
     model = prepared.model()
     layout = prepared.plan.layout
     timer = EngineTimer()
     prompts = zip(prepared.prompts(), codes, strict=True)
-    parts = (
+    logit_blocks = (
         compute_sequence_logits(model, layout, [prompt.cond], image_codes[:-1], timer)
         for prompt, image_codes in prompts
     )
-    return np.concatenate([part[0] for image in parts for part in image])
+    return np.concatenate([block[0] for image_blocks in logit_blocks for block in image_blocks])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What rounded weights gain and give away.")
+    parser = argparse.ArgumentParser(description="Measure the speed and the quality of quantized weights.")
     parser.add_argument("--only", choices=("passes", "speed", "quality"), help="one table [default: all]")
-    parser.add_argument("--rows", type=int, nargs="+", default=[2], help="of passes: two an image with guidance")
+    parser.add_argument("--rows", type=int, nargs="+", default=[2], help="batch rows; an image with guidance has two")
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
-    parser.add_argument("--turns", type=int, default=8, help="of whole images, for their speed")
-    parser.add_argument("--images", type=int, default=64, help="of each method, for their quality")
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="with fp32; perhaps +float16, +bfloat16")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="with ar among them")
+    parser.add_argument("--turns", type=int, default=8, help="rounds of the speed measurement")
+    parser.add_argument("--images", type=int, default=64, help="images of each method for quality")
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="such as fp32, int8 or int8+float16")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="decoding methods, including ar")
     parser.add_argument("--work", type=Path, default=Path("work/precision"), help="folder for bundles")
     parser.add_argument("--smoke", action="store_true", help="few repeats of everything")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Make bundles of published sizes with random weights, for benchmarks of a model's cost.
+"""Make bundles with random weights of published model sizes, for benchmarks and tests.
 
-Checkpoints are written in the published files' layouts, piece by piece, and exported as a user would export them.
+Checkpoints are written tensor by tensor in the layout of the published files, and are exported like downloaded files.
 """
 
 from __future__ import annotations
@@ -25,30 +25,41 @@ from lantern_rt.export.registry import load_model_family, read_family_checkpoint
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
-# Scales of a layer's outputs, of the noise in the drafter's token embedding, and of logits: random weights whose
-# drafter is right about as often as a trained drafter, so that every path of the decode loop is walked.
+# Scales of a layer's outputs, of noise in the drafter's token embedding, and of logits. With these scales, the draft
+# tokens of random weights are accepted about as often as a trained drafter's tokens, so that every path of the decode
+# loop runs.
 LAYER_GAIN = 0.01
 DRAFTER_NOISE = 0.3
 LOGIT_SPREAD = 4.0
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-_BLOCK = 1 << 22  # random numbers of a weight, after which they repeat
-_FIRST_CODE = 4  # Chameleon's token of code 0
-_BEGIN_OF_IMAGE = 8197  # Chameleon's token before an image
-_RESERVED = 4  # token that <reserved00000> would be
-_GLM_SPARE = 128  # ids behind GLM-Image's codes, which its head has rows for
-_RESERVED_NAMES = range(8706, 8865)  # end of turn, row ends, and sizes in Lumina-mGPT
+_BLOCK = 1 << 22  # number of random values of a weight, after which the values repeat
+_FIRST_CODE = 4  # Chameleon's token id of code 0
+_BEGIN_OF_IMAGE = 8197  # Chameleon's token id before an image
+_RESERVED = 4  # token id of <reserved00000>
+_GLM_SPARE = 128  # number of token ids after GLM-Image's codes for which the output layer has rows
+_RESERVED_NAMES = range(8706, 8865)  # numbers of reserved tokens for end of turn, row ends, and sizes in Lumina-mGPT
 _WITH_DRAFTER = ("llamagen", "anole", "lumina")
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a target and of the image tokenizer (`vq_width`: channels of its first level).
+    """Sizes of a target and of an image tokenizer.
 
-    vocab_size: size of the joint vocabulary of text and codes; None for class-conditional LlamaGen, PAR and NAR.
-    queries_per_key: query heads per key head.
-    cells_per_pass: cells that PAR draws in a pass; 0 for other families.
-    head_size: width of a head; 0: heads together are as wide as the hidden states.
+    Attributes:
+        num_layers: number of layers of the target.
+        num_heads: number of query heads.
+        hidden_size: width of hidden states.
+        intermediate_size: width of the MLP.
+        codes: codebook size.
+        grid: rows of the square grid.
+        dtype: type of the checkpoint's weights.
+        vq_width: channels of the first level of the image tokenizer.
+        vocab_size: size of the joint vocabulary of text and codes; None for class-conditional LlamaGen, PAR and NAR.
+        family: model family of lantern-rt.
+        queries_per_key: query heads per key head.
+        cells_per_pass: cells that PAR samples in one forward pass; 0 for other families.
+        head_size: width of a head; 0 stands for `hidden_size / num_heads`.
     """
 
     num_layers: int
@@ -67,17 +78,17 @@ class ModelShape:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Weights of a layer."""
+        """Number of weights of a layer."""
         return self.hidden_size * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate_size)
 
     @property
     def query_width(self) -> int:
-        """Numbers of a position's queries."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_size or self.hidden_size
 
     @property
     def key_width(self) -> int:
-        """Numbers of a position's keys."""
+        """Width of all key heads together."""
         return self.query_width // self.queries_per_key
 
 
@@ -95,14 +106,14 @@ SHAPES = {
     "GPT-B": ModelShape(12, 12, 768, 2048, 16384, 16, torch.float32),
     "GPT-XL": ModelShape(36, 20, 1280, 3584, 16384, 16, torch.float32),
     "GPT-3B": ModelShape(24, 32, 3200, 8704, 16384, 24, torch.float32),
-    # GPT-B by PAR, which is published for this grid
+    # the sizes of GPT-B with a grid of 24 x 24, for which PAR is published
     "PAR-4x-B": ModelShape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", cells_per_pass=4),
     "PAR-16x-B": ModelShape(12, 12, 768, 2048, 16384, 24, torch.float32, family="par", cells_per_pass=16),
-    # GPT-B by NAR, which has a layer more; 512 pixels
+    # the sizes of GPT-B with a 13th layer, as NAR is published for 512 pixels
     "NAR-B": ModelShape(13, 12, 768, 2048, 16384, 32, torch.float32, family="nar"),
     "Anole-7B": ModelShape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
     "Lumina-7B": ModelShape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
-    # the layers of Lumina-7B: the configuration of Lumina-mGPT 2.0 was not at hand
+    # the layers of Lumina-7B, as the configuration of Lumina-mGPT 2.0 was not available
     "Lumina2-7B": ModelShape(32, 32, 4096, 11008, 16384, 96, torch.bfloat16, 256, 171384, "lumina2"),
     "GLM-Image-9B": ModelShape(40, 32, 4096, 13696, 16384, 32, torch.bfloat16, 0, 168064, "glm_image", 16),
     "SimpleAR-0.5B": ModelShape(24, 14, 896, 4864, 64000, 64, torch.bfloat16, 128, 215672, "simplear", 7),
@@ -115,7 +126,15 @@ SHAPES = {
 def random_bundle(
     shape: ModelShape, output: Path, compute: str = "float32", precision: str | None = None, vq_precision: str = "fp32"
 ) -> Path:
-    """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
+    """Write a bundle with random weights. Families in `_WITH_DRAFTER` get a drafter.
+
+    Args:
+        shape: sizes of the model.
+        output: folder of the bundle. Its parent folder contains the checkpoints during the export.
+        compute: type in which target and drafter compute, `float32`, `float16` or `bfloat16`.
+        precision: precision of target and drafter; None stores weights in the type `compute`.
+        vq_precision: precision of the image decoder.
+    """
     checkpoints = output.with_name(f"{output.name}-checkpoints")
     write_checkpoints(shape, checkpoints, drafter=shape.family in _WITH_DRAFTER)
     export_checkpoints(shape, checkpoints, output, precision, compute, vq_precision)
@@ -132,7 +151,17 @@ def export_checkpoints(
     vq_precision: str = "fp32",
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
-    """Export the checkpoints that `write_checkpoints` wrote to `folder`."""
+    """Export the checkpoints of `write_checkpoints` and return the folder of the bundle.
+
+    Args:
+        shape: sizes of the model.
+        folder: folder of the checkpoints.
+        output: folder of the bundle.
+        precision: precision of target and drafter; None stores weights in the type `compute`.
+        compute: type in which target and drafter compute, `float32`, `float16` or `bfloat16`.
+        vq_precision: precision of the image decoder.
+        progress: progress callback with a message and the numbers of completed and of all units.
+    """
     options = {
         "target": folder / "target",
         "vq": next(folder.glob("vq*"), None),
@@ -145,7 +174,13 @@ def export_checkpoints(
 
 
 def write_checkpoints(shape: ModelShape, folder: Path, drafter: bool) -> None:
-    """Write all inputs of an export: folders in LANTERN's or the family's layout, and an image tokenizer."""
+    """Write all checkpoints of a model: target, image tokenizer and, on request, a drafter.
+
+    Args:
+        shape: sizes of the model.
+        folder: new folder for the checkpoints.
+        drafter: whether to write a drafter.
+    """
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
@@ -199,7 +234,7 @@ def _yield_target_weights(shape: ModelShape) -> Sizes:
     """Yield names and shapes of a target's weights."""
     width = shape.hidden_size
     head = shape.query_width // shape.num_heads
-    # Anole's norms of queries and keys have a row for every head, norms of Lumina-mGPT one row for all.
+    # The norms of queries and keys have separate weights per head in Anole, and shared weights in Lumina-mGPT.
     rows = {"anole": (shape.num_heads,), "lumina": (1,), "lumina2": (1,)}.get(shape.family, ())
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
     if shape.vocab_size is None:
@@ -221,7 +256,7 @@ def _yield_target_weights(shape: ModelShape) -> Sizes:
 
 
 def _yield_nar_weights(shape: ModelShape) -> Sizes:
-    """Yield names and shapes of NAR's weights in the layout of the official programs."""
+    """Yield names and shapes of NAR's weights in the layout of the official program."""
     width = shape.hidden_size
     inner = shape.intermediate_size
     yield "tok_embeddings.weight", (shape.codes, width)
@@ -234,13 +269,13 @@ def _yield_nar_weights(shape: ModelShape) -> Sizes:
         yield f"layers.{i}.feed_forward.w2.weight", (width, inner)
         yield f"layers.{i}.attention_norm.weight", (width,)
         yield f"layers.{i}.ffn_norm.weight", (width,)
-    for name in ("", "medusa_"):  # logits of the cell to the right, and of the one below
+    for name in ("", "medusa_"):  # output layers for the cell to the right and for the cell below
         yield f"{name}norm.weight", (width,)
         yield f"{name}output.weight", (shape.codes, width)
 
 
 def _write_glm_image_checkpoint(shape: ModelShape, folder: Path, text_config: dict[str, Any]) -> None:
-    """Write the folder of diffusers: target, and tokenizer with digits of sizes."""
+    """Write the target and a small tokenizer in the folder layout of diffusers."""
     folder.mkdir()
     pairs = shape.hidden_size // shape.num_heads // 4
     time = pairs // 4
@@ -261,7 +296,7 @@ def _write_glm_image_checkpoint(shape: ModelShape, folder: Path, text_config: di
 
 
 def _yield_glm_image_weights(shape: ModelShape) -> Sizes:
-    """Yield names and shapes of the weights of GLM-Image's autoregressive part, without the image encoder."""
+    """Yield names and shapes of the weights of GLM-Image's autoregressive model, without the image encoder."""
     width = shape.hidden_size
     yield "model.vqmodel.quantize.embedding.weight", (shape.codes, 64)
     yield "model.language_model.embed_tokens.weight", (shape.vocab_size or 0, width)
@@ -281,7 +316,7 @@ def _yield_glm_image_weights(shape: ModelShape) -> Sizes:
 
 
 def _yield_drafter_weights(shape: ModelShape) -> Sizes:
-    """Yield names and shapes of LANTERN's drafter of one layer."""
+    """Yield names and shapes of the weights of LANTERN's drafter, which has one layer."""
     yield "embed_tokens.weight", (shape.vocab_size or shape.codes, shape.hidden_size)
     yield "fc.weight", (shape.hidden_size, 2 * shape.hidden_size)
     yield "fc.bias", (shape.hidden_size,)
@@ -300,7 +335,7 @@ def _yield_layer_weights(shape: ModelShape, prefix: str) -> Sizes:
 
 
 def _write_chameleon_tokenizer(shape: ModelShape, folder: Path) -> None:
-    """Write Chameleon's names of image tokens, with letters for a code's digits (A is 0), and a small tokenizer."""
+    """Write a small tokenizer and Chameleon's names of image tokens, which spell the digits of a code as letters."""
     start = "<|im_end|>" if shape.family == "lumina2" else "<s>"
     named = {start: 0, "<racm3:break>": _BEGIN_OF_IMAGE}
     named |= {f"<reserved{number:05d}>": _RESERVED + number for number in _RESERVED_NAMES}
@@ -308,18 +343,16 @@ def _write_chameleon_tokenizer(shape: ModelShape, folder: Path) -> None:
     codes = {f"IMGIMG{str(code).translate(letters)}Z": _FIRST_CODE + code for code in range(shape.codes)}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocabulary_map": named | codes}))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": start})
-    )  # token that starts prompts of lumina2
-    behind = max(named.values()) + 1
-    words = {word: behind + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": start}))  # begins prompts of lumina2
+    first_word = max(named.values()) + 1
+    words = {word: first_word + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
     tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _write_emu3_tokenizer(shape: ModelShape, folder: Path) -> None:
-    """Write Emu3's published tokenizer with only bytes as text tokens, and its names of visual tokens."""
+    """Write a tokenizer in Emu3's format, whose text tokens are single bytes, and the names of visual tokens."""
     lines = (f"{b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
     (folder / "emu3.tiktoken").write_text("".join(lines))
     names = ["<|image token|>", "<|image start|>", "<|image end|>"]
@@ -328,7 +361,7 @@ def _write_emu3_tokenizer(shape: ModelShape, folder: Path) -> None:
 
 
 def _write_word_tokenizer(shape: ModelShape, folder: Path) -> None:
-    """Write a tokenizer with a word for each id before the ids of codes."""
+    """Write a tokenizer with one word for each token id before the ids of codes."""
     count = (shape.vocab_size or 0) - shape.codes
     names = ["<unk>", "a", "red", "cube", "on", "sand", START, BEGIN]
     names += (f"word{i}" for i in range(count - len(names)))
@@ -339,7 +372,14 @@ def _write_word_tokenizer(shape: ModelShape, folder: Path) -> None:
 
 
 def _write_checkpoint_folder(folder: Path, weight_shapes: Sizes, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Write a configuration and a safetensors file, tensor by tensor."""
+    """Write config.json, and a safetensors file with random weights, tensor by tensor to save memory.
+
+    Args:
+        folder: new folder for the files.
+        weight_shapes: names and shapes of the weights.
+        dtype: type of the weights.
+        config: content of config.json.
+    """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, object] = {}
@@ -361,14 +401,22 @@ def _write_checkpoint_folder(folder: Path, weight_shapes: Sizes, dtype: torch.dt
 
 
 def _make_random_weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return a weight, or the numbers that repeat in it. Tables of target and drafter are the same."""
+    """Return a weight, or the values that repeat in a large weight.
+
+    Embedding tables are the same for target and drafter, as their seed is always 0.
+
+    Args:
+        name: name of the weight.
+        size: shape of the weight.
+        seed: seed of the random values.
+    """
     if "norm" in name or len(size) == 1:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
     generator = torch.Generator().manual_seed(0 if "embed" in name else seed)
     width = size[1]
-    if name == "fc.weight":  # hands the token's embedding on
+    if name == "fc.weight":  # passes the token embedding on, with noise
         return torch.eye(*size).add_(torch.randn(size, generator=generator), alpha=DRAFTER_NOISE / width**0.5)
     numbers = torch.randn(min(_BLOCK, size[0] * width), generator=generator)
-    adds = name.endswith((".o_proj.weight", ".down_proj.weight", ".wo.weight", ".w2.weight"))
-    spread = LOGIT_SPREAD if name.endswith(("lm_head.weight", "output.weight")) else LAYER_GAIN if adds else 0.5
+    is_residual = name.endswith((".o_proj.weight", ".down_proj.weight", ".wo.weight", ".w2.weight"))
+    spread = LOGIT_SPREAD if name.endswith(("lm_head.weight", "output.weight")) else LAYER_GAIN if is_residual else 0.5
     return numbers if "embed" in name else numbers * (spread / width**0.5)

@@ -1,4 +1,4 @@
-"""Image tokenizers of published sizes with random weights, in the published files' layouts."""
+"""Writers of image tokenizers with random weights, in the sizes and file layouts of published tokenizers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lantern_rt.export.models.vq_checkpoints import CODEBOOK
 if TYPE_CHECKING:
     from random_bundle import ModelShape
 
-_VQ_WIDTH = 256  # channels of the image tokenizers' narrowest part
-_LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
-_COSMOS_LEVELS = (2, 4, 4)
-_COSMOS_LATENTS = 16
-_COSMOS_DIGITS = 6
-_COSMOS_BANDS = 192
-_EMU3_LEVELS = (1, 2, 2, 4)
+_VQ_WIDTH = 256  # channels at the lowest resolution
+_LEVELS = (1, 1, 2, 2, 4)  # channels of each resolution level, as multiples of the first level
+_COSMOS_LEVELS = (2, 4, 4)  # channels of each resolution level, as multiples of `vq_width`
+_COSMOS_LATENTS = 16  # channels at the lowest resolution
+_COSMOS_DIGITS = 6  # digits of a code in finite scalar quantization
+_COSMOS_BANDS = 192  # channels after the wavelet transform of the image
+_EMU3_LEVELS = (1, 2, 2, 4)  # channels of each resolution level, as multiples of the first level
 _EMU3_WIDTH = 4  # channels of Emu3's codes and latents
-_FRAMES_LOG2 = 2  # logarithm of the frames of a grid
+_FRAMES_LOG2 = 2  # base-2 logarithm of the number of video frames per code grid
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -34,12 +34,12 @@ def write_llamagen_vq(shape: ModelShape, folder: Path) -> None:
     """Write LlamaGen's image tokenizer."""
     state = _make_tokenizer_weights(shape, 8, with_attention=True)
     state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
-    state["decoder.conv_out.weight"] /= 8  # about an image's contrast; int8 is judged in levels
+    state["decoder.conv_out.weight"] /= 8  # gives pixels about the contrast of an image
     torch.save({"model": state}, folder / "vq.pt")
 
 
 def write_vqgan(shape: ModelShape, folder: Path) -> None:
-    """Write Chameleon's image tokenizer in taming-transformers' layout."""
+    """Write Chameleon's image tokenizer in the layout of taming-transformers."""
     last_level = len(_LEVELS) - 1
     state = _rename_to_taming(_make_tokenizer_weights(shape, _VQ_WIDTH, with_attention=False), last_level)
     folder.mkdir()
@@ -76,7 +76,10 @@ def write_movqgan(shape: ModelShape, folder: Path) -> None:
 
 
 def write_emu3_vq(shape: ModelShape, folder: Path) -> None:
-    """Write Emu3's image tokenizer; of kernels in time, only the last slice where only that slice acts."""
+    """Write Emu3's image tokenizer.
+
+    Kernels over time in the decoder have only the last slice, as an image uses no other slice.
+    """
     video = Emu3VQ(_FRAMES_LOG2, _make_movqgan_config(shape))
     state = _rename_to_taming(dict(video.state_dict()), len(_EMU3_LEVELS) - 1)
     for i in range(_FRAMES_LOG2):
@@ -87,7 +90,7 @@ def write_emu3_vq(shape: ModelShape, folder: Path) -> None:
 
 
 def write_cosmos_tokenizer(shape: ModelShape, folder: Path) -> None:
-    """Write the Cosmos tokenizer with its names and its kernels in time."""
+    """Write the Cosmos image tokenizer, including the convolution kernels over time."""
     generator = torch.Generator().manual_seed(0)
     folder.mkdir()
     for module_name in ("encoder", "decoder"):
@@ -101,7 +104,12 @@ def write_cosmos_tokenizer(shape: ModelShape, folder: Path) -> None:
 
 
 def _yield_cosmos_weights(module_name: str, width: int) -> Sizes:
-    """Yield names and shapes of the weights of one half."""
+    """Yield names and shapes of the weights of the encoder or the decoder.
+
+    Args:
+        module_name: `encoder` or `decoder`.
+        width: channels that `_COSMOS_LEVELS` multiplies.
+    """
 
     def yield_conv_pair(name: str, in_channels: int, out_channels: int) -> Sizes:
         yield f"{name}.0.conv3d", (out_channels, in_channels, 1, 3, 3)
@@ -151,7 +159,7 @@ def _yield_cosmos_weights(module_name: str, width: int) -> Sizes:
 
 
 def _rename_to_taming(weights: dict[str, torch.Tensor], last_level: int) -> dict[str, torch.Tensor]:
-    """Name weights like taming-transformers; top: the last level."""
+    """Return the weights under the names of taming-transformers; `last_level` is the index of the lowest resolution."""
     state = {}
     for name, weight in weights.items():
         for i, part in enumerate(("block_1", "attn_1", "block_2")):

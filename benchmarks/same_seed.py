@@ -1,4 +1,6 @@
-"""Images of docs/seeds.md and docs/methods.md, halved: prompts and seeds under several methods, a row each.
+"""Generate the comparison images of docs/seeds.md and docs/methods.md, with one row of images per method.
+
+Each column has one prompt. Images are reduced to half of their width and height.
 
 python benchmarks/same_seed.py docs/seeds/same_seed.png
 python benchmarks/same_seed.py docs/methods/rows.png ar rows:window=8 rows:window=6 rows:window=4
@@ -26,7 +28,7 @@ MARGIN = 22
 
 
 def main(path: str, methods: Sequence[str]) -> None:
-    """Draw all, and write one PNG."""
+    """Generate the images of all methods and write them to one PNG file."""
     pipeline = Pipeline.from_bundle("scenes")
     rows = [(method, [pipeline(prompt, seed=SEED, method=method) for prompt in PROMPTS]) for method in methods]
     width, height = (size // 2 for size in rows[0][1][0].images[0].size)
@@ -44,7 +46,7 @@ def main(path: str, methods: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", help="a PNG file")
+    parser.add_argument("output", help="PNG file to write")
     parser.add_argument("methods", nargs="*", default=METHODS)
     arguments = parser.parse_args()
     main(arguments.output, arguments.methods)

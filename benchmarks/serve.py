@@ -1,16 +1,18 @@
-"""`lantern-rt serve` under load, against the pipeline alone, in one run.
+"""Measure `lantern-rt serve` under load, and compare the server with the pipeline without a server.
 
     python benchmarks/serve.py                    # the embedded model; about ten minutes
     python benchmarks/serve.py --seconds 10 --json serve.json
 
-Offline: `Pipeline` one image at a time (`ar`), and quality `strict` in batches of 1 to 16, images and PNG files
-included. Closed loop: 1 to 16 clients over HTTP, each asking again as soon as it has its
-image. Open loop: requests come at random, at 0.5 to 3 times the images a second of the best offline batch; `refused`
-is the share that was rejected for now (429); latencies are of the other requests. The bound beside p99 is what a
-request may wait at worst: the images that share passes and the queue, at the images a second that were reached.
-Deadlines, each the time that 25 images take at saturation: the same at twice the load, with a long queue; `late` is
-the share of accepted requests that were not done in time.
-Neighbours: four callers with different addresses, beside a fifth that is like them, or greedy.
+The program measures:
+
+- offline: `Pipeline` with one image at a time (`ar`), and quality `strict` in batches of 1 to 16, including PNG files;
+- closed loop: 1 to 16 HTTP clients, each of which sends the next request when the response arrives;
+- open loop: requests at random times, at 0.5 to 3 times the images per second of the best offline batch. `refused` is
+  the share of requests that were rejected with status 429. Latencies are of all other requests. `p99_bound` is the time
+  to generate a full batch and a full queue at the measured images per second;
+- deadlines: an open loop at twice the rate of saturation with a long queue. Each deadline is the time in which a
+  saturated server generates 25 images. `late` is the share of accepted requests that missed their deadline;
+- neighbours: four clients with different addresses, while a fifth client sends equal or more expensive requests.
 """
 
 from __future__ import annotations
@@ -36,21 +38,34 @@ from lantern_rt.output.images import encode_png
 BATCHES = (1, 2, 4, 8, 16)
 CLIENTS = (1, 2, 4, 8, 16)
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
-TOGETHER = 8
-WAITING = 8
-DEADLINE = 25
-GREEDY = {"like them": {}, "wide": {"method": "sjd:window=63"}, "relaxed": {"method": "lantern++"}, "many": {"n": 10}}
+MAX_BATCH = 8
+MAX_WAITING = 8
+DEADLINE_IMAGES = 25  # a deadline is the time of so many images at saturation
+# Options of the fifth client's requests. The client `like them` sends the same requests as its neighbours.
+FIFTH_CLIENTS = {
+    "like them": {},
+    "wide": {"method": "sjd:window=63"},
+    "relaxed": {"method": "lantern++"},
+    "many": {"n": 10},
+}
 
 
 @dataclass
 class RequestResults:
-    """Seconds of requests that were answered with an image, and the numbers of rejected and late requests."""
+    """Results of HTTP requests.
+
+    Attributes:
+        latencies: seconds of each request that returned an image.
+        num_refused: number of requests with status 429.
+        num_late: number of requests with status 504.
+    """
 
     latencies: list[float] = field(default_factory=list)
     num_refused: int = 0
     num_late: int = 0
 
-    def row(self, elapsed_seconds: float) -> dict[str, float]:
+    def summarize(self, elapsed_seconds: float) -> dict[str, float]:
+        """Return images per second, percentiles of the latency in seconds, and shares of refused and late requests."""
         sorted_seconds = sorted(self.latencies) or [float("nan")]
         percentiles = [
             sorted_seconds[min(len(sorted_seconds) - 1, int(share * len(sorted_seconds)))]
@@ -67,7 +82,15 @@ class RequestResults:
 def measure_offline_rate(
     pipe: Pipeline, prompts: list[str], batch_size: int, seconds: float, method: str | None
 ) -> float:
-    """Return images a second of batches, drawn one after the other for `seconds`."""
+    """Return the images per second of a pipeline that generates batches one after the other.
+
+    Args:
+        pipe: pipeline to measure.
+        prompts: prompts of the images, used in turn.
+        batch_size: number of images in a batch.
+        seconds: duration of the measurement.
+        method: decoding method; None for the quality `strict`.
+    """
     rates: list[float] = []
     first_start = time.perf_counter()
     while time.perf_counter() - first_start < seconds:
@@ -81,7 +104,7 @@ def measure_offline_rate(
 
 @contextmanager
 def run_server(*arguments: str) -> Iterator[tuple[str, int]]:
-    """Run a server in this context; yield its host and port."""
+    """Run a server with these command-line arguments in this context; yield the host and the port."""
     command = [sys.executable, "-m", "lantern_rt", "serve", *arguments, "--port", "0"]
     with tempfile.NamedTemporaryFile("r") as log, subprocess.Popen(command, stderr=open(log.name, "w")) as process:
         try:
@@ -99,7 +122,16 @@ def run_server(*arguments: str) -> Iterator[tuple[str, int]]:
 async def request_image(
     address: tuple[str, int], prompt: str, seed: int, results: RequestResults, caller_id: int = 1, **options: object
 ) -> None:
-    """Send one request on a separate connection, from a loopback address for each caller."""
+    """Send one request on a new connection and add the outcome to the results.
+
+    Args:
+        address: host and port of the server.
+        prompt: prompt of the image.
+        seed: seed of the image.
+        results: results to extend.
+        caller_id: last number of the client's loopback address; the server treats addresses as different callers.
+        options: additional fields of the request.
+    """
     start_time = time.perf_counter()
     reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller_id}", 0))
     body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
@@ -120,6 +152,14 @@ async def request_image(
 async def run_closed_loop(
     address: tuple[str, int], prompts: list[str], num_clients: int, seconds: float
 ) -> dict[str, float]:
+    """Measure clients that each send the next request when the response arrives.
+
+    Args:
+        address: host and port of the server.
+        prompts: prompts to choose from.
+        num_clients: number of clients.
+        seconds: duration of the measurement.
+    """
     results = RequestResults()
     start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
@@ -129,15 +169,25 @@ async def run_closed_loop(
             await request_image(address, random.choice(prompts), next(seeds), results)
 
     await asyncio.gather(*(run_client() for _ in range(num_clients)))
-    return results.row(time.perf_counter() - start_time)
+    return results.summarize(time.perf_counter() - start_time)
 
 
 async def measure_neighbours(
     address: tuple[str, int], seconds: float, fifth_client_options: dict[str, object]
 ) -> dict[str, float]:
-    """Measure four callers with one request at a time, beside a fifth, which sends four if it is greedy."""
+    """Measure four clients with one request at a time, while a fifth client sends requests, too.
+
+    Args:
+        address: host and port of the server.
+        seconds: duration of the measurement.
+        fifth_client_options: additional fields of the fifth client's requests. If there are any, the fifth client sends
+            four requests at a time.
+
+    Returns:
+        The summary of the four clients.
+    """
     results = RequestResults()
-    greedy_results = RequestResults()
+    fifth_client_results = RequestResults()
     start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
 
@@ -145,20 +195,29 @@ async def measure_neighbours(
         while time.perf_counter() - start_time < seconds:
             await request_image(address, "a red cube on sand", next(seeds), caller_results, caller_id, **options)
 
-    greedy = [
-        asyncio.create_task(run_client(6, greedy_results, **fifth_client_options))
+    fifth_client_tasks = [
+        asyncio.create_task(run_client(6, fifth_client_results, **fifth_client_options))
         for _ in range(4 if fifth_client_options else 1)
     ]
     await asyncio.gather(*(run_client(caller, results) for caller in range(2, 6)))
-    row = results.row(time.perf_counter() - start_time)
-    for greedy_task in greedy:
-        greedy_task.cancel()
+    row = results.summarize(time.perf_counter() - start_time)
+    for task in fifth_client_tasks:
+        task.cancel()
     return row
 
 
 async def run_open_loop(
     address: tuple[str, int], prompts: list[str], requests_per_second: float, seconds: float, **options: object
 ) -> dict[str, float]:
+    """Measure requests that arrive at random times, independently of earlier responses.
+
+    Args:
+        address: host and port of the server.
+        prompts: prompts to choose from.
+        requests_per_second: mean rate of the requests.
+        seconds: duration of the measurement.
+        options: additional fields of the requests.
+    """
     results = RequestResults()
     start_time = time.perf_counter()
     rng = random.Random(0)
@@ -169,13 +228,13 @@ async def run_open_loop(
         )
         await asyncio.sleep(rng.expovariate(requests_per_second))
     await asyncio.gather(*requests)
-    return results.row(time.perf_counter() - start_time)
+    return results.summarize(time.perf_counter() - start_time)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", default="scenes")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of each measurement")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -193,7 +252,7 @@ def main() -> None:
         rate = measure_offline_rate(pipe, prompts, size, seconds, method)
         report_row(f"offline, {method or 'strict'}, batches of {size}", {"images_per_second": rate})
         best = max(best, rate)
-    limits = ["--batch", str(TOGETHER), "--waiting", str(WAITING)]
+    limits = ["--batch", str(MAX_BATCH), "--waiting", str(MAX_WAITING)]
     threads = [] if arguments.threads is None else ["--threads", str(arguments.threads)]
     with run_server(arguments.bundle, *limits, *threads) as address:
         for clients in CLIENTS:
@@ -201,16 +260,16 @@ def main() -> None:
             report_row(f"clients: {clients}", asyncio.run(run_closed_loop(address, prompts, clients, seconds)))
         for load in LOADS:
             row = asyncio.run(run_open_loop(address, prompts, load * best, 2 * seconds))
-            bound = (TOGETHER + WAITING) / row["images_per_second"]
+            bound = (MAX_BATCH + MAX_WAITING) / row["images_per_second"]
             report_row(f"offered: {load:g} x {best:.2f} images/s", row | {"p99_bound": bound})
-    with run_server(arguments.bundle, "--batch", str(TOGETHER), *threads) as address:
+    with run_server(arguments.bundle, "--batch", str(MAX_BATCH), *threads) as address:
         for _ in range(2):
-            saturation = asyncio.run(run_closed_loop(address, prompts, 2 * TOGETHER, seconds))
+            saturation = asyncio.run(run_closed_loop(address, prompts, 2 * MAX_BATCH, seconds))
         report_row("saturation", saturation)
         rate = saturation["images_per_second"]
-        row = asyncio.run(run_open_loop(address, prompts, 2 * rate, 2 * seconds, deadline=DEADLINE / rate))
+        row = asyncio.run(run_open_loop(address, prompts, 2 * rate, 2 * seconds, deadline=DEADLINE_IMAGES / rate))
         report_row("deadlines, 2 x saturation", row)
-        for name, fifth_client_options in GREEDY.items():
+        for name, fifth_client_options in FIFTH_CLIENTS.items():
             report_row(
                 f"neighbours of one that is {name}",
                 asyncio.run(measure_neighbours(address, 2 * seconds, fifth_client_options)),

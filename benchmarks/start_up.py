@@ -1,10 +1,15 @@
-"""Measure how long a fresh process takes to load a pipeline with all graphs, for several installs in turns.
+"""Measure the start-up time of a pipeline in a new process, for one or several installations.
 
-    python benchmarks/start_up.py                                                    # this install, scenes
+    python benchmarks/start_up.py                                                    # this installation, bundle scenes
     python benchmarks/start_up.py --python .venv/bin/python --python ../before/.venv/bin/python --rounds 15
 
-Printed for each, as medians and quartiles in milliseconds: loading (hashes included, imports apart), the whole process
-with one image, the target per pass. Never judges.
+The processes of the installations run in turn. The program prints medians and quartiles in milliseconds:
+
+- load: load the pipeline with all graphs, including hashes and excluding imports;
+- process: run the whole process, which generates one image;
+- pass: one forward pass of the target.
+
+There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ start = time.perf_counter()
 pipe = Pipeline.from_bundle(bundle, threads=threads)
 pipe.engines.load_all()
 loaded = time.perf_counter() - start
-what = {"class_ids": 0} if pipe.bundle.manifest.condition.kind == "class" else {"prompts": "a red sphere on sand"}
-stats = pipe(method="ar", **what).stats
+condition = {"class_ids": 0} if pipe.bundle.manifest.condition.kind == "class" else {"prompts": "a red sphere on sand"}
+stats = pipe(method="ar", **condition).stats
 print(json.dumps({"load": 1e3 * loaded, "pass": 1e3 * stats.target_seconds / stats.target_passes}))
 """
 
@@ -35,7 +40,9 @@ print(json.dumps({"load": 1e3 * loaded, "pass": 1e3 * stats.target_seconds / sta
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", default="scenes")
-    parser.add_argument("--python", action="append", help="of an install to start [default: this one]")
+    parser.add_argument(
+        "--python", action="append", help="interpreter of an installation; can be repeated [default: this one]"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

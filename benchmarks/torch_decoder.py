@@ -1,8 +1,11 @@
-"""A decoder of LlamaGen's sizes in plain PyTorch on a GPU: eager, as a CUDA graph, and compiled in a CUDA graph.
+"""A decoder of LlamaGen's sizes in PyTorch, as a baseline for lantern-rt on GPUs.
 
-Written as people write one for speed: joint matmuls of queries, keys and values and of gate and up, a static cache in
-half precision, `scaled_dot_product_attention` with a mask over the whole cache, guidance and sampling on the device.
-`compiled` compiles the layer, which all layers share, and the head, and captures a whole step. Weights are random.
+The modes are `eager`; `graph`, which captures a decoding step as a CUDA graph; and `compiled`, which also compiles the
+layers and the output head. Weights are random. The decoder has these common optimizations:
+
+- joint matrix products for queries, keys and values, and for gate and up projections;
+- a static KV cache in half precision, and `scaled_dot_product_attention` with a mask over the whole cache;
+- guidance and sampling on the device.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from torch import Tensor, nn
 
 MODES = ("eager", "graph", "compiled")
 ROWS = 2  # one image with guidance
-SCALE = 4.0
-NODES = (2, 16, 64)  # each number is compiled separately
+GUIDANCE_SCALE = 4.0
+NODES = (2, 16, 64)  # numbers of nodes in a forward pass, each of which is compiled separately
 
 
 class DecoderLayer(nn.Module):
@@ -54,7 +57,7 @@ def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TorchDecoder(nn.Module):
-    """Tokens `[rows, nodes]` and their positions to logits `[rows, nodes, codes]`."""
+    """A decoder from tokens `[rows, nodes]` and positions `[nodes]` to logits `[rows, nodes, codes]`."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -83,20 +86,21 @@ class TorchDecoder(nn.Module):
 
 
 def sample_codes(logits: Tensor) -> Tensor:
-    """Sample codes with guidance after the last node, with exponential noise, which a CUDA graph may contain."""
+    """Sample a code with guidance from the logits of the last node, `[2, nodes, codes]`; return shape `[1]`."""
     conditional, unconditional = logits[:, -1]
-    guided = unconditional + SCALE * (conditional - unconditional)
+    guided = unconditional + GUIDANCE_SCALE * (conditional - unconditional)
+    # Exponential noise samples like `torch.multinomial` and can be captured in a CUDA graph.
     return (guided.softmax(-1) / torch.empty_like(guided).exponential_()).argmax(-1, keepdim=True)
 
 
 def capture_cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture the function as a CUDA graph and return its replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    """Return a function that replays a CUDA graph of `run`."""
+    warm_up_stream = torch.cuda.Stream()
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up_stream):
         for _ in range(3):
             run()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(warm_up_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -105,7 +109,17 @@ def capture_cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
 
 @torch.inference_mode()
 def measure_decoder(shape: ModelShape, mode: str, device: str, num_images: int = 3) -> dict[str, float]:
-    """Return milliseconds of passes by nodes at half an image, and images a second of plain decoding without pixels."""
+    """Measure forward passes at half an image, and plain decoding of codes without pixels.
+
+    Args:
+        shape: sizes of the decoder.
+        mode: name in `MODES`.
+        device: PyTorch device, `cpu` or `cuda`.
+        num_images: number of images to measure after a warm-up image.
+
+    Returns:
+        Milliseconds of a pass for each number of nodes in `NODES`, and images per second, by label.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = TorchDecoder(shape).eval()

@@ -1,6 +1,6 @@
-"""Runs of a graph file and of its reference on the same inputs: the torch module, or ONNX's reference evaluator.
+"""Runs of a graph file and of its reference on the same inputs; `verify` compares the outputs.
 
-`verify` judges the results.
+The reference is the PyTorch module, or ONNX's reference evaluator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ _MAX_INPUT = 1 << 28  # maximum size of a random input, as a damaged graph may d
 
 
 class CaseResult(NamedTuple):
-    """The outputs by name of a graph, and of its reference (`expected_outputs`), on one test case."""
+    """Outputs of a graph and of its reference on one test case.
+
+    Args:
+        case_name: name of the test case.
+        outputs: arrays by name of the graph's outputs.
+        expected_outputs: arrays of the reference, with the same names.
+    """
 
     case_name: str
     outputs: Arrays
@@ -59,16 +65,16 @@ def compare_graph_with_module(
     low_memory: bool = False,
     progress: Progress = ignore_progress,
 ) -> Iterator[CaseResult]:
-    """Run a graph file and its module on test cases, in ONNX Runtime and PyTorch on the CPU.
+    """Run a graph file in ONNX Runtime and its module in PyTorch, on the CPU, on the graph's test cases.
 
-    A decoder's file runs twice: as it is, and in the device layout that accelerators get. Neither file nor module ever
-    holds all weights in float32: the module converts weights where they are used, and the file's may stay mapped.
+    A decoder's file runs twice: as it is, and in the device layout that accelerators use. To save memory, the module
+    converts each weight to float32 only when the weight is used, and the file's weights may stay memory-mapped.
 
     Args:
         graph: the graph with its module and test cases.
         path: the graph file.
         test_cases: names of the test cases to run, None for all.
-        graph_file: description that the file was written from, to round the module's weights like the file's; None
+        graph_file: plan that the file was written from, so that the module's weights are rounded in the same way. None
             leaves the weights unchanged.
         low_memory: whether to run the file as `GraphFileSession` does with `low_memory`.
         progress: progress callback, called for each run.
@@ -126,9 +132,9 @@ def run_torch_module(
 def convert_weights(
     module: nn.Module, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Iterator[None]:
-    """Make a module compute in `dtype`, rounding and converting weights where they are used.
+    """Return a context manager in which a module computes in `dtype`, with weights rounded as in the graph's file.
 
-    Of an embedding table, only the rows that are looked up are converted.
+    Each weight is converted when it is used. Of an embedding table, only the rows that are looked up are converted.
 
     Args:
         module: the module, whose weights may have any type.
@@ -169,7 +175,11 @@ def _convert_weight(weight_name: str, weight: Tensor, graph_file: GraphFile | No
 
 
 def _find_weight_name(module_weight_name: str, graph_file: GraphFile | None) -> str | None:
-    """Return the graph's name of a module's weight, which may lack the first part, or None if the graph lacks it."""
+    """Return the name in the graph of a module's weight; None if the graph does not have the weight.
+
+    The graph's name may lack the first part of the module's name, because a module may contain the module that was
+    written.
+    """
     storage_types = graph_file.storage_types if graph_file else {}
     return next(
         (known for known in (module_weight_name, module_weight_name.partition(".")[2]) if known in storage_types), None
@@ -177,15 +187,15 @@ def _find_weight_name(module_weight_name: str, graph_file: GraphFile | None) -> 
 
 
 class GraphFileSession:
-    """ONNX Runtime on one graph file, for inputs with and without an empty past.
+    """Sessions of ONNX Runtime for one graph file, for inputs with and without an empty past.
 
-    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: inputs with an empty tensor run in a
-    second session without that fusion.
+    ONNX Runtime 1.31 divides by zero in a fused matrix product over an empty tensor. So inputs with an empty tensor run
+    in a second session without this fusion.
 
     Args:
         path: the graph file.
-        low_memory: whether to fuse, fold and copy nothing. Weights are then read from the mapped file and decoded one
-            at a time, if nodes run in the order in which they are written (66 MB at the peak instead of 800).
+        low_memory: whether to disable fusions, constant folding and copies of weights. Weights are then read from the
+            memory-mapped file and decoded one at a time (at most 66 MB instead of 800 MB).
         model: serialized model to run instead of the file, with weights from the file's folder.
     """
 
@@ -208,21 +218,21 @@ class GraphFileSession:
         return dict(zip((output.name for output in session.get_outputs()), map(to_float32, outputs), strict=True))
 
     def _set_session_options(self, options: Any) -> None:
-        # ONNX Runtime ignores this where it is given a file.
+        # A serialized model needs the folder of its weights; for a file, ONNX Runtime ignores this option.
         folder = str(self.path.parent)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        # Both keep memory after the session is gone.
+        # Both features would keep memory after the session is deleted.
         options.enable_cpu_mem_arena = False
         options.enable_mem_pattern = False
         if self.low_memory:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-            for step in ("prepacking", "quant_qdq"):  # would decode all weights first
+            for step in ("prepacking", "quant_qdq"):  # these steps would decode all weights when the session opens
                 options.add_session_config_entry(f"session.disable_{step}", "1")
 
 
 class DeviceGraphSession:
-    """ONNX Runtime on a decoder's file in the device layout, with past entries in random cache columns.
+    """Session of ONNX Runtime for a decoder's file in the device layout, with past entries in random cache columns.
 
     Args:
         graph: the decoder's graph.
@@ -235,7 +245,7 @@ class DeviceGraphSession:
         spec = DrafterSpec(**get_decoder_spec_fields(graph.module.config))
         make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute_type)
         device = make()
-        if device.dtype == "bfloat16":  # CPUs do not compute in it
+        if device.dtype == "bfloat16":  # ONNX Runtime does not compute in bfloat16 on CPUs
             device = make(basic_ops_only=True)
         self._session = GraphFileSession(path, low_memory, device.model_bytes)
         self._heads = (spec.num_kv_heads, spec.head_dim)
@@ -246,6 +256,7 @@ class DeviceGraphSession:
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
         cache = CacheColumnMap(np.full(rows, past), past + nodes)
+        # Columns in random sequence show errors that sorted columns would hide.
         num_columns = np.random.default_rng(0).permutation(cache.num_columns - 1)[:past]
         cache.column_of[:] = [*num_columns, *np.setdiff1d(np.arange(cache.num_columns), num_columns)]
         cache.is_sorted = False
@@ -270,9 +281,10 @@ class DeviceGraphSession:
 
 
 def make_device_inputs(batch: PassInput, cache_columns: CacheColumnMap, num_padded_nodes: int) -> Arrays:
-    """Return a device layout's inputs for a forward pass, without keys and values.
+    """Return the inputs of a graph in the device layout for a forward pass, without past keys and values.
 
     Args:
+        batch: tokens or embeddings, positions and attention mask of the forward pass.
         cache_columns: columns of the KV cache.
         num_padded_nodes: number of nodes per batch row in the inputs.
     """
@@ -327,7 +339,7 @@ def _make_random_inputs(graph_inputs: Iterable[onnx.ValueInfoProto], manifest: M
             raise ValueError(f"input {format_value(value.name)} is too large: {format_value(shape)}")
         if tensor.elem_type == onnx.TensorProto.INT64:
             arrays[value.name] = generator.integers(limits.get(value.name, 2), size=shape)
-        elif value.name == "attention_mask":  # causal among the new nodes
+        elif value.name == "attention_mask":  # each new node attends to the past and to the nodes before it
             visible = np.tri(shape[2], shape[3], shape[3] - shape[2], dtype=bool)
             arrays[value.name] = np.broadcast_to(np.where(visible, 0, HIDDEN), shape).astype("f4")
         else:
@@ -336,7 +348,7 @@ def _make_random_inputs(graph_inputs: Iterable[onnx.ValueInfoProto], manifest: M
 
 
 def _cast_inputs_to_float16(inputs: Arrays, float16_names: Collection[str]) -> Arrays:
-    """Convert the inputs in `float16_names` to float16."""
+    """Convert the inputs in `float16_names` to float16; lower mask values become `_MIN_HALF` instead of -inf."""
     return {
         name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in float16_names else array
         for name, array in inputs.items()

@@ -1,7 +1,8 @@
-"""Runs of an engine folder and its bundle on the same forward passes; `verify` judges the results.
+"""Runs of an engine folder and its bundle on the same forward passes; `verify` compares the outputs.
 
-The graphs that TensorRT engines were built from run on any host, in ONNX Runtime; the bundle's graphs are their
-reference. Engines run on their GPU; the graphs that they were built from are their reference.
+An engine folder has TensorRT engines and the ONNX graphs that they were built from. The ONNX graphs run in ONNX Runtime
+on any host, and the bundle's graphs are their reference. The engines run only on the GPU that they were built for, and
+the folder's ONNX graphs are their reference.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ from ..runtime.engine import PassInput
 from .compare import CaseResult, make_device_inputs, to_float32
 from .graph.graphs import Arrays, tree_mask
 
-_ROWS = (1, 4)  # batch sizes to compare, at most as large as the engine was built for
+_ROWS = (1, 4)  # batch sizes to compare; a larger size than the engine's maximum is reduced to this maximum
 _TREE = (-1, 0, 0, 1, 1, 2)  # parents of the nodes of a draft tree
 
 
 def compare_engines(
     bundle: Bundle, folder: EngineFolder, run_engines: bool, progress: Progress
 ) -> Iterator[tuple[Precision, CaseResult]]:
-    """Run the decoders of a bundle, the graphs of its engine folder and, on their GPU, the engines.
+    """Run the decoders of a bundle, the graphs of its engine folder and, if `run_engines`, the engines.
 
     Args:
+        bundle: bundle that the engine folder was built from.
+        folder: engine folder.
         run_engines: whether to run the engines on this host's GPU.
         progress: progress callback, called for each pass.
 
     Yields:
-        The precision of a decoder, and the results of one pass.
+        The precision of a decoder, and the outputs of one forward pass with the expected outputs.
 
     Raises:
         EngineError: an engine was built from another graph.
@@ -70,7 +73,12 @@ def compare_engines(
 
 
 def open_trt_engine(backend: str, path: Path) -> Any:
-    """Return Polygraphy's runner of a TensorRT engine, a context manager that loads the engine on this GPU."""
+    """Return Polygraphy's runner of a TensorRT engine: a context manager that loads the engine on this host's GPU.
+
+    Args:
+        backend: name of the backend in the engine folder's manifest.
+        path: file of the engine.
+    """
     trt = set_up_polygraphy(backend)("backend.trt")
     # Polygraphy looks for CUDA's runtime in these folders, but packages of CUDA 13 install it in others.
     cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
@@ -81,10 +89,13 @@ def open_trt_engine(backend: str, path: Path) -> Any:
 def _run_forward_passes(
     bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph_path: Path, built_graph: BuiltEngine
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
-    """Run a prefill, a chain and a tree in turn; each pass extends the cache of the passes before.
+    """Run three forward passes in turn: a prefill, a chain of draft tokens and a draft tree.
+
+    Each pass appends its keys and values to the KV cache.
 
     Yields:
-        The name of a pass, inputs of the engine's graph, its outputs, and outputs of the bundle's graph.
+        The name of a pass, the inputs of the engine's graph, the outputs of the engine's graph, and the outputs of the
+        bundle's graph.
     """
     is_drafter = role == "drafter"
     prefix = bundle.manifest.condition.prefix

@@ -1,14 +1,14 @@
-"""Quantization of an image decoder's convolutions, with the same images on every kind of processor.
+"""Quantization of an image decoder's convolutions, so that every kind of processor decodes the same images.
 
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
-rounded to unsigned 8-bit integers, in ranges measured by `measure_activation_ranges`, and kernels to -64 .. 64, with a
-scale for each output. Processors without VNNI add two products in 16 bits, which larger kernels would overflow: with
-127, images of `scenes` differed by 1.2 levels of 255.
+rounded to unsigned 8-bit integers, in ranges measured by `measure_activation_ranges`. Their kernels are rounded to
+integers in -64 .. 64, with a scale for each output channel. Larger kernels would overflow on processors without VNNI,
+which add two products in 16 bits: with -127 .. 127, images of `scenes` differed by 1.2 levels of 255.
 
-The other convolutions read or write the residual stream, for which 8 bits are too few. They multiply multiples of
-powers of two in float32, so coarse that sums need no rounding. Without that, last bits would differ between processors
-and change the rounding of some 8-bit integers, and thereby the image (by 0.2 levels). The last convolution is
-unchanged.
+The other convolutions read or write the residual stream, for which 8 bits are too few. Their inputs and kernels are
+rounded to multiples of powers of two. These are so coarse that float32 adds the products without rounding. Otherwise
+processors would differ in the last bits, which changes the rounding of some 8-bit integers and so the image (by 0.2
+levels). The last convolution is unchanged.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .graph.graphs import Graph
 from .graph.precision import quantize
 from .progress import ignore_progress
 
-_NUM_IMAGES = 8  # images to calibrate on; with 32, images of `scenes` were as far from float32
+_NUM_IMAGES = 8  # number of calibration images; with 32, images of `scenes` were not closer to float32's images
 _SEED = 1  # differs from the seed of the graph's test cases, on which the decoder is checked afterwards
 CALIBRATION = f"{_NUM_IMAGES} pictures of random codes"  # recorded in the provenance
-_EXACT_BITS = 23  # bits of a sum that is exact in float32, without the sign
+_EXACT_BITS = 23  # maximum bits, without the sign, of sums that are meant to be exact in float32
 
-Range = tuple[float, float]  # lowest and highest number, with 0 between them
+Range = tuple[float, float]  # lowest number (at most 0) and highest number (at least 0)
 
 
 def measure_activation_ranges(
@@ -75,7 +75,7 @@ def measure_activation_ranges(
 
 
 def quantize_convolutions(graph_file: GraphFile, activation_ranges: dict[str, tuple[Range, Range]]) -> None:
-    """Quantize all convolutions of a graph but the last.
+    """Quantize all convolutions of an image decoder's graph except the last.
 
     Args:
         graph_file: description of the image decoder's graph, which is changed.
@@ -87,6 +87,7 @@ def quantize_convolutions(graph_file: GraphFile, activation_ranges: dict[str, tu
     swishes = {node.output[0] for node in nodes if node.op_type == "Mul" and sigmoids & {*node.input}}
     resized = {node.output[0]: node.input[0] for node in nodes if node.op_type == "Resize"}
     inputs_3x3 = [node.input[0] for node in convolutions if graph_file.weights[node.input[1]].shape[2:] == (3, 3)]
+    # Convolutions that read an enlarged image read the original image instead; see `_fold_resize_into_conv`.
     doubled = {name: resized[name] for name in inputs_3x3 if name in resized}
     result = graph_file.model.graph.node
     del result[:]
@@ -128,7 +129,7 @@ def _make_quantize_nodes(
 
 
 def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
-    """Replace a kernel by its integers and scales among the weights, and return the node that dequantizes it."""
+    """Replace a kernel in `graph_file.weights` by integers and scales, and return the node that dequantizes them."""
     weight = compute_tensor(graph_file.weights.pop(kernel_name)).float()  # [outputs, inputs, height, width]
     del graph_file.storage_types[kernel_name]
     integers, scales = quantize(weight.flatten(1).T, "columns")
@@ -140,10 +141,19 @@ def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
 
 
 def _round_kernel_and_bias(graph_file: GraphFile, kernel_name: str, bias_name: str, max_input: float) -> float:
-    """Round a kernel and a bias to multiples of powers of two, and return the step for inputs up to `max_input`.
+    """Round a kernel and a bias to multiples of powers of two.
 
-    A sum of n products then stays below 2^24 steps if it grows as the root of n: float32 holds it exactly, in any order
-    of addition.
+    A sum of n products is assumed to grow as the root of n. It then stays below 2^24 steps, so float32 adds the
+    products exactly, in any sequence.
+
+    Args:
+        graph_file: description of the graph, whose weights are changed.
+        kernel_name: name of the kernel, `[outputs, inputs, height, width]`.
+        bias_name: name of the bias, `[outputs]`.
+        max_input: maximum absolute input of the convolution.
+
+    Returns:
+        The step to whose multiples the inputs must be rounded, a power of two.
     """
     weight, added = (compute_tensor(graph_file.weights[name]).float() for name in (kernel_name, bias_name))
     bits = int(_EXACT_BITS - log2(weight[0].numel()) / 2)
@@ -170,18 +180,23 @@ def _make_step_rounding_nodes(
 
 
 def _fold_resize_into_conv(graph_file: GraphFile, conv_node: NodeProto) -> list[NodeProto]:
-    """Make a 3 x 3 convolution of an image enlarged to twice its size read the image itself.
+    """Replace a 3 x 3 convolution of an enlarged image by a 2 x 2 convolution of the image before it is enlarged.
 
-    Enlarging copies each pixel to two by two pixels, so a 3 x 3 kernel covers only two by two different pixels. The new
-    2 x 2 convolution needs 16 products for the four copies instead of 36. Its results lie around the corners of pixels;
+    Enlarging copies each pixel to 2 x 2 pixels, so a 3 x 3 kernel covers only 2 x 2 different pixels. The new
+    convolution needs 16 products for the four copies instead of 36. Its results lie around the corners of the pixels;
     results outside the image are cut off.
 
+    Args:
+        graph_file: description of the graph, whose weights are changed.
+        conv_node: the convolution, which is changed.
+
     Returns:
-        The nodes after the convolution.
+        The nodes that must follow the convolution.
     """
     _, kernel, bias = conv_node.input
     (output,) = conv_node.output
     quarters = [compute_tensor(graph_file.weights[kernel]).float()]
+    # One kernel for each of the four copies of a pixel: taps that read the same original pixel are added.
     for axis in (2, 3):
         taps = [part.chunk(3, axis) for part in quarters]
         pairs = [pair for a, b, c in taps for pair in ((a + b, c), (a, b + c))]

@@ -1,4 +1,4 @@
-"""The record of a model family: how its checkpoints are read, and which files and options belong to them."""
+"""Description of a model family: the reader of its checkpoints, its files and its export options."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A model family.
+    """Description of a model family.
 
     Args:
-        read_model: reader, which returns the contents of a bundle. Its first parameter is the `Checkpoint` of the
-            target, and the others are options of `export` that the family takes.
-        download_patterns: files of the target's repository, or patterns, to download instead of a model's weights; the
-            first is a file.
+        read_model: function that reads the checkpoints and returns the contents of a bundle. Its first parameter is the
+            `Checkpoint` of the target; the other parameters are the options of `export` that the family accepts.
+        download_patterns: names or patterns of files in the target's repository to download instead of a model's
+            weights. The first is a name, without wildcards.
         optional_files: files to download with the weights of the target, if they exist.
-        model_types: values of `model_type` in config.json by which users who choose another family learn of it.
-        accepts_config: function that tells whether a config.json with one of these values belongs to the family.
+        model_types: values of `model_type` in config.json that identify the family.
+        accepts_config: function that tells whether a config.json with a `model_type` in `model_types` belongs to the
+            family.
     """
 
     read_model: Callable[..., BundleContents]
@@ -34,6 +35,6 @@ class ModelFamily:
 
     @property
     def export_options(self) -> dict[str, bool]:
-        """Options of `export` that the family takes, each with whether it is required."""
+        """Names of the export options that the family accepts, with whether each option is required."""
         parameters = signature(self.read_model).parameters.values()
         return {item.name: item.default is item.empty for item in parameters} | {"lora": False}

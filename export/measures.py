@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from ..output.images import image_from_pixels
 from .compare import CaseResult
 
-TIE = 0.8  # a token that is at least this times as likely as the likeliest counts as the likeliest
+TIE = 0.8  # minimum probability, relative to the most probable token, of a token that also counts as most probable
 
 
 def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the largest difference of two arrays: absolute up to values of 1, relative to the largest value above.
+    """Return the largest absolute difference of two arrays, divided by the largest value if this exceeds 1.
 
-    The result is infinite where shapes, types or infinities differ, or a number is NaN. Differences of integers are
-    never divided.
+    Differences of integers are not divided. The result is infinite if shapes, dtypes or infinite values differ, or if a
+    value is NaN.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return np.inf
@@ -33,7 +33,10 @@ def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> floa
 
 
 def measure_relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the norm of the difference of two arrays over the norm of `expected`; infinite if shapes differ."""
+    """Return the norm of the difference of two arrays, divided by the norm of `expected`.
+
+    The result is infinite if the shapes differ or `actual` has NaN or infinite values.
+    """
     if actual.shape != expected.shape or not np.isfinite(actual).all():
         return np.inf
     signal = float(np.linalg.norm(expected.astype(np.float64)))
@@ -41,7 +44,7 @@ def measure_relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> floa
 
 
 def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float, float]:
-    """Return the mean difference of images in levels of 255, and their peak signal-to-noise ratio in dB."""
+    """Return the mean difference of images in levels (0 .. 255), and their peak signal-to-noise ratio in dB."""
     differences = [
         np.asarray(image_from_pixels(image), np.float64).ravel()
         - np.asarray(image_from_pixels(reference), np.float64).ravel()
@@ -54,14 +57,20 @@ def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float,
 
 
 def compare_top_tokens(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return whether `logits [.., tokens]` and `expected_logits` have the same likeliest token, up to `TIE`."""
+    """Return for each distribution whether the same token is most probable by both logits, near ties included.
+
+    Args:
+        expected_logits: reference logits, `[..., tokens]`.
+        logits: logits to compare, `[..., tokens]`. Their most probable token must have at least `TIE` times the
+            maximum probability by `expected_logits`.
+    """
     chosen = np.take_along_axis(expected_logits, logits.argmax(-1)[..., None], -1)[..., 0]
     close: NDArray[np.bool_] = chosen >= expected_logits.max(-1) + np.log(TIE)
     return close
 
 
 def measure_kl_divergence(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
-    """Return KL(softmax(expected) || softmax(logits)) over the last axis, in nats, in float64."""
+    """Return KL(softmax(expected_logits) || softmax(logits)) over the last axis, in nats, as float64."""
     logs = []
     for values in (expected_logits, logits):
         shifted = values.astype(np.float64) - values.max(-1, keepdims=True)

@@ -1,10 +1,10 @@
 """Tables of each code's nearest codes, by Euclidean distance between codebook vectors.
 
-Distances are computed by matrix products in float64. Where rounding could change the order, they are computed as sums
-of squared differences instead, so the order is exact. Rows are processed in blocks to save memory.
+Distances are computed by matrix products in float64. If rounding could change the sequence of neighbours, the distances
+are computed again as sums of squared differences. Rows are processed in blocks to save memory.
 
-Where the vectors are all points of a grid, neighbours lie at the same offsets everywhere apart from the edges: this
-takes seconds instead of minutes for 64,000 codes.
+The vectors of some codebooks are all points of a regular grid. Neighbours then lie at the same offsets from every code,
+except at the edges. Tables for 64,000 codes of a regular grid take seconds instead of minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_NEIGHBORS = 1024  # neighbours of each code in a bundle
+MAX_NEIGHBORS = 1024  # maximum number of neighbours of each code in a bundle
 _BLOCK_BYTES = 1 << 20  # size of a float64 block of distances, which stays in a core's cache
 _BLOCK_ROWS = 64  # minimum rows of a block: with fewer, 131,072 codes of width 256 would be read from memory too often
 
@@ -26,15 +26,15 @@ def compute_neighbour_table(
     k: int = MAX_NEIGHBORS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> NDArray[np.unsignedinteger[Any]]:
-    """Return the nearest codes of each code.
+    """Compute the nearest codes of each code.
 
     Args:
         codebook: codebook vectors, `[codes, width]`.
         k: maximum number of neighbours of each code.
-        progress: callback, called with the number of rows done and of all rows.
+        progress: callback, called with the number of finished rows and the number of all rows.
 
     Returns:
-        Indices `[codes, k]`, nearest first, without the code itself; equal distances in order of index.
+        Codes `[codes, k]`, nearest first, without the code itself. Of codes at equal distance, the smaller comes first.
     """
     codes, width = codebook.shape
     k = min(k, codes - 1)
@@ -66,9 +66,12 @@ def compute_neighbour_table(
 def _find_nearest_codes(
     squared_distances: NDArray[np.float64], rows: NDArray[np.int64], k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the k nearest codes of each row, in order, and the squared distances of the nearest k + 1.
+    """Return the k nearest codes of each row, nearest first, and the squared distances of the nearest k + 1 codes.
 
-    squared_distances: squared distances, `[rows, codes]`.
+    Args:
+        squared_distances: squared distances `[rows, codes]`, which are changed.
+        rows: code that each row belongs to, `[rows]`.
+        k: number of neighbours.
     """
     squared_distances[np.arange(len(rows)), rows] = np.inf  # sorts the code itself last
     candidates = np.sort(np.argpartition(squared_distances, k)[:, : k + 1])
@@ -80,9 +83,13 @@ def _find_nearest_codes(
 def _compute_grid_neighbours(
     codebook: NDArray[np.floating[Any]], k: int, progress: Callable[[int, int], None]
 ) -> NDArray[np.unsignedinteger[Any]] | None:
-    """Return the table of a codebook that is a grid of evenly spaced numbers, its first column changing fastest.
+    """Compute the neighbours of a codebook that is a regular grid of points; return None for any other codebook.
 
-    None for any other codebook.
+    Args:
+        codebook: codebook vectors `[codes, width]`. In a grid, the values of each column are evenly spaced, and the
+            first column changes fastest from code to code.
+        k: number of neighbours of each code.
+        progress: callback, called with the number of finished rows and the number of all rows.
     """
     codes = len(codebook)
     points = [np.unique(column).astype(np.float64) for column in codebook.T]
@@ -98,7 +105,8 @@ def _compute_grid_neighbours(
     squares = np.square(steps * np.concatenate(gaps)).sum(1)
     shifts = steps @ np.cumprod([1, *sizes[:-1]])
     order = np.lexsort((shifts, squares))[1:]  # without the code itself; of equal distances, the smaller index first
-    furthest = squares[order[(steps[order] >= 0).all(1)][k - 1]]  # for a corner, which has the fewest neighbours
+    # No code needs a farther neighbour than a corner of the grid does, because a corner has the fewest near codes.
+    furthest = squares[order[(steps[order] >= 0).all(1)][k - 1]]
     order = order[squares[order] <= furthest]
     shifts = shifts[order]
     ends = [np.arange(n)[:, None] + column for n, column in zip(sizes, steps[order].T, strict=True)]

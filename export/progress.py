@@ -1,4 +1,4 @@
-"""Progress callbacks of exports; `Progress` takes the name of a task, the amount done and the whole amount."""
+"""Progress callbacks of exports. A callback takes the name of a task, the finished amount and the whole amount."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from ..engines.contracts import Progress
 
 
 def ignore_progress(*_: object) -> None:
-    """Ignore progress; the default progress callback."""
+    """Do nothing. This is the default progress callback."""
 
 
 def make_megabyte_counter(task: str, total_bytes: int, progress: Progress) -> Callable[[int], None]:
-    """Return a function that adds numbers of bytes and reports the sum in megabytes, rounded up.
+    """Return a function that adds up numbers of bytes and reports the sum in megabytes, rounded up.
 
     Args:
+        task: name of the task for the progress callback.
         total_bytes: number of bytes of the whole task.
         progress: progress callback, first called with 0.
     """

@@ -1,4 +1,4 @@
-"""The families of models, and reading their checkpoints, for `export` and `verify`."""
+"""List of the model families, and the reader of their checkpoints for `export` and `verify`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
     from .model import BundleContents
 
-# Modules of `export.families`, each with a record `FAMILY`. The first is the default of `export`.
+# Names of the modules in `export.families`, each with a `ModelFamily` named `FAMILY`. The first is the default family.
 FAMILIES = ("llamagen", "par", "nar", "anole", "lumina", "lumina2", "glm_image", "janus", "emu3", "emu35", "simplear")
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 
 
 def load_model_family(family_name: str) -> ModelFamily:
-    """Return the record of a family, which imports PyTorch. Raises: CheckpointError: the name is unknown."""
+    """Return the description of a family by name; this imports PyTorch.
+
+    Raises:
+        CheckpointError: the name is unknown.
+    """
     if family_name not in FAMILIES:
         raise CheckpointError(field="family", found=repr(family_name), expected=" or ".join(FAMILIES))
     family: ModelFamily = import_module(f".families.{family_name}", __package__).FAMILY
@@ -33,12 +37,12 @@ def load_model_family(family_name: str) -> ModelFamily:
 
 
 def detect_model_family(target: Path | str) -> str:
-    """Return the family of a target by `model_type` in its config.json.
+    """Return the name of the family that a target belongs to, by `model_type` in its config.json.
 
-    It is the default family if no family or several have the type, and for a file.
+    The result is the default family if the target is a file, or if no family or several families have the type.
 
     Args:
-        target: path, or hub reference, of which config.json is downloaded.
+        target: local path, or hub reference, from which config.json is downloaded.
     """
     from .checkpoints.hub import fetch_checkpoint
 
@@ -51,7 +55,11 @@ def detect_model_family(target: Path | str) -> str:
 
 
 def check_family_options(family_name: str, options: Mapping[str, Any]) -> ModelFamily:
-    """Return the record of a family after checking the options for its reader.
+    """Check the export options of a family, and return the description of the family.
+
+    Args:
+        family_name: name of a family in `FAMILIES`.
+        options: values of options by name; None means not given.
 
     Raises:
         CheckpointError: the family is unknown, does not take an option, or lacks a required option.
@@ -82,10 +90,10 @@ def read_family_checkpoints(
         options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
             is a list of these, each with or without `:scale`. None means not given.
         progress: progress callback, called for each checkpoint.
-        cfg_scale: default guidance scale of the bundle; None: the family's.
+        cfg_scale: default guidance scale of the bundle; None: the default of the family.
 
     Raises:
-        CheckpointError: the checkpoints do not fit, or cannot be read.
+        CheckpointError: the checkpoints do not fit together, or cannot be read.
         RequestError: an option is out of range, or a hub reference is malformed.
         EngineError: a library that they need is not installed.
     """
@@ -115,7 +123,7 @@ def read_family_checkpoints(
 
 
 def _find_matching_families(target_folder: Path) -> list[str]:
-    """Return the families with the `model_type` of a target; empty for a file."""
+    """Return the names of the families that accept a target's config.json; empty if the target is a file."""
     from .checkpoints.files import read_config
 
     path = target_folder / "config.json"
@@ -128,7 +136,11 @@ def _find_matching_families(target_folder: Path) -> list[str]:
 
 
 def _check_target_family(family_name: str, target_folder: Path) -> None:
-    """Check that a target is not of other families, which are then named. Raises: CheckpointError."""
+    """Check that the config.json of a target does not belong to another family.
+
+    Raises:
+        CheckpointError: it belongs to other families, which the message names.
+    """
     from .checkpoints.files import read_config
 
     readers = _find_matching_families(target_folder)

@@ -1,4 +1,4 @@
-"""Disk and memory that an export needs, checked before checkpoints are downloaded and before files are written."""
+"""Check of disk space and memory for an export, before checkpoints are downloaded and before files are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..output.files import check_disk_space
 from .family import ModelFamily
 
-# Bytes of a matrix's weight as stored, with the scales of blocks.
+# Bytes per stored weight of a matrix, by precision; the scales of blocks are included.
 STORED_BYTES: dict[Precision, float] = {
     "fp32": 4,
     "fp16": 2,
@@ -29,11 +29,11 @@ _HALVES = ("bfloat16", "float16")
 
 
 class ExportSizes(NamedTuple):
-    """Sizes in bytes.
+    """Sizes of an export in bytes.
 
     Args:
-        download_bytes: checkpoints that are not in the hub's cache.
-        bundle_bytes: lower bound of the bundle, and of the memory to run it.
+        download_bytes: size of the checkpoint files that are not in the hub cache.
+        bundle_bytes: lower bound of the bundle's size, and of the memory that running the bundle takes.
     """
 
     download_bytes: int
@@ -41,13 +41,14 @@ class ExportSizes(NamedTuple):
 
 
 def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int = 0, head_bytes: int = 0) -> None:
-    """Check disk and memory for an export.
+    """Check that an export has enough disk space and memory.
 
     Args:
         output: folder of the bundle.
         bundle_bytes: size of the bundle in bytes.
         download_bytes: number of bytes to download first.
-        head_bytes: size of the target's output layer in float32, in which exports compare it.
+        head_bytes: size of the target's output layer in float32. The layer is compared in float32, so it must fit in
+            memory.
 
     Raises:
         OutputError: a disk is too full.
@@ -65,11 +66,13 @@ def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int =
 
 
 def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
-    """Estimate sizes before a download, from the hub's list of files; 0 where the hub is silent.
+    """Estimate the sizes of an export before the download, from the hub's list of files.
+
+    Sizes that the hub does not tell are 0.
 
     Args:
         family: family of the target.
-        options: checkpoints by option of `export`, paths or references.
+        options: paths or hub references of checkpoints, by name of the option of `export`.
         precision: precision of the target.
     """
     from .checkpoints.hub import fetch_checkpoint, measure_download

@@ -1,7 +1,8 @@
 """Verification of graphs against their checkpoints, in every export, and of whole bundles and engine folders.
 
-`check_graph_parity` and `check_decoded_images` reject a graph that was just written. `verify` and `verify_engines`
-report the differences of a bundle or an engine folder, and whether the differences are within the limits.
+`check_graph_parity` and `check_decoded_images` raise an error if a graph that was just written differs from its module.
+`verify_bundle` and `verify_engines` report the differences of a bundle or an engine folder, and whether the differences
+are within the limits.
 """
 
 from __future__ import annotations
@@ -42,18 +43,21 @@ from .model import BundleContents
 from .neighbours import compute_neighbour_table
 from .progress import ignore_progress
 
-# Maximum ratio of noise to signal where activations are rounded to 8 bits: last bits decide which way some are rounded,
-# and layers add up. The trained target of the scenes bundle reaches 0.1 on random codes.
+# Maximum ratio of noise to signal if activations are rounded to 8 bits. A difference in the last bit may round an
+# activation to another integer, and these errors add up over the layers. The target of `scenes` reaches 0.1 on random
+# codes.
 INT8_TOLERANCE = 0.3
-_MIN_TOLERANCE = 1e-4  # tolerance of `difference` for graphs without much rounding
-_ROUNDING_FACTOR = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
+_MIN_TOLERANCE = 1e-4  # minimum tolerance of `measure_max_difference` between a graph and its module
+# Tolerance as a multiple of the module's rounding errors. For random encoders of 8 to 16 layers, ONNX Runtime and
+# PyTorch differed by up to 10 times these errors.
+_ROUNDING_FACTOR = 32
 # Limits of images from rounded image decoders; see `measure_image_difference`.
 MAX_LEVELS = 1.0
 MIN_PSNR = 40.0
-LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
+LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the memory-mapped file, on two test cases only
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
-# Fields of a manifest and of its parts that a checkpoint determines, except `_OTHER_FIELDS` of parts: the user chooses
-# all of them but `architecture`, whose fields are compared.
+# Fields of a manifest and of its parts that a checkpoint determines. The fields of parts in `_OTHER_FIELDS` are left
+# out: the user chooses them, except `architecture`, whose fields are compared separately.
 _SIZES = (
     "grid_rows",
     "grid_columns",
@@ -70,16 +74,19 @@ _OTHER_FIELDS = {"precision", "dtype", "head_codes", "architecture"}
 
 
 class VerificationLimits(NamedTuple):
-    """Limits of one precision; decoders with rounded weights are judged by their distributions alone."""
+    """Limits of the differences for one precision.
+
+    For decoders with rounded weights, only the limits of the token distributions apply.
+    """
 
     max_difference: float  # maximum `max_difference` of a tensor
     min_token_agreement: float  # minimum share of nodes with the same likeliest token
     max_kl_divergence: float  # maximum of the mean KL over nodes, in nats
 
 
-# Exact graphs differ by the order of sums. In int8-weights, int4-weights and int8 the trained target of the scenes
-# bundle has an agreement of 1.000, 0.922 and 0.998 and a divergence of 9e-4, 5e-2 and 3e-3 (docs/exporting.md); the
-# limits allow two to three times that.
+# Graphs without rounded weights differ only because sums are added in another sequence. In int8-weights, int4-weights
+# and int8, the target of `scenes` has a token agreement of 1.000, 0.922 and 0.998, and a divergence of 9e-4, 5e-2 and
+# 3e-3 (docs/exporting.md). The limits allow two to three times these differences.
 LIMITS: dict[Precision, VerificationLimits] = {
     "fp32": VerificationLimits(1e-4, 0.999, 1e-6),
     "fp16": VerificationLimits(1e-2, 0.99, 1e-4),
@@ -93,15 +100,18 @@ LIMITS: dict[Precision, VerificationLimits] = {
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """The whole comparison, with rows ready for JSON.
+    """Report of a comparison, with one dict per result that can be written as JSON.
 
     Args:
+        bundle: name of the bundle.
+        digest: digest of the bundle.
         against: name of the reference.
-        tensors: largest `difference` of each array, and of each output of a graph over all cases; `limit` is None
-            where the difference is shown but not judged.
-        distributions: `agreement` (share of nodes with the same likeliest token, near ties included) and
-            KL(expected || bundle) in nats of each decoder, over all nodes of all cases, at temperature 1 without
-            guidance.
+        precision: precision of the target.
+        tensors: largest difference of each array, and of each output of a graph over all test cases. A `limit` of None
+            means that the difference is reported but not limited.
+        distributions: differences of the token distributions of each decoder, over all nodes of all test cases, at
+            temperature 1 without guidance. `agreement` is the share of nodes with the same most probable token, near
+            ties included. The divergences are KL(expected || bundle) in nats.
         pictures: `measure_image_difference` of each image decoder in int8 or fp16.
     """
 
@@ -115,26 +125,28 @@ class VerificationReport:
 
     @property
     def passed(self) -> bool:
-        """Whether everything is within its limits."""
+        """Whether all differences are within their limits."""
         return all(row["passed"] for row in (*self.tensors, *self.distributions, *self.pictures))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the comparison, ready for JSON."""
+        """Return the report as a dict that can be written as JSON."""
         return {"passed": self.passed, **asdict(self)}
 
     def add_tensor_result(self, role: str, tensor_name: str, difference: float, limit: float | None) -> None:
-        """Add a row about a tensor.
+        """Add the difference of a tensor to the report.
 
         Args:
             role: role of the graph or file.
-            limit: maximum difference, None if it is not judged.
+            tensor_name: name of the tensor.
+            difference: largest difference of the tensor.
+            limit: maximum difference; None: the difference is not limited.
         """
         passed = limit is None or difference <= limit
         row = {"graph": role, "tensor": tensor_name, "difference": difference, "limit": limit, "passed": passed}
         self.tensors.append(row)
 
     def add_image_results(self, role: str, case_results: Iterable[CaseResult]) -> None:
-        """Add a row about the images of a rounded image decoder."""
+        """Add the difference of the images of a rounded image decoder to the report."""
         levels, psnr = measure_image_difference(case_results)
         row = {
             "graph": role,
@@ -149,12 +161,13 @@ class VerificationReport:
     def add_graph_results(
         self, role: str, case_results: Iterable[CaseResult], precision: Precision, tolerance: float = 0.0
     ) -> None:
-        """Add a row about each output of a graph, and about the token distributions if it is a decoder.
+        """Add the differences of a graph's outputs to the report, and of a decoder's token distributions.
 
         Args:
-            case_results: outputs of the graph and its reference on each test case.
-            precision: precision of the graph, which has the limits.
-            tolerance: tolerance of the graph, used where it is larger than the precision's limit.
+            role: role of the graph.
+            case_results: outputs of the graph and of its reference on each test case.
+            precision: precision of the graph, which determines the limits.
+            tolerance: tolerance of the graph, which replaces a smaller limit of the precision.
         """
         limits = LIMITS[precision]
         worst: dict[str, float] = {}
@@ -195,12 +208,13 @@ def verify_bundle(
     """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with ONNX's reference evaluator.
 
     Args:
-        bundle: a bundle whose files match its manifest.
-        model: the checkpoint's model; None compares with the reference evaluator.
+        bundle: bundle whose files match its manifest.
+        model: contents of the checkpoint that the bundle was made from; None: compare with the reference evaluator.
         reference_name: name of the reference, for the report.
+        progress: progress callback, called for each run.
 
     Raises:
-        CheckpointError: the model has other sizes.
+        CheckpointError: the checkpoint has other sizes than the bundle.
         BundleError: a graph does not run.
     """
     manifest = bundle.manifest
@@ -239,10 +253,17 @@ def verify_bundle(
 
 
 def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[VerificationReport, str | None]:
-    """Compare the graphs of an engine folder with its bundle's, and on their GPU the engines with the folder's graphs.
+    """Compare the graphs of an engine folder with the bundle's graphs, and the engines with the folder's graphs.
+
+    The engines run only if this host has the GPU that they were built for.
+
+    Args:
+        bundle: bundle that the engine folder was built from.
+        folder: engine folder.
+        progress: progress callback, called for each forward pass.
 
     Returns:
-        The comparison, and why the engines were not run, None if they were.
+        The report, and the reason why the engines did not run, or None if they ran.
 
     Raises:
         EngineError: the folder belongs to another bundle, or a file has changed since the build.
@@ -278,7 +299,7 @@ def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
 
 
 def _select_checkpoint_fields(manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest that a checkpoint determines; fields of parts have dotted names."""
+    """Return the manifest fields that a checkpoint determines; nested fields have names such as `target.head_dim`."""
     values = {name: manifest_fields[name] for name in _SIZES if name in manifest_fields}
     for part in _PARTS:
         content = manifest_fields.get(part)
@@ -310,17 +331,17 @@ def check_graph_parity(
     """Compare a graph that was just written with its module, on the graph's test cases.
 
     Args:
-        graph: the graph with its module and tolerance; with int8 matmul, `INT8_TOLERANCE` limits the relative error
+        graph: the graph with its module and tolerance. With int8 matmul, `INT8_TOLERANCE` limits the relative error
             instead.
         path: the graph file.
-        graph_file: description that the file was written from, to round the module's weights like the file's.
+        graph_file: plan that the file was written from, so that the module's weights are rounded in the same way.
         progress: progress callback, called for each run.
 
     Returns:
-        The largest difference.
+        The largest difference of an output.
 
     Raises:
-        ParityError: some tensors, all named, differ by more than the tolerance.
+        ParityError: some outputs differ by more than the tolerance; the message names all of them.
         CheckpointError: outputs of the module are NaN or infinite.
         BundleError: the file does not run.
     """
@@ -329,7 +350,8 @@ def check_graph_parity(
     test_cases = [*graph.test_cases]
     if large:
         test_cases = [test_cases[0], test_cases[-1]]
-    # Fused products of integer weights round activations as well: look at the graph without them.
+    # Runtimes fuse products of integer weights and then round activations too. The check should show only errors of the
+    # file, so it runs without fusions.
     low_memory = large or bool({"int8", "int4"} & storage_types)
     if "columns" in storage_types:
         measure = measure_relative_error
@@ -357,12 +379,12 @@ def check_graph_parity(
 
 
 def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Progress = ignore_progress) -> None:
-    """Compare the images of an image decoder in int8 or fp16, just written, with its module's.
+    """Compare the images of an image decoder in int8 or fp16, which was just written, with the images of its module.
 
     Args:
         graph: the image decoder's graph with its module.
         path: the graph file.
-        precision: name of the precision, for the error.
+        precision: name of the precision, for the error message.
         progress: progress callback, called for each run.
 
     Raises:
@@ -380,10 +402,10 @@ def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Pro
 
 
 def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float:
-    """Return the maximum `difference` between the outputs of a graph and of its module.
+    """Return the maximum difference that is allowed between the outputs of a graph and of its module.
 
-    If the graph has no tolerance, this is `_ROUNDING_FACTOR` times the difference of the module in float32 from the
-    module in float64.
+    If the graph has no tolerance, it is `_ROUNDING_FACTOR` times the difference between the module's outputs in float32
+    and in float64.
 
     Args:
         graph: the graph with its module.

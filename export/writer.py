@@ -1,7 +1,7 @@
-"""Writing of bundles: graphs, arrays and files are written to a temporary folder, checked, hashed, then renamed.
+"""Writing of bundles from `BundleContents`, into which each model family reads its checkpoints.
 
-The output folder appears whole or not at all, also after an error or Ctrl-C. A family reads its checkpoints into a
-`BundleContents`, and `export_model` writes the bundle of a model.
+Graphs, arrays and files are written to a temporary folder, checked and hashed. Then the folder is renamed. So the
+output folder is written completely or not at all, also after an error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ def export_model(
     force: bool = False,
     progress: Progress = ignore_progress,
 ) -> Path:
-    """Write the bundle of a model and compare every graph with its module.
+    """Write the bundle of a model, and compare every graph with its module.
 
-    Weights are read, rounded and written one at a time.
+    Weights are read, rounded and written one at a time, so that large models need little memory.
 
     Args:
         model: contents of the bundle.
         output: folder to write.
-        name: name of the bundle, None for the folder's.
-        precisions: precisions of the graphs, None for no rounding.
+        name: name of the bundle; None: the name of the folder.
+        precisions: precisions of the graphs; None: weights are not rounded.
         force: whether to replace an existing bundle.
+        progress: progress callback.
 
     Returns:
-        The folder.
+        The path of the folder.
 
     Raises:
         OutputError: the folder exists, cannot be written, or does not fit on the disk.
@@ -81,7 +82,7 @@ def export_model(
         table = compute_neighbour_table(model.codebook, model.num_neighbors, partial(progress, "sorting neighbours"))
         np.savez(paths["neighbors"], indices=table)
         neighbors = table.shape[1]
-        del table  # it is large
+        del table  # frees memory for the graphs
         for graph in graphs:
             vq = precisions.vq if graph.role == "vq_decoder" else "fp32"
             graph_file = graph_files.pop(graph.role)
@@ -93,7 +94,7 @@ def export_model(
                 check_decoded_images(graph, files[0], vq, progress)
             else:
                 check_graph_parity(graph, files[0], graph_file, progress)
-            del graph_file  # its weights
+            del graph_file  # frees the memory of its weights
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         _write_embedding_table(paths["code_embeddings"], model.code_embeddings, precisions.lossless)
         for role, (file, content) in model.extra_files.items():
@@ -125,7 +126,7 @@ def check_output_folder(output: Path, force: bool) -> None:
 
 
 def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence[Graph]:
-    """Return the graphs as they compute in the chosen precisions."""
+    """Return the graphs with the dtypes in which the chosen precisions compute."""
     if precisions.compute_type != "float32":
         convert = (
             convert_to_float16 if precisions.compute_type == "float16" else partial(replace, compute_type="bfloat16")
@@ -142,14 +143,20 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
         return graph_file.write(
             folder / file, make_megabyte_counter(f"writing {file}", graph_file.weight_bytes, progress)
         )
-    except CheckpointError as error:  # names a weight as the graph does
+    except CheckpointError as error:  # the message should name the weight as in the checkpoint, not as in the graph
         checkpoint = getattr(graph.module, "checkpoint", None)
         error.field = checkpoint.make_error(error.field).field if checkpoint else f"weight {error.field}"
         raise
 
 
 def _write_embedding_table(path: Path, table: Tensor, try_float16: bool) -> None:
-    """Write an array in float32, or in float16 if `try_float16` and if it holds the numbers, as `np.save` would."""
+    """Write an embedding table as an `.npy` file, chunk by chunk, without loading the whole table.
+
+    Args:
+        path: file to write.
+        table: the table, which may be deferred.
+        try_float16: whether to store float16 if this loses nothing; otherwise float32 is stored.
+    """
     parts = list_concatenated_parts(table)
     half = try_float16 and all(
         resolve_storage_type(path.name, part, "float16", "lossless") == "float16" for part in parts

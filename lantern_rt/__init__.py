@@ -6,8 +6,9 @@
     result = pipe("a red sphere on sand", seed=1)
     result.images[0].save("sphere.png")
 
-The names in `__all__` are public; `docs/reference.py` writes their reference. It logs to the logger `lantern_rt` and
-adds no handler. Importing the package is fast, because a module is imported when one of its names is first used.
+The names in `__all__` are public; `docs/reference.py` writes their reference. The package logs to the logger
+`lantern_rt` and adds no log handler. Importing the package is fast, because it imports a module only when a program
+first uses a public name of that module.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .errors import (
 )
 from .version import __version__
 
-TYPE_CHECKING = False  # `typing` is not imported, as Ctrl-C during its import would print a traceback
+TYPE_CHECKING = False  # not from `typing`, because Ctrl-C during the import of `typing` would print a traceback
 if TYPE_CHECKING:
     from .asynchronous import AsyncPipeline
     from .bundle.files import open_bundle
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from .runtime.statistics import Statistics
 
 _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout, whose sibling folders are subpackages
+# In a checkout, subpackages such as `runtime` lie beside this folder, so Python must search for them there, too.
+if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):
     __path__[:] = [os.path.dirname(os.path.realpath(__file__)), _SOURCE]
 
 __all__ = [
@@ -61,7 +63,7 @@ __all__ = [
     "open_bundle",
 ]
 
-_LAZY = {
+_MODULES_BY_NAME = {  # public name -> module that defines the name
     "AsyncPipeline": ".asynchronous",
     "Options": ".options",
     "Pipeline": ".pipeline",
@@ -73,14 +75,14 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name's module when the name is first used."""
-    if name not in _LAZY:
+    """Return a public name of the package, after importing the module that defines the name."""
+    if name not in _MODULES_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-    globals()[name] = value
+    value = getattr(importlib.import_module(_MODULES_BY_NAME[name], __name__), name)
+    globals()[name] = value  # Python calls `__getattr__` only for names that are not in `globals()`
     return value
 
 
 def __dir__() -> list[str]:
-    """Return the public names, whether or not they are imported."""
+    """Return all names of the package, including public names that are not imported yet."""
     return sorted({*globals(), *__all__})

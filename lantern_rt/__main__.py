@@ -11,7 +11,10 @@ def main() -> None:
         if sys.argv[1:2] == ["serve"] and sys.platform != "win32":
             import signal
 
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # waits until the server can reload its keys
+            # SIGHUP tells a server to reload its API keys, but ends a process without a handler. Until the server has
+            # its handler, the signal must wait.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+        # imported inside `try`, so that Ctrl-C during the import ends the program without a traceback
         from .cli.main import main as run
 
         run()

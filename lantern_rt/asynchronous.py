@@ -1,4 +1,4 @@
-"""The pipeline for asyncio programs."""
+"""Pipeline for asyncio programs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ R = TypeVar("R")
 
 
 class AsyncPipeline:
-    """Image generator for the tasks of an event loop, whose requests share forward passes.
+    """Image generator for asyncio tasks; the requests of all tasks share forward passes.
 
-    An image is bit for bit the image that `Pipeline` generates, whatever requests share its passes. Cancelling a task,
-    or closing an iterator, frees the request's capacity within one forward pass.
+    Every image equals the image that `Pipeline` generates, bit for bit, whatever other requests share its passes. To
+    cancel a request, cancel its task or close its iterator. The request's capacity is free within one forward pass.
 
     Args:
         pipeline: pipeline that generates the images; `close` closes it.
@@ -47,12 +47,13 @@ class AsyncPipeline:
     ) -> None:
         self.pipeline = pipeline
         self.service = Service(pipeline, max_images_per_pass, max_queued_images)
-        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes images
+        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes tokens to pixels
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests without images
         self._edits = ThreadPoolExecutor(1, "lantern-rt-edits")  # checks edits, whose images take longer
-        # (event loop, caller) -> lock: one edit is checked at a time
+        # (event loop, caller) -> lock, so that the edits of a caller are checked one at a time. A lock belongs to one
+        # event loop. Weak values remove locks that no task uses.
         self._edit_locks = WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Lock]()
-        self._calls = set[object]()  # calls of all event loops that may still decode images
+        self._calls = set[object]()  # calls, from all event loops, that may still decode images
         self._closed = False
 
     @classmethod
@@ -116,15 +117,14 @@ class AsyncPipeline:
         Streams still yield the steps they have received, but cannot decode images.
 
         Args:
-            drain: whether to finish the running and queued requests; False: they raise `RequestError`.
+            drain: whether to finish the running and queued requests; False: these requests raise `RequestError`.
         """
         self._closed = True
         if os.getpid() == self.pipeline.process:  # threads and calls do not survive a fork
             loop = asyncio.get_running_loop()
-            await asyncio.shield(
-                loop.run_in_executor(None, self._stop_service, drain)
-            )  # also if this task is cancelled
-            while self._calls:
+            # shielded, so that the service stops even if this task is cancelled
+            await asyncio.shield(loop.run_in_executor(None, self._stop_service, drain))
+            while self._calls:  # polled, because calls may run in other event loops
                 await asyncio.sleep(0.01)
             await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
@@ -166,7 +166,7 @@ class AsyncPipeline:
     async def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[StreamStep, None]:
-        """Generate step by step. Close the iterator to cancel.
+        """Generate images and yield the state after each decoding step. Close the iterator to cancel.
 
         Args:
             prompts: same as for a call of `Pipeline`.
@@ -204,7 +204,7 @@ class AsyncPipeline:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[ServiceRequest, StreamStep | None], None]:
-        """Generate images and yield the state after each decoding step, for servers.
+        """Generate images and yield the state after each decoding step, with the options that servers need.
 
         Args:
             prompts: same as for a call of `Pipeline`.
@@ -214,7 +214,8 @@ class AsyncPipeline:
             options: same as for a call of `Pipeline`.
 
         Yields:
-            The request, first with None when it is accepted, then with each step.
+            Pairs of the request and a step. The first pair comes when the service accepts the request; its step is
+            None.
 
         Raises:
             RequestError: same as for `generate`.
@@ -225,7 +226,8 @@ class AsyncPipeline:
         updates = asyncio.Queue[StreamStep | BaseException]()
 
         def put_update(update: StreamStep | BaseException) -> None:
-            with suppress(RuntimeError):  # the event loop was closed after it cancelled the request
+            # called in the service's thread; RuntimeError: the event loop was closed after it cancelled the request
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
         submit = partial(
@@ -238,9 +240,11 @@ class AsyncPipeline:
             **options,
         )
         self._check_open()
-        edit = options.get("image") is not None
+        is_edit = options.get("image") is not None
         request = await (
-            self._submit_edit(caller, submit) if edit else _run_in_thread(self._checks, submit, ServiceRequest.cancel)
+            self._submit_edit(caller, submit)
+            if is_edit
+            else _run_in_thread(self._checks, submit, ServiceRequest.cancel)
         )
         try:
             yield request, None
@@ -252,12 +256,13 @@ class AsyncPipeline:
                 yield request, step
                 stats = step.stats
         finally:
-            request.cancel()
+            request.cancel()  # no effect if the request has ended
 
     async def _submit_edit(self, caller: str, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
-        """Submit an edit, one per caller at a time, with a pause as long as the check took.
+        """Submit an edit, one per caller at a time; then pause the caller's edits for as long as the check took.
 
-        Checking an edit decodes its image, so that one caller could otherwise keep the thread busy.
+        The check decodes the image of the edit, which takes long. Without the pause, one caller could keep the thread
+        that checks edits busy.
         """
         loop = asyncio.get_running_loop()
         lock = self._edit_locks.setdefault((loop, caller), asyncio.Lock())
@@ -267,7 +272,7 @@ class AsyncPipeline:
             self._check_open()
             return await _run_in_thread(self._edits, submit, ServiceRequest.cancel)
         finally:
-            loop.call_later(loop.time() - began, lock.release)
+            loop.call_later(loop.time() - began, lock.release)  # the next edit of this caller waits for the lock
 
     async def image(self, step: StreamStep, i: int) -> Image:
         """Decode an image of a step without blocking the event loop.
@@ -291,16 +296,22 @@ class AsyncPipeline:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RequestError("closed", field="pipeline", remedy="make another")
+            raise RequestError("closed", field="pipeline", remedy="open another pipeline")
         _ = self.pipeline.engines  # raises in a forked process, which has none of the threads
 
 
 async def _run_in_thread(
     executor: ThreadPoolExecutor, function: Callable[[], R], discard_result: Callable[[R], None]
 ) -> R:
-    """Run a function in a thread. If this task is cancelled, the thread passes its result to `discard_result`.
+    """Run a function in a thread, and return its result.
 
-    It does so before it runs another function.
+    A thread cannot be interrupted. If this task is cancelled, the thread therefore passes the late result to
+    `discard_result`, before it runs another function.
+
+    Args:
+        executor: executor with one thread.
+        function: function to run.
+        discard_result: function that releases the result, such as `ServiceRequest.cancel`.
     """
     future = executor.submit(function)
     try:
@@ -309,7 +320,8 @@ async def _run_in_thread(
         future.add_done_callback(partial(_discard_late_result, discard_result))
         raise
     finally:
-        del future  # its error would keep the images in the frames of its traceback alive
+        # The error of the future has a traceback, whose frames would keep images in memory.
+        del future
 
 
 def _discard_late_result(discard_result: Callable[[R], None], future: Future[R]) -> None:

@@ -14,7 +14,7 @@ from .errors import BundleError, RequestError, TreeError
 from .inputs import check_int, describe_validation_error, format_value
 from .methods import (
     METHODS,
-    PARAMETERS,
+    METHODS_BY_PARAMETER,
     Autoregressive,
     FrozenModel,
     GroupDecoding,
@@ -33,10 +33,12 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
 
     Args:
         manifest: manifest of the bundle; its defaults complete a method string.
-        method: method object, which is complete, or method string.
+        method: method string, or method object, whose parameters are complete already.
 
     Raises:
-        RequestError: the method does not exist, or the bundle lacks a drafter, neighbours or tree for it.
+        RequestError: the method does not exist, or the bundle lacks the drafter or the neighbour table that the method
+            needs.
+        TreeError: the draft tree does not exist, or has more children per node than the codebook has entries.
     """
     completed = _complete_method(manifest, method)
     if problem := explain_unsupported(manifest, completed):
@@ -44,12 +46,13 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         remedy = f"use method {', '.join(others)} or {last}"
         raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
     if isinstance(completed, TreeMethod):
+        # If a method string names no tree, the bundle's default is used, and the bundle is at fault.
         _check_draft_tree(manifest, completed.tree, is_default="tree=" not in str(method))
     return completed
 
 
 def check_method(method: str) -> MethodConfig:
-    """Return a method, with the general defaults for missing parameters.
+    """Parse and check a method string without a bundle; missing parameters get the defaults of the method.
 
     Raises:
         RequestError: the method does not exist, or a parameter is invalid for every bundle.
@@ -58,10 +61,10 @@ def check_method(method: str) -> MethodConfig:
     kind = METHODS[name]
     fields = kind(method=name).parameters() | parameters
     if issubclass(kind, RelaxedMethod) and fields.keys() & {"delta", "lambda"}:
-        fields.setdefault("neighbors", 1)
+        fields.setdefault("neighbors", 1)  # a bound requires neighbours, whose default number only a bundle knows
     completed = validate_model(kind, fields)
     if isinstance(completed, TreeMethod):
-        parse_tree(completed.tree)
+        parse_tree(completed.tree)  # raises an error if the tree does not exist
     return completed
 
 
@@ -87,8 +90,8 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
     parameters: dict[str, Any] = {}
     for part in parts:
         parameter, _, value = part.partition("=")
-        if parameter not in PARAMETERS or not value:
-            known = [key for key, methods in PARAMETERS.items() if name in methods] or [*PARAMETERS]
+        if parameter not in METHODS_BY_PARAMETER or not value:
+            known = [key for key, methods in METHODS_BY_PARAMETER.items() if name in methods] or [*METHODS_BY_PARAMETER]
             similar = get_close_matches(parameter, known, 1)
             raise RequestError(
                 field="method",
@@ -96,8 +99,8 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
                 expected=f"PARAMETER=VALUE, of {', '.join(known)}",
                 remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
             )
-        if name not in PARAMETERS[parameter]:
-            remedy = f"omit {parameter}, or use method {' or '.join(PARAMETERS[parameter])}"
+        if name not in METHODS_BY_PARAMETER[parameter]:
+            remedy = f"omit {parameter}, or use method {' or '.join(METHODS_BY_PARAMETER[parameter])}"
             raise RequestError(f"method {name} does not take it", field=parameter, remedy=remedy)
         parameters[parameter] = _parse_value(value)
     return name, parameters
@@ -111,7 +114,11 @@ def _parse_value(text: str) -> Any:
 
 
 def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
-    """Return an object of a pydantic model. Raises: RequestError: names the first invalid field."""
+    """Create an object of a pydantic model from its fields.
+
+    Raises:
+        RequestError: a field is invalid; the error names the first invalid field.
+    """
     try:
         return model_class.model_validate(fields)
     except ValidationError as error:
@@ -119,7 +126,7 @@ def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
-    """Return a method with all its parameters, which the bundle may not support."""
+    """Return a method with all its parameters, without checking that the bundle supports the method."""
     if isinstance(method, MethodConfig):
         name = method.method
         parameters = method.parameters()
@@ -129,7 +136,7 @@ def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
         fields = _find_default_parameters(manifest, name) | parameters
     kind = METHODS[name]
     if kind is Autoregressive and manifest.order is not None:
-        return GroupDecoding()  # plain decoding is the bundle's order
+        return GroupDecoding()  # the model of this bundle generates groups of cells
     if issubclass(kind, RelaxedMethod) and (isinstance(method, str) or "neighbors" in parameters):
         fields |= _complete_relaxed_parameters(manifest, name, parameters)
     if issubclass(kind, TreeMethod) and fields.get("drafter") is None and manifest.heads is not None:
@@ -143,17 +150,24 @@ def _find_default_parameters(manifest: Manifest, method_name: str) -> dict[str, 
 
 
 def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return neighbors, bound and residual of relaxed acceptance; all are None if the method is exact."""
-    bounds = [bound for bound in ("delta", "lambda") if method_name in PARAMETERS[bound]]
+    """Return the parameters of relaxed acceptance: neighbors, bound and residual; all are None if the method is exact.
+
+    Args:
+        manifest: manifest of the bundle.
+        method_name: name of the method.
+        parameters: parameters that the request names.
+    """
+    bounds = [bound for bound in ("delta", "lambda") if method_name in METHODS_BY_PARAMETER[bound]]
+    # `lantern` and `lantern++` have one bound each. `sjd` has two, and is exact unless a request names a bound.
     default_bound = bounds[0] if len(bounds) == 1 else None
     bound = next((bound for bound in bounds if bound in parameters), default_bound)
     if bound is None:
         if unused := [parameter for parameter in ("neighbors", "residual") if parameter in parameters]:
-            problem = f"method {method_name} adds no neighbors without a bound"
+            problem = f"method {method_name} is exact without a bound"
             raise RequestError(problem, field=unused[0], remedy="give delta or lambda, too")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
     defaults = _find_default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
-    limit = manifest.neighbors or 1_000_000  # no bundle without a table supports the method
+    limit = manifest.neighbors or 1_000_000  # without a neighbour table, `resolve_method` rejects the method later
     default = min(defaults.get("neighbors", 0), limit)
     neighbors = check_int("neighbors", parameters.get("neighbors"), default, 1, limit)
     return {"residual": "aggregated", bound: defaults.get(bound), **parameters, "neighbors": neighbors}
@@ -163,7 +177,8 @@ def _check_draft_tree(manifest: Manifest, tree_name: str, is_default: bool) -> N
     """Raise an error unless a draft tree exists and fits the codebook.
 
     Args:
-        is_default: whether the name comes from the bundle, so that the bundle is at fault.
+        tree_name: name of the draft tree.
+        is_default: whether the name is a default of the bundle, so that an error blames the bundle.
     """
     try:
         shape = parse_tree(tree_name)
@@ -173,6 +188,7 @@ def _check_draft_tree(manifest: Manifest, tree_name: str, is_default: bool) -> N
                 f"default tree {format_value(tree_name)}: {error}", field=f"bundle {manifest.name}"
             ) from error
         raise
+    # Siblings are different tokens, so a node cannot have more children than the codebook has entries.
     max_children = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
     if max_children > manifest.codebook_size:
         expected = f"at most codebook_size {manifest.codebook_size}"

@@ -1,6 +1,7 @@
-"""Image editing: which cells are preserved, which are generated again, and how old and new pixels are blended.
+"""Image editing: selection of the cells to generate again, and blending of old and new pixels.
 
-The image files may be hostile. Limits are checked first, and any exception of a library becomes a `RequestError`.
+Image files may come from an attacker. Size limits are therefore checked before pixels are decoded, and any exception of
+a library becomes a `RequestError`.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from .runtime.engine import Bools, Floats, Ints
 
 BYTES_LIMIT = 1 << 23  # maximum size of an image file
 PIXELS_LIMIT = 1 << 24  # maximum number of pixels of an image
-ROUNDING = 2  # levels of 255 by which two conversions to sRGB may differ
-HALVED_PIXELS = 1 << 22  # larger images are read at half their width and height
+ROUNDING = 2  # difference of 8-bit values up to which a colour profile counts as sRGB
+HALVED_PIXELS = 1 << 22  # number of pixels above which an image is read at half its width and height
 
 
 @dataclass(eq=False)
 class ImageEdit:
-    """An image and the cells of it to generate again; the tokens of all other cells are preserved.
+    """Image to edit, and its cells to generate again; the tokens of all other cells are preserved.
 
     Attributes:
-        pixels: uint8 `[height, width, 3]`.
+        pixels: original image in sRGB, uint8 `[height, width, 3]`.
         regenerated_cells: cells to generate again, bool `[rows, columns]`.
-        preserved_codes: tokens of preserved cells, -1 in the others, int64 `[cells]`; None before `encode`.
+        preserved_codes: tokens of preserved cells, -1 in all other cells, int64 `[cells]`; None before `encode`.
     """
 
     pixels: NDArray[np.uint8]
@@ -45,7 +46,7 @@ class ImageEdit:
     preserved_codes: Ints | None = field(init=False, default=None)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
-        """Encode the image once and return `preserved_codes`.
+        """Return `preserved_codes`. The first call computes them with the image encoder.
 
         Args:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
@@ -56,18 +57,23 @@ class ImageEdit:
         return self.preserved_codes
 
     def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """Return the inputs of the condition graph, which do not depend on the image."""
+        """Return the inputs of the condition graph unchanged, because they do not depend on the image."""
         return inputs
 
     def blend_with_original(self, image: Image.Image) -> Image.Image:
-        """Blend the edit into the original.
+        """Blend a generated image into the original image.
 
-        Regenerated cells show the new image. Outside, the weight of the new image falls to 0 over the width of a cell.
-        A token also changes pixels around its cell, so that a sharp edge would be visible.
+        Regenerated cells show the new image. Outside of them, the weight of the new image falls to 0 over the width of
+        a cell. The image decoder also changes pixels around a regenerated cell, so a sharp edge would be visible.
+
+        Args:
+            image: generated image, of the same size as the original image.
         """
         height, width, _ = self.pixels.shape
         cell = height // len(self.regenerated_cells)
+        # `grown` begins with the pixels of regenerated cells, and grows by one pixel per iteration.
         grown = self.regenerated_cells.repeat(cell, 0).repeat(width // self.regenerated_cells.shape[1], 1)
+        # number of iterations in which `grown` contains each pixel: `cell` in regenerated cells, 0 a cell away
         weight = np.zeros((height, width), np.float32)
         for _ in range(cell):
             weight += grown
@@ -76,6 +82,7 @@ class ImageEdit:
                 wider[target] |= grown[source]
                 wider[:, target] |= grown[:, source]
             grown = wider
+        # weight / cell is 1 in regenerated cells, and 0 where the original image remains.
         mixed = self.pixels + (weight / cell)[..., None] * (np.asarray(image, np.float32) - self.pixels)
         return Image.fromarray(np.rint(mixed).astype(np.uint8))
 
@@ -86,29 +93,45 @@ class ImageEdit:
 
 
 def to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
-    """Return pixels `[height, width, 3]` as the input of an image encoder, float32 `[1, 3, height, width]`."""
+    """Scale pixels to -1 .. 1 as input of an image encoder.
+
+    Args:
+        pixels: uint8 `[height, width, 3]`.
+
+    Returns:
+        Float32 `[1, 3, height, width]`.
+    """
     scaled: Floats = np.moveaxis(pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
     return scaled
 
 
 def crop_to_cover(original: Image.Image, size_in_pixels: tuple[int, int]) -> Image.Image:
-    """Scale an image to cover width and height in pixels, crop its centre, and fill transparent pixels."""
+    """Fill the transparent pixels of an image, scale the image to cover a size, and crop its centre.
+
+    Args:
+        original: image of mode RGBA.
+        size_in_pixels: width and height of the result.
+
+    Returns:
+        An image of mode RGB.
+    """
     visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
+    # The mean colour of the visible pixels disturbs neighbouring cells less than black would.
     background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
     opaque = Image.alpha_composite(Image.new("RGBA", original.size, (*background, 255)), original).convert("RGB")
     return ImageOps.fit(opaque, size_in_pixels, Image.Resampling.LANCZOS)
 
 
 def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
-    """Read an image as upright sRGB with alpha, with the `info` of its file; read a large image at half its size.
+    """Read an image: rotate it upright, convert it to sRGB with an alpha channel, and halve the size of a large image.
 
     Args:
         name: name of the request's parameter, for error messages.
         source: Pillow image, array, path of a file, or bytes of a file.
-        header_only: whether to return the image before decoding pixels, rotation and conversion.
+        header_only: whether to return the image as it is opened: pixels are not decoded, rotated or converted.
 
     Returns:
-        A Pillow image of mode RGBA.
+        A Pillow image of mode RGBA, with the `info` of the file.
 
     Raises:
         RequestError: the image cannot be read, or is too large.
@@ -116,7 +139,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
     if not isinstance(source, Image.Image | np.ndarray | str | Path | bytes):
         expected = "a Pillow image, a NumPy array, a path, or the bytes of a file"
         raise RequestError(field=name, found=f"an object of type {type(source).__name__}", expected=expected)
-    path = Path(source) if isinstance(source, str | Path) else Path(name)
+    path = Path(source) if isinstance(source, str | Path) else Path(name)  # for error messages
     expected = "a PNG, JPEG or WebP file"
     with (
         convert_read_errors(path, expected, RequestError, "give another image"),
@@ -135,6 +158,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
             raise RequestError(field=str(path), found=actual, expected=expected, remedy="make it smaller")
         if header_only:
             return image
+        # Bundles generate smaller images, and a halved image takes a quarter of the time and memory.
         factor = 2 if image.width * image.height > HALVED_PIXELS else 1
         if factor == 2 and image is not source and image.draft(None, (image.width // 2, image.height // 2)):
             factor = 1  # the JPEG decoder already halves the image
@@ -150,7 +174,8 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     """Read the size of an image from its header, after the rotation by its EXIF orientation.
 
     Args:
-        mask: mask, which must have the same size; None: no mask.
+        image: image to read.
+        mask: mask, which must have the same size as the image; None: no mask.
 
     Returns:
         Width and height in pixels.
@@ -163,8 +188,8 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     for name, source in sources.items():
         header = read_image(name, source, header_only=True)
         with convert_read_errors(Path(name), "an orientation", RequestError, "give another image"):
-            # The `getexif` of PNG images would decode all pixels.
-            rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)
+            # The method of the base class reads the header only. `getexif` of PNG images would decode all pixels.
+            rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # 90 or 270 degrees
         if 0 in header.size:
             raise RequestError(field=name, found="no pixels", expected="an image")
         sizes.append(header.size[::-1] if rotated else header.size)
@@ -175,13 +200,18 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
 
 
 def _image_from_array(parameter_name: str, array: NDArray[Any]) -> Image.Image:
-    """Convert an array to an 8-bit image: bool, floats 0 .. 1, integers of 8 or 16 bits; a mask may be 0 and 1."""
-    low = array.min(initial=0)
+    """Convert an array to an 8-bit image.
+
+    Args:
+        parameter_name: parameter of the request; a `mask` may be an integer array of 0 and 1.
+        array: bool, floats 0 .. 1, integers 0 .. 255, or integers 0 .. 65535.
+    """
+    low = array.min(initial=0)  # `initial` also makes an empty array valid
     high = array.max(initial=0)
-    binary = array.dtype.kind in "bf" or (parameter_name == "mask" and high <= 1)
-    if array.dtype == np.uint8 and not binary:
+    has_unit_range = array.dtype.kind in "bf" or (parameter_name == "mask" and high <= 1)
+    if array.dtype == np.uint8 and not has_unit_range:
         return Image.fromarray(array)
-    limit = 1 if binary else 255 if high <= 255 else 65535
+    limit = 1 if has_unit_range else 255 if high <= 255 else 65535
     if not 0 <= low <= high <= limit:
         actual = f"{array.dtype} from {low:g} to {high:g}"
         raise RequestError(field=parameter_name, found=actual, expected="integers 0 .. 255, floats 0 .. 1, or bool")
@@ -189,11 +219,12 @@ def _image_from_array(parameter_name: str, array: NDArray[Any]) -> Image.Image:
 
 
 def _to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an image to sRGB with alpha by the colour profile in its file, if the profile is valid."""
+    """Convert an image to sRGB with an alpha channel, by the colour profile in its file if the profile is valid."""
     plain = image.convert("RGBA")
     profile = plain.info.pop("icc_profile", b"")
+    # ImageCms reads neither palettes nor an alpha channel.
     colours = image.convert({"P": "RGB", "PA": "RGB", "LA": "L"}.get(image.mode, image.mode))
-    with suppress(OSError, ImageCms.PyCMSError):  # no profile, or an invalid profile, which viewers ignore, too
+    with suppress(OSError, ImageCms.PyCMSError):  # no profile, or an invalid profile: image viewers ignore it, too
         source = ImageCms.ImageCmsProfile(BytesIO(profile))
         converted = ImageCms.profileToProfile(colours, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
         assert converted is not None
@@ -212,29 +243,32 @@ def prepare_edit(
     mask: ImageSource | None = None,
     keep_rows: int | None = None,
 ) -> ImageEdit:
-    """Prepare an edit: scale the image to cover the size, crop its centre, and select the cells to generate again.
+    """Scale an image to cover a size, crop its centre, and select the cells to generate again.
 
     Args:
+        manifest: manifest of the bundle.
         size: size of the images to generate.
         original: image from `read_image`.
-        mask: image of the same size. Cells are generated again where it is transparent or, if it has no transparent
-            pixel, white. None: where the image is transparent.
+        mask: image of the same size as `original`. Cells are generated again where the mask is transparent or, if the
+            mask has no transparent pixel, white. None: where `original` is transparent.
         keep_rows: number of grid rows at the top to preserve, in place of a mask.
 
     Raises:
-        RequestError: the bundle cannot edit, or the mask selects no cell.
+        RequestError: the bundle cannot edit images, or the mask selects no cell.
     """
     check_supports_edits(manifest)
     width, height = manifest.size_in_pixels(size)
     if keep_rows is not None:
         if mask is not None:
-            raise RequestError("given with keep_rows", field="mask", remedy="give one of them")
+            raise RequestError("given together with keep_rows", field="mask", remedy="give one of them")
         num_rows = check_int("keep_rows", keep_rows, 0, 1, size.rows - 1)
         regenerated_cells = np.repeat(np.arange(size.rows)[:, None] >= num_rows, size.columns, 1)
     else:
-        hole = ImageOps.fit(_read_mask(original, mask), (width, height), Image.Resampling.BOX)
-        cells = np.asarray(hole).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
-        regenerated_cells = cells.max((1, 3)) > 0  # [rows, columns]
+        selected = ImageOps.fit(_read_mask(original, mask), (width, height), Image.Resampling.BOX)
+        # [rows, pixels per cell, columns, pixels per cell]
+        cells = np.asarray(selected).reshape(size.rows, height // size.rows, size.columns, width // size.columns)
+        # A cell is generated again if the mask selects any of its pixels. [rows, columns]
+        regenerated_cells = cells.max((1, 3)) > 0
         if not regenerated_cells.any():
             actual = "no mask, and an image without transparent pixels" if mask is None else "no pixels to generate"
             expected = "some transparent pixels or, if there are none, some white pixels"
@@ -243,13 +277,14 @@ def prepare_edit(
 
 
 def check_supports_edits(manifest: Manifest) -> None:
-    """Raise RequestError if the bundle cannot regenerate a part of an image.
+    """Raise RequestError if a bundle cannot generate a part of an image again.
 
-    It cannot if it has no image encoder, or one whose codes only serve as the source of image to image.
+    Editing needs an image encoder. The encoder of an image-to-image bundle does not suffice, because its codes are for
+    the prompt and not for cells of the generated image.
     """
     if manifest.source is not None:
-        problem = f"bundle {manifest.name} generates whole images from an image, and no part of it"
-        raise RequestError(problem, field="image", remedy="give it to `lantern-rt run --image`, without a mask")
+        problem = f"bundle {manifest.name} generates whole images from a source image, and cannot edit a part"
+        raise RequestError(problem, field="image", remedy="give the image to `lantern-rt run --image`, without a mask")
     if not manifest.can_edit_images:
         problem = f"bundle {manifest.name} has no image encoder"
         remedy = "export it again from its checkpoint, with this version" if manifest.makes_images else ""
@@ -257,16 +292,18 @@ def check_supports_edits(manifest: Manifest) -> None:
 
 
 def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
-    """Return the name of the size nearest to an image's: by aspect ratio, then by area.
+    """Return the name of the bundle's image size that is nearest to an image: by aspect ratio, then by area.
 
     Args:
+        manifest: manifest of the bundle.
         size_in_pixels: width and height of the image.
 
     Returns:
-        The name; None if the bundle has a single size.
+        The name; None if the bundle has a single image size.
     """
 
     def compute_size_distance(size: Size) -> tuple[float, float]:
+        # Differences of logarithms compare ratios, so twice and half the size are equally far.
         log_width, log_height = np.log(manifest.size_in_pixels(size)) - np.log(size_in_pixels)
         return round(abs(log_width - log_height), 3), abs(log_width + log_height)
 
@@ -277,5 +314,5 @@ def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:
     marks = original if mask is None else read_image("mask", mask)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())
-    hole = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128
-    return Image.fromarray(hole.astype(np.uint8) * 255)
+    selected = alpha < 128 if transparent else np.asarray(marks.convert("L")) >= 128
+    return Image.fromarray(selected.astype(np.uint8) * 255)

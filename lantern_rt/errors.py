@@ -15,13 +15,13 @@ LanternError
 
 from __future__ import annotations
 
-_MAX_MESSAGE_LENGTH = 2000  # maximum number of characters in a message
+_MAX_MESSAGE_LENGTH = 2000  # number of characters above which the middle of a message is replaced by ` ... `
 
 
 def escape_unprintable(text: str) -> str:
-    """Replace characters that control a terminal, or reorder its text, by escapes (`\\u001b`); keep line breaks.
+    """Replace unprintable characters by escapes such as `\\u001b`; keep line breaks.
 
-    The escapes are valid in JSON.
+    Unprintable characters in a message could control a terminal, or reorder text on the screen.
     """
     if text.isprintable():
         return text
@@ -35,18 +35,18 @@ def _escape_code_point(code_point: int) -> str:
 class LanternError(Exception):
     """Base class of the errors that a user can cause and cure.
 
-    The message is one line of at most 2,005 characters, safe to print: `field: problem, found X, expected Y; remedy`,
-    without empty parts. Programs should read the fields.
+    The message has the form `field: problem, found X, expected Y; remedy`, without the parts that are empty. It is one
+    line of at most 2,005 characters, and safe to print. Programs should read the fields instead of the message.
 
     Args:
         problem: description of the fault, if `found` and `expected` do not describe it.
         field: parameter at fault by its public name, or a file or graph.
-        found: actual value.
-        expected: valid values.
+        found: actual value, as text.
+        expected: description of the valid values.
         remedy: cure, as an instruction.
 
     Attributes:
-        suggestions: prompts that are valid instead of an invalid prompt.
+        suggestions: valid prompts that are similar to an invalid prompt.
     """
 
     suggestions: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class LanternError(Exception):
     def __init__(
         self, problem: str = "", field: str = "", found: str = "", expected: str = "", remedy: str = ""
     ) -> None:
-        super().__init__(problem, field, found, expected, remedy)  # other processes make the error of its `args` again
+        super().__init__(problem, field, found, expected, remedy)  # unpickling in another process needs all arguments
         self.problem = problem
         self.field = field
         self.found = found
@@ -94,11 +94,11 @@ class OutputError(LanternError):
 
 
 class RequestError(LanternError):
-    """A prompt or parameter is out of range, or contradicts another."""
+    """A prompt or parameter is invalid, or two parameters contradict each other."""
 
 
 class BusyError(RequestError):
-    """A service has no capacity for another request.
+    """A service rejects a request because its queue is full, or because a deadline would be missed.
 
     Args:
         problem: description of the fault, such as the number of images in the queue.
@@ -107,7 +107,7 @@ class BusyError(RequestError):
 
     def __init__(self, problem: str = "", retry_seconds: int = 1) -> None:
         super().__init__(problem, remedy=f"try again in about {retry_seconds} s")
-        self.args = problem, retry_seconds
+        self.args = problem, retry_seconds  # unpickling in another process calls `__init__` with `args`
         self.retry_seconds = retry_seconds
 
 

@@ -1,7 +1,7 @@
-"""Checks of user input: single values, errors of libraries as one line of text, and files.
+"""Checks of user input, reading of user files, and conversion of library errors to one line of text.
 
-Reading a pipe or a device might never end, and libraries that parse damaged files raise any exception. Every file is
-therefore opened here, and parsed inside `convert_read_errors`, whose error names the file in one line.
+Reading a pipe or a device might never end, so this module opens every file of a user. Libraries raise any exception
+when they parse a damaged file. Files are therefore parsed inside `convert_read_errors`, whose error names the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
 
-# Parameters of a pipeline that the command line or HTTP names otherwise: (option, field of a request).
+# Parameters of a pipeline that have other names on the command line or in HTTP:
+# parameter -> (command-line option, HTTP field).
 PARAMETER_NAMES = {
     "prompts": ("prompt", "prompt"),
     "class_ids": ("class_id", "class_id"),
@@ -36,10 +37,10 @@ PARAMETER_NAMES = {
     "max_images_per_pass": ("batch", "max_images_per_pass"),
     "max_queued_images": ("waiting", "max_queued_images"),
 }
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_MAX_BITS = 1 << 12  # maximum size of an integer shown in a message; Python cannot format much longer integers
-_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # PyTorch's index
-_SHORT_REPR = reprlib.Repr()  # stops early, where `repr` would first format the whole value
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # memory address in the `repr` of an object
+_MAX_BITS = 1 << 12  # maximum size of an integer in a message; Python refuses to format much longer integers
+_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # package index of PyTorch without CUDA
+_SHORT_REPR = reprlib.Repr()  # formats only the start of a value; `repr` would format the whole value
 vars(_SHORT_REPR).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
@@ -48,8 +49,8 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
 
     Args:
         name: name of the parameter, for the error message.
-        value: value to check; None: `default`.
-        default: value in place of None.
+        value: value to check; None stands for `default`.
+        default: value to check in place of None.
         low: minimum, inclusive.
         high: maximum, inclusive.
 
@@ -63,7 +64,10 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
 
 
 def describe_validation_error(error: ValidationError) -> dict[str, str]:
-    """Convert the first error of a pydantic validation to the fields of a `LanternError`; `field` is a dotted name."""
+    """Convert the first error of a pydantic validation to arguments of a `LanternError`.
+
+    The argument `field` is the path of the invalid field, such as `target.hidden_size`.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
@@ -80,7 +84,7 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """Format a value for a message: one line, at most 80 characters, text in quotes, no memory addresses."""
+    """Format a value for a message as one line of at most 80 characters, without memory addresses; text has quotes."""
     value = str(value) if isinstance(value, Path) else value
     if isinstance(value, str):
         text = repr(value[:80])
@@ -102,25 +106,28 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
 
 
 def reraise_signal_error(error: BaseException) -> None:
-    """Raise an error again if a signal's handler raised it, such as a time limit, and not the interrupted code.
+    """Raise an error again if a signal handler raised it, for example to enforce a time limit.
 
-    Every block that converts any exception calls this first.
+    A block that converts any exception must call this function first. Otherwise the block would blame a file for an
+    error that came from a signal.
     """
     handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
+    # A frame of a handler in the traceback shows that the handler raised the error.
     if any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__)):
         raise error
 
 
 def install_command(extra: str, reinstall: bool = False) -> str:
-    """Return the command that installs an extra from where this copy of lantern-rt came from.
+    """Return the pip command that installs an extra of lantern-rt from the place where pip found this copy.
 
     Args:
-        extra: an extra, or several with commas between; after `cpu,` PyTorch is installed without CUDA's libraries.
+        extra: extra, or several extras with commas between. If the first of several is `cpu`, the command installs
+            PyTorch without the CUDA libraries.
         reinstall: whether to replace installed packages.
     """
     from importlib.metadata import PackageNotFoundError, distribution
 
-    origin: dict[str, Any] = {}  # pip's record of a clone, a file or an address; an index leaves none
+    origin: dict[str, Any] = {}  # pip records a clone, a file or an address, but nothing for a package from an index
     with suppress(PackageNotFoundError):
         origin = json.loads(distribution("lantern-rt").read_text("direct_url.json") or "{}")
     address = "+".join(filter(None, [origin.get("vcs_info", {}).get("vcs"), origin.get("url")]))
@@ -148,7 +155,7 @@ def require_library(name: str, feature: str, extra: str) -> None:
     if name == "torch":
         try:
             os.getcwd()
-        except OSError as error:  # MKL would end the program
+        except OSError as error:  # MKL, which PyTorch loads, would end the program
             raise EngineError(
                 "the current folder was deleted", field=feature, remedy="go to another with `cd`"
             ) from error
@@ -156,14 +163,16 @@ def require_library(name: str, feature: str, extra: str) -> None:
 
 @contextmanager
 def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert any exception of the block to an error that names the file.
+    """Convert any exception in a `with` block to an error that names the file.
 
-    Errors of this package pass unchanged. Panics of Rust libraries, which are not `Exception`s, are converted, too.
+    Errors of this package are raised unchanged. Panics of Rust libraries are converted, too, although their class is
+    not an `Exception`.
 
     Args:
         path: file that the block reads.
-        expected: expected content, for the error message.
-        remedy: cure, for the error message.
+        expected: description of the expected content, for the error message.
+        error_class: class of the error to raise.
+        remedy: cure, as an instruction, for the error message.
 
     Raises:
         LanternError: an error of `error_class`.
@@ -177,6 +186,7 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
         field = f"{path}: field `{fields.pop('field')}`"
         raise error_class(**fields, field=field, remedy=f"expected {expected}; {remedy}") from error
     except BaseException as error:
+        # pyo3's `PanicException` is matched by its name, because the class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reraise_signal_error(error)
@@ -186,7 +196,7 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading, without waiting for a pipe or a device.
+    """Open a regular file for reading; reject a pipe or a device without waiting for its data.
 
     Raises:
         OSError: the file cannot be opened.
@@ -206,14 +216,17 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
         ValueError: the path is a pipe or a device, or the file has more than `max_bytes` bytes.
     """
     with open_regular_file(path) as file:
-        data = file.read(max_bytes + 1)
+        data = file.read(max_bytes + 1)  # one more byte shows that the file is too large
     if len(data) > max_bytes:
         raise ValueError(f"more than {max_bytes:,} bytes")
     return data
 
 
 def split_lines(text: str) -> list[str]:
-    """Split a text at LF, CR LF and CR only, without a byte order mark; `str.splitlines` splits at U+2028, too."""
+    """Split a text into lines at LF, CR LF and CR, and remove a byte order mark.
+
+    `str.splitlines` would also split at other characters, such as U+2028, which may occur in a prompt.
+    """
     return [line.removesuffix("\n") for line in StringIO(text.removeprefix("\ufeff"), newline=None)]
 
 

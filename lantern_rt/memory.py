@@ -1,6 +1,7 @@
-"""Memory: the maximum number of images per forward pass, checks before loading, and peak use of a process.
+"""Estimates of memory, checks of free memory, and the measurement of a process's peak memory.
 
-The memory for decoding is estimated from sizes in the manifest, before anything is allocated.
+The memory for decoding is estimated from sizes in the manifest, before any of it is allocated. The estimate limits the
+number of images per forward pass.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from .requests import GenerationSettings, resolve_settings
 from .runtime.drafters import count_draft_nodes
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
-MAX_WEIGHTS = 1 << 50
+MAX_WEIGHTS = 1 << 50  # number of weights that a damaged graph may claim, but no file can hold
 MAX_IMAGES = 64  # maximum number of images per forward pass
-BATCH_BYTES = 2 << 30  # maximum memory of a batch; also at most half of the free memory
-_MIN_NODES = 64  # minimum number of nodes per image to reserve for a forward pass
+BATCH_BYTES = 2 << 30  # maximum memory of a batch; a batch uses at most half of the free memory, too
+_MIN_NODES = 64  # minimum number of nodes per image for which memory is reserved
 _BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channels in float32
 _POLL_SECONDS = 0.01  # interval of `PeakMemoryMonitor`
 
 
 def choose_max_memory_settings(manifest: Manifest) -> GenerationSettings:
-    """Return the settings that need the most memory per image: with the EAGLE drafter if the bundle has it."""
+    """Return the settings that need the most memory per image: with the EAGLE drafter, unless the bundle has none."""
     method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})
 
@@ -49,15 +50,17 @@ def compute_max_images(
     """Compute the maximum number of images per forward pass.
 
     Args:
-        images: images of a request; empty: any images.
+        manifest: manifest of the bundle.
+        images: images of a request, whose longest prompt is checked against `free_bytes`; empty: no prompt is known.
+        settings: settings of the images.
         max_rows: maximum number of batch rows of the engines; with guidance an image has two rows.
-        free_bytes: free memory after loading the weights, bytes; None: one image always fits.
+        free_bytes: free memory in bytes after the weights were loaded; None: one image always fits.
 
     Returns:
-        1 .. 64 images, which need at most 2 GiB and at most half of the free memory, if there are several.
+        Number of images, 1 .. 64. More than one image need at most 2 GiB and at most half of the free memory.
 
     Raises:
-        RequestError: one image needs more memory than was free; names the memory needed, by use, and the free memory.
+        RequestError: one image needs more memory than was free. The error lists the needed memory by use.
     """
     tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
     needed = _estimate_memory_with_decoder(manifest, settings, tokens)
@@ -68,8 +71,9 @@ def compute_max_images(
             field="memory", found=actual, expected=expected, remedy="shorten it, or close other programs"
         )
     budget = min(BATCH_BYTES, available_memory() // 2)
-    rows = max_rows // (2 if settings.sampling.uses_guidance else 1)
-    return max(1, min(MAX_IMAGES, rows, budget // sum(estimate_image_memory(manifest, settings).values())))
+    max_images_by_rows = max_rows // (2 if settings.sampling.uses_guidance else 1)
+    image_bytes = sum(estimate_image_memory(manifest, settings).values())
+    return max(1, min(MAX_IMAGES, max_images_by_rows, budget // image_bytes))
 
 
 def estimate_image_memory(
@@ -78,16 +82,19 @@ def estimate_image_memory(
     """Estimate the memory for decoding one image.
 
     Args:
-        prefix: number of prompt tokens; None: the maximum.
+        manifest: manifest of the bundle.
+        settings: settings of the image.
+        prefix: number of prefix positions, such as prompt tokens; None: the maximum of the bundle.
 
     Returns:
-        Bytes by use: the caches and the forward passes.
+        Bytes by use: each KV cache, and the forward passes.
     """
     prompt = manifest.condition.prefix if prefix is None else prefix
     rows = 2 if settings.sampling.uses_guidance else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_MIN_NODES, count_draft_nodes(settings.method))
     draft_tokens = manifest.layout().max_pass_nodes(nodes)
+    # columns of the KV cache, as `DecodeSettings.count_cache_columns` counts them; caches round their length up
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {
@@ -97,19 +104,21 @@ def estimate_image_memory(
     }
     prefill = estimate_pass_memory(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
     verification = estimate_pass_memory(manifest.target, rows, nodes, columns, itemsize)
-    # Twice: the outputs of a pass are released only after the next pass.
+    # Twice, because the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}
 
 
 def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens: int | None = None) -> None:
-    """Raise an error if the weights and one image need more memory than is free.
+    """Check that there is memory for the weights and one image, before the weights are loaded.
 
     Args:
-        num_prompt_tokens: number of prompt tokens; None: the fewest possible, because `compute_max_images` checks every
-            request.
+        bundle: bundle to load.
+        settings: settings of the image.
+        num_prompt_tokens: number of prompt tokens; None: the smallest possible number, because `compute_max_images`
+            checks the prompt of every request later.
 
     Raises:
-        RequestError: names the memory needed, by use, and the free memory.
+        RequestError: there is too little memory. The error lists the needed memory by use, and the free memory.
     """
     manifest = bundle.manifest
     roles = ["target", "condition", "vq_decoder"]
@@ -129,9 +138,9 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
 def _estimate_memory_with_decoder(
     manifest: Manifest, settings: GenerationSettings, num_prompt_tokens: int
 ) -> dict[str, int]:
-    size_in_pixels = math.prod(manifest.size_in_pixels(manifest.size(settings.size)))
+    num_pixels = math.prod(manifest.size_in_pixels(manifest.size(settings.size)))
     return estimate_image_memory(manifest, settings, num_prompt_tokens) | {
-        "image decoding": _BYTES_PER_PIXEL * size_in_pixels
+        "image decoding": _BYTES_PER_PIXEL * num_pixels
     }
 
 
@@ -159,11 +168,12 @@ def count_kv_cache_bytes(spec: DecoderSpec | DrafterSpec, num_rows: int, cache_l
     """Compute the size of a KV cache.
 
     Args:
-        spec: sizes of the decoder.
+        spec: number of layers, heads and so on of the target or the drafter.
         num_rows: number of batch rows.
         cache_length: number of cache columns per row.
         itemsize: bytes per number.
     """
+    # 2: keys and values
     return 2 * spec.num_layers * cache_length * num_rows * spec.num_kv_heads * spec.head_dim * itemsize
 
 
@@ -173,16 +183,15 @@ def estimate_pass_memory(
     """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.
 
     Args:
-        spec: sizes of the decoder.
+        spec: hidden size, number of heads and so on of the target or the drafter.
         num_rows: number of batch rows.
         num_nodes: number of nodes per row.
         past_length: number of cache columns that the pass reads.
         itemsize: bytes per number.
     """
     logits = num_nodes * spec.vocab_size * 4  # float32
-    scores = (
-        num_nodes * (past_length + num_nodes) * (2 * spec.num_heads + 1) * itemsize
-    )  # attention mask, two copies of one layer's scores
+    # the attention mask, and two copies of the attention scores of one layer
+    scores = num_nodes * (past_length + num_nodes) * (2 * spec.num_heads + 1) * itemsize
     states = num_nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
     return num_rows * (logits + scores + states)
 
@@ -190,13 +199,14 @@ def estimate_pass_memory(
 def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     """Compute the size of a graph's weights in the memory of ONNX Runtime on a CPU.
 
-    Floating-point weights are loaded as float32, whatever their stored type; integer weights keep their type.
+    ONNX Runtime loads floating-point weights as float32, whatever type the file has. Integer weights keep their type.
 
     Args:
+        bundle: bundle with the graph.
         graph_role: role of the graph, such as `target`.
 
     Raises:
-        BundleError: the graph cannot be read, or claims more weights than a file can hold.
+        BundleError: the graph cannot be read, or states more weights than a file can hold.
     """
     manifest = bundle.manifest
     decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
@@ -207,14 +217,14 @@ def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     weights = StoredWeights(path).count_float_elements()
     if weights >= MAX_WEIGHTS:
         raise BundleError(field=str(path), found="weights larger than any file", remedy="export the bundle again")
-    return 4 * weights
+    return 4 * weights  # float32 has 4 bytes
 
 
 class PeakMemoryMonitor(threading.Thread):
-    """Context manager that measures the peak memory of the process.
+    """Context manager that measures the peak memory of this process in a thread.
 
     Attributes:
-        bytes: peak so far, files excluded; None if the system does not report it.
+        bytes: peak memory so far in bytes, without memory-mapped files; None if the system does not report memory.
     """
 
     def __init__(self) -> None:
@@ -231,13 +241,13 @@ class PeakMemoryMonitor(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Measure repeatedly until the block ends."""
+        """Measure the memory every 10 ms until the `with` block ends."""
         while self.bytes is not None and not self._done.wait(_POLL_SECONDS):
             self.bytes = max(self.bytes, measure_process_memory() or 0)
 
 
 def measure_process_memory() -> int | None:
-    """Return the memory of the process in bytes, files excluded; None if the system does not report it."""
+    """Return the memory of this process in bytes, without memory-mapped files; None if the system reports none."""
     try:
         memory = psutil.Process().memory_info()
     except psutil.Error:  # Linux without /proc

@@ -1,8 +1,8 @@
 """Decoding methods and sampling settings, with the limits of every parameter.
 
-Each method is one class, and its fields are the method's parameters. The same names appear in manifests, requests,
-command-line options, method strings such as `lantern++:lambda=3:tree=chain-4`, presets and PNG metadata. The runtime
-reads the same objects. A parameter that is None is not used.
+Each method is a class, whose fields are the parameters of the method. Manifests, requests, command-line options, method
+strings such as `lantern++:lambda=3:tree=chain-4`, presets and PNG metadata use the same names. The runtime reads the
+objects of these classes. A parameter that is None has no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Residual = Literal["aggregated", "neighborhood"]
 
 
 class FrozenModel(BaseModel):
-    """Base of methods, sampling and manifest parts: immutable, rejects unknown fields, NaN and infinity."""
+    """Base class of methods, sampling settings and parts of the manifest.
+
+    Objects are immutable. Validation rejects unknown fields, NaN and infinity.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
@@ -34,48 +37,51 @@ def _parse_cfg_tokens(value: Any) -> Any:
     text = value if isinstance(value, str) else ""
     if text.isdecimal():
         return int(text)
-    share = text.removesuffix("%")
-    integer, _, fraction = share.partition(".")
-    is_number = integer.isdecimal() and (fraction or "0").isdecimal() and len(share) <= 20  # recipes have little space
-    is_share = share != text and is_number and float(share) <= 100
+    percentage = text.removesuffix("%")
+    integer, _, fraction = percentage.partition(".")
+    # The length is limited because the text is stored in the recipe of every image.
+    is_number = integer.isdecimal() and (fraction or "0").isdecimal() and len(percentage) <= 20
+    is_percentage = percentage != text and is_number and float(percentage) <= 100
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if value is None or is_share or is_count:
+    if value is None or is_percentage or is_count:
         return value
-    raise ValueError("expected a number of tokens from 0, or a share of the image such as 50%")
+    raise ValueError("expected a number of tokens from 0, or a percentage of the image's tokens such as 50%")
 
 
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
 class RequestSettingMarker(NamedTuple):
-    """Marks a sampling setting that requests may set; the others come from the bundle.
+    """Marker of the sampling settings that requests may set. Only a bundle sets other sampling settings.
 
     Args:
-        metavar: values of the option in the help of the command line; None: the name of its type.
+        metavar: name of the option's value in the help of the command line; None: the name of the type.
     """
 
     metavar: str | None = None
 
 
 class Sampling(FrozenModel, strict=True):
-    """Sampling settings: how logits become a distribution.
+    """Sampling settings: how the logits of a token become a distribution.
 
     Attributes:
-        cfg_scale: guidance scale, 0 .. 1000. Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the
-            unconditional row is not run.
-        cfg_tokens: number of image tokens, the first in generation order, that are sampled with guidance: from 0,
-            or a share of the image such as `"50%"`; None: all. The unconditional row is not run for later tokens, which
-            are sampled from the conditional logits. LlamaGen's `cfg_interval` of n is `cfg_tokens` of n + 2.
-        cfg_schedule: `"linear"` gives token t of n, from 1 in generation order, the scale 1 + (scale - 1) t / n, as
-            in RandAR. None: `"constant"`.
-        cfg_final: guidance scale at the end of an image. Larger scales fall to it within the first rows, smaller scales
-            are raised to it (`runtime/guidance.py`), as in Lumina-mGPT 2.0. None: the scale is constant.
-        temperature: 0 (greedy) or 0.001 .. 1000.
+        cfg_scale: guidance scale, 0 .. 1000. Guided logits are uncond + cfg_scale * (cond - uncond). At exactly 1
+            forward passes have no unconditional row.
+        cfg_tokens: number of image tokens that are sampled with guidance, the first tokens in generation order: from 0,
+            or a percentage of the image's tokens such as `"50%"`; None: all tokens. Later tokens are sampled from the
+            conditional logits, without an unconditional row. LlamaGen's `cfg_interval` n equals `cfg_tokens` n + 2.
+        cfg_schedule: schedule of the guidance scale within an image. `"linear"` gives token t of n tokens, from 1 in
+            generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. None: `"constant"`.
+        cfg_final: guidance scale at the end of an image, as in Lumina-mGPT 2.0. A larger `cfg_scale` falls to this
+            scale within the first rows, and a smaller `cfg_scale` is raised to it (`runtime/guidance.py`). None:
+            `cfg_scale` holds for the whole image.
+        temperature: sampling temperature, 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 keeps all.
-        top_p: probability mass to keep, above 0 up to 1; 1 keeps all.
-        filter_order: LlamaGen applies top-k first; LANTERN, like the transformers warpers, applies top-p first.
-        repetition_penalty: divisor, 0.01 .. 100, of the conditional logits of tokens that the image already
-            contains (negative logits are multiplied), applied before guidance; None: no penalty.
+        top_p: total probability of the tokens to keep, above 0 up to 1; 1 keeps all.
+        filter_order: filter that is applied first. LlamaGen applies top-k first. LANTERN, like the logits warpers of
+            transformers, applies top-p first.
+        repetition_penalty: divisor of the conditional logits of tokens that the image already contains, 0.01 .. 100.
+            Negative logits are multiplied by it instead. It is applied before guidance. None: no penalty.
     """
 
     cfg_scale: Annotated[
@@ -129,7 +135,8 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether every image has an unconditional row beside the conditional row, at least for its first tokens."""
+        """Whether images have an unconditional row beside the conditional row, at least for their first tokens."""
+        # 2^30 is more tokens than any image has, so a small percentage is not rounded to 0 tokens.
         return self.cfg_scale != 1.0 and self.count_guided_tokens(1 << 30) > 0
 
     def count_guided_tokens(self, num_codes: int) -> int:
@@ -151,7 +158,7 @@ class Sampling(FrozenModel, strict=True):
         return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
-# Sampling settings of requests, from which the options of Python, the command line and HTTP are made.
+# Sampling settings that requests may set. The options of Python, the command line and HTTP follow from this table.
 SAMPLING = {
     name: field
     for name, field in Sampling.model_fields.items()
@@ -160,13 +167,15 @@ SAMPLING = {
 
 
 class MethodRequirements(NamedTuple):
-    """Parts of a bundle that a method uses; see `bundle.manifest.explain_unsupported`.
+    """Parts of a bundle that a method uses; `bundle.manifest.explain_unsupported` checks them.
 
     Args:
-        drafters: drafters of trees, of `heads` and `eagle`, one of which the bundle must have; empty: none is needed.
+        drafters: drafters of trees that the method can use, `heads` or `eagle`. The bundle must have one of them.
+            Empty: the method needs no drafter.
         uses_heads: whether the method uses the draft heads of a bundle that has them.
-        neighbors: number of neighbours per code that the bundle's table must have; 0: no table is needed.
-        order: whether the bundle must draw groups of cells; False: it must draw one code after another.
+        neighbors: number of neighbours per code that the bundle's neighbour table must have; 0: no table is needed.
+        order: whether the bundle must generate groups of cells per pass; False: the bundle must generate one code after
+            another.
     """
 
     drafters: tuple[str, ...] = ()
@@ -180,7 +189,8 @@ class MethodConfig(FrozenModel, strict=True):
 
     Attributes:
         method: name of the method.
-        measures_distance: whether statistics include the distance from the target's distribution (`realised_tvd`).
+        measures_distance: whether statistics include the total variation distance from the target's distribution
+            (`realised_tvd`).
     """
 
     method: str
@@ -207,7 +217,7 @@ class MethodConfig(FrozenModel, strict=True):
 
 
 class Autoregressive(MethodConfig):
-    """Plain decoding: no drafts, one token per forward pass."""
+    """Autoregressive decoding without drafts: one token per forward pass."""
 
     method: Literal["ar"] = "ar"
 
@@ -234,7 +244,7 @@ class TreeMethod(MethodConfig):
 
     @property
     def uses_draft_heads(self) -> bool:
-        """Whether draft heads, not the EAGLE drafter, draft the tree."""
+        """Whether draft heads draft the tree instead of the EAGLE drafter."""
         return self.drafter == "heads"
 
 
@@ -248,12 +258,14 @@ Neighbors = Annotated[int | None, Field(ge=1, description="How many nearby codes
 
 
 class RelaxedMethod(MethodConfig):
-    """Parameters of relaxed acceptance; see `runtime.acceptance`. Neighbours need a bound (delta or lambda).
+    """Base class of methods with relaxed acceptance, which `runtime.acceptance` explains.
+
+    A method is relaxed if it has a bound, delta or lambda, on the probability that neighbours add.
 
     Attributes:
         neighbors: number of nearest codebook entries that may add their probability to a draft token, at least 1;
             None: acceptance is exact.
-        residual: probability mass that a rejection removes.
+        residual: set of codes whose probability is removed after a rejection.
     """
 
     neighbors: Neighbors = None
@@ -268,7 +280,7 @@ class RelaxedMethod(MethodConfig):
 
     @property
     def acceptance_bounds(self) -> tuple[float | None, float | None]:
-        """Bounds delta and lambda, None without; at most a single bound is set."""
+        """Bounds delta and lambda. At least one of them is None; if both are None, acceptance is exact."""
         return None, None
 
     @property
@@ -279,11 +291,11 @@ class RelaxedMethod(MethodConfig):
     @model_validator(mode="after")
     def _check_parameters(self) -> RelaxedMethod:
         if None not in self.acceptance_bounds:
-            raise ValueError("delta and lambda are two bounds on the same thing, expected one")
+            raise ValueError("delta and lambda are two bounds on the probability of neighbors, expected one of them")
         if (self.neighbors is None) != self.exact:
-            raise ValueError("neighbors and a bound (delta or lambda) go together")
+            raise ValueError("neighbors needs a bound (delta or lambda), and a bound needs neighbors")
         if self.residual is not None and self.exact:
-            raise ValueError("residual is of neighbours, and there are none; leave residual out")
+            raise ValueError("residual has no effect without neighbors; leave residual out")
         return self
 
 
@@ -328,7 +340,10 @@ Window = Annotated[
 
 
 class SpeculativeJacobi(RelaxedMethod):
-    """Speculative Jacobi decoding: a window of draft tokens from the last target pass; exact unless relaxed."""
+    """Speculative Jacobi decoding, exact unless a bound is set.
+
+    The draft is a window of tokens, which the target's last forward pass or the draft heads propose.
+    """
 
     method: Literal["sjd"] = "sjd"
     window: Window = 8
@@ -341,25 +356,25 @@ class SpeculativeJacobi(RelaxedMethod):
 
     @property
     def requirements(self) -> MethodRequirements:
-        return super().requirements._replace(uses_heads=True)
+        return super().requirements._replace(uses_heads=True)  # uses the heads if the bundle has them
 
 
 class RowParallel(MethodConfig):
-    """Row-parallel decoding: grid rows are decoded at once, each `window` tokens behind the row above; not exact."""
+    """Row-parallel decoding, not exact: several grid rows grow at once, each `window` tokens behind the row above."""
 
     method: Literal["rows"] = "rows"
-    measures_distance: ClassVar[bool] = False  # it would take another forward pass over the whole image
+    measures_distance: ClassVar[bool] = False  # measuring would take another forward pass over the whole image
     window: Window = 6
     drafts: Annotated[int, Field(ge=0, le=16, description="Tokens drafted ahead in every row, 0 .. 16.")] = 0
 
     @property
     def exact(self) -> bool:
-        """Always False: tokens attend to fewer positions than in training."""
+        """Always False, because tokens attend to fewer positions than in training."""
         return False
 
 
 class GroupDecoding(MethodConfig):
-    """The order of a bundle that draws several cells in a pass. It is exact, and the bundle has no other method."""
+    """Exact decoding of groups of cells, the only method of a bundle whose model generates several cells per pass."""
 
     method: Literal["groups"] = "groups"
 
@@ -371,11 +386,12 @@ class GroupDecoding(MethodConfig):
 Quality = Literal["strict", "balanced", "fast"]
 
 
-# Every method, by its name; from this table the types below, method strings, manifests and HTTP follow.
+# Every method, by its name. The types below, method strings, manifests and HTTP fields follow from this table.
 METHODS: dict[str, type[MethodConfig]] = {
     kind.model_fields["method"].default: kind
     for kind in (Autoregressive, Eagle, Lantern, LanternPlusPlus, SpeculativeJacobi, RowParallel, GroupDecoding)
 }
+# Type checkers cannot evaluate types that are made of a table, so they get the base types.
 if TYPE_CHECKING:
     Method: TypeAlias = MethodConfig
     MethodName: TypeAlias = str
@@ -383,8 +399,8 @@ else:
     Method = Annotated[Union[tuple(METHODS.values())], Field(discriminator="method")]  # noqa: UP007
     MethodName = Literal[tuple(METHODS)]
 
-PARAMETERS: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
+METHODS_BY_PARAMETER: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
 for _name, _class in METHODS.items():
     for _field, _info in _class.model_fields.items():
         if _field != "method":
-            PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
+            METHODS_BY_PARAMETER.setdefault(_info.alias or _field, []).append(_name)

@@ -1,4 +1,4 @@
-"""Options of pipeline calls, for type checkers; `requests.py` checks them."""
+"""Types of the options of pipeline calls, for type checkers. `requests.py` checks the values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 
 
 class GenerationOptions(TypedDict, total=False):
-    """`Options` without image editing."""
+    """Options of a pipeline call without `image` and `mask`; see `Options`."""
 
     class_ids: int | Sequence[int] | None
     token_ids: Sequence[int] | Sequence[Sequence[int]] | None
@@ -40,35 +40,41 @@ class GenerationOptions(TypedDict, total=False):
 
 
 class Options(GenerationOptions, total=False):
-    """Options of a pipeline call besides the prompts. An option that is missing or None comes from the bundle.
+    """Options of a pipeline call besides the prompts.
+
+    The bundle has a default for an option that is missing or None.
 
     Attributes:
-        class_ids: class ids from 0, one or several, for bundles that take them instead of prompts.
-        token_ids: prompt as token ids, or several prompts, in place of `prompts`. A bundle with a template (kind
-            `tokens`) takes a whole conditional row, which begins and ends as its layout says; others the ids of a text.
-        embeddings: text embeddings, for bundles that take them instead of prompts: floats `[tokens, dim]` or
-            `[prompts, tokens, dim]`, alone or as `(embeddings, mask)` with a right-padded mask `[prompts, tokens]`.
-        negative_prompt: prompt that guidance leads away from, for all prompts; needs prompts and guidance.
-        keep_rows: number of grid rows at the top of `image` to preserve, in place of a mask; from 1.
-        seed: random seed, 0 .. 2**64 - 1, one or one per prompt. Image i of a prompt has seed + i and does not depend
-            on the batch.
-        num_images: number of images per prompt, from 1, at most 1024 images in all.
-        quality: preset of the bundle; `"strict"`, the default, is exact.
-        method: in place of `quality`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an
-            object of `lantern_rt.methods`.
-        cfg_scale: guidance scale, 0 .. 1000; 1 is off.
-        cfg_tokens: number of image tokens that are sampled with guidance, the first in generation order: from 0, or
-            a share of the image such as `"50%"`. Later tokens have one batch row instead of two, and take less time.
-        cfg_schedule: `"linear"` lets guidance grow from 1 to its scale within an image; `"constant"` does not.
-        temperature: 0 (greedy) or 0.001 .. 1000.
-        top_k: number of most probable tokens to keep; 0 is off.
-        top_p: probability mass to keep, above 0 up to 1; 1 is off.
-        repetition_penalty: 0.01 .. 100; 1 is off.
-        size: `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
-        image: image to edit, or source image for bundles that take source images: a Pillow image, an array, a file's
-            path or its bytes. Without prompts, the prompt recorded in it is used.
-        mask: image of the same size as `image`. Cells are generated again where it is transparent or, if it has no
-            transparent pixel, white. None: where `image` is transparent.
+        class_ids: class id or list of class ids, from 0, for bundles that take class ids instead of prompts.
+        token_ids: token ids of one prompt or of several prompts, in place of `prompts`. A bundle of condition kind
+            `tokens` needs the whole conditional row, with the ids of its template before and after the text. Other
+            bundles need the ids of the text only.
+        embeddings: text embeddings, for bundles that take embeddings instead of prompts: a float array `[tokens, dim]`
+            or `[prompts, tokens, dim]`, or the pair `(embeddings, mask)`. The mask `[prompts, tokens]` is 1 on tokens
+            and 0 on padding, which is on the right.
+        negative_prompt: text that guidance leads away from, for all prompts. It requires prompts and guidance.
+        keep_rows: number of grid rows at the top of `image` to preserve, from 1, in place of a mask.
+        seed: random seed, 0 .. 2**64 - 1: one for all prompts, or one per prompt. Image i of a prompt has seed + i. The
+            other images of a call do not change an image.
+        num_images: number of images per prompt, from 1; at most 1024 images per call.
+        quality: preset of the bundle: `"strict"` (the default, exact), `"balanced"` or `"fast"`.
+        method: decoding method, in place of `quality`: a name such as `"lantern++"`, a method string such as
+            `"sjd:window=5"`, or an object of `lantern_rt.methods`.
+        cfg_scale: guidance scale, 0 .. 1000; 1 turns guidance off.
+        cfg_tokens: number of image tokens that are sampled with guidance, from 0, or a percentage of the image's
+            tokens such as `"50%"`. They are the first tokens in generation order. Later tokens take less time, because
+            they need one batch row instead of two.
+        cfg_schedule: `"linear"` raises the guidance scale from 1 to `cfg_scale` within an image; `"constant"` does not.
+        temperature: sampling temperature, 0 (greedy) or 0.001 .. 1000.
+        top_k: number of most probable tokens to keep; 0 turns the filter off.
+        top_p: total probability of the tokens to keep, above 0 up to 1; 1 turns the filter off.
+        repetition_penalty: divisor of the logits of tokens that the image already contains, 0.01 .. 100; 1 turns the
+            penalty off.
+        size: image size `"WIDTHxHEIGHT"` in pixels, for bundles with several image sizes.
+        image: image to edit, or source image for bundles that take source images: a Pillow image, an array, the path of
+            a file, or the bytes of a file. A call without prompts uses the prompt that is recorded in the image.
+        mask: image of the same size as `image`. Cells are generated again where the mask is transparent or, if the mask
+            has no transparent pixel, white. None: where `image` is transparent.
     """
 
     image: ImageSource | None

@@ -1,8 +1,8 @@
-"""The public pipeline, from prompts to images.
+"""Public pipeline from prompts to images.
 
-A `Pipeline` is an open bundle with its engines. Calls do not change it, so several threads may share a pipeline. Every
-call decodes a separate batch. The condition graph and the image decoder run on one prompt or image at a time, so that
-neither memory nor any bit of an image depends on the batch.
+A `Pipeline` is an open bundle with its engines. Calls do not change a pipeline, so several threads may share one
+pipeline. Every call decodes a separate batch. The condition graph and the image decoder run on one prompt or image at a
+time, so neither their memory nor any bit of an image depends on the batch.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ if TYPE_CHECKING:
     from .runtime.likelihood import Likelihood
 
 _LOG = logging.getLogger(__name__)
-WARM_UP_STEPS = 3
-MAX_TRIES = 64
+WARM_UP_STEPS = 3  # the prefill, and two steps with drafts
+MAX_TRIES = 64  # maximum number of candidates of an edit
 
 
 class Pipeline:
-    """Image generator for one bundle, made by `Pipeline.from_bundle`. Several threads may share it.
+    """Image generator for one bundle, which `Pipeline.from_bundle` opens. Several threads may share a pipeline.
 
-    Call `close` when done, or use `with Pipeline.from_bundle(...) as pipe:`. Neither threads nor a GPU survive a fork:
-    in a process forked after loading, every call raises an error; open another pipeline there.
+    Call `close` at the end, or write `with Pipeline.from_bundle(...) as pipe:`. Neither threads nor a GPU survive a
+    fork of the process. In a process that was forked after loading, every call raises an error: open a new pipeline
+    there.
 
     Attributes:
-        bundle: the open bundle.
+        bundle: open bundle.
         process: id of the process that loaded the bundle.
     """
 
@@ -80,13 +81,16 @@ class Pipeline:
         """Open a bundle and load its target model.
 
         Args:
-            bundle: name of an embedded or published model, folder, `hf:owner/name[@revision]`, or an open bundle.
+            bundle: name of an embedded or published model, folder of a bundle, `hf:owner/name[@revision]` on the
+                Hugging Face Hub, or an open bundle.
             threads: number of CPU threads, from 1; None: one per physical core.
             verify: whether to compare the SHA-256 hash of every file with the manifest.
-            provider: execution provider of ONNX Runtime: `cpu`, `cuda`, ... (docs/gpu.md); also `GRAPH=NAME` for the
-                drafter, vq_decoder or condition. None: `auto`, the GPU if its package is installed, else the CPU.
-            engines: folder of TensorRT engines that `build-engine` built from it, to run instead of its graphs.
-            download: whether to download and export a published model that is not in the cache, without asking.
+            provider: execution provider of ONNX Runtime, such as `cpu` or `cuda` (docs/gpu.md). `GRAPH=NAME` sets the
+                provider of one graph: `drafter`, `vq_decoder` or `condition`. None: `auto`, which is the GPU if the
+                package for it is installed, else the CPU.
+            engines: folder of TensorRT engines that `build-engine` built from the bundle. They run instead of graphs.
+            download: whether to download a published model that is not in the cache, and export the model if it has no
+                finished bundle.
 
         Returns:
             The pipeline, which the caller closes.
@@ -107,7 +111,7 @@ class Pipeline:
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
         if isinstance(bundle, str):
             bundle = resolve_bundle_name(bundle, download)
-        skipped_roles = folder.list_replaced_files() if folder else ()
+        skipped_roles = folder.list_replaced_files() if folder else ()  # graphs whose engines run instead
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
         loaded = BundleEngines(opened, threads, providers, folder)
@@ -115,9 +119,9 @@ class Pipeline:
         return cls(opened, loaded)
 
     def close(self) -> None:
-        """Close the pipeline and release the engines' memory. A second call does nothing.
+        """Close the pipeline, and release the memory of its engines. A second call has no effect.
 
-        Later requests raise `RequestError`. Streams that have begun continue, but cannot decode images.
+        Later requests raise `RequestError`. A stream that has begun continues, but cannot decode images.
         """
         self._engines = None
 
@@ -139,7 +143,8 @@ class Pipeline:
         manifest = self.bundle.manifest
         if manifest.neighbors:
             _ = self.bundle.neighbor_table
-        _ = self.bundle.draft_heads
+        _ = self.bundle.draft_heads  # the property loads the heads
+        # A prefix of two zero embeddings is enough, because the tokens are discarded.
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
         method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
@@ -148,12 +153,12 @@ class Pipeline:
         plan = make_decode_settings(manifest, settings, self.engines)
         steps = decode(model, plan, [Prompt(row, row)], [0])
         for _ in islice(steps, WARM_UP_STEPS):
-            pass  # the tokens are not used: they belong to an image without a prompt
+            pass
         _LOG.info("warmed up bundle %s", manifest.name)
 
     @property
     def engines(self) -> BundleEngines:
-        """The loaded graphs of the bundle.
+        """Loaded graphs of the bundle.
 
         Raises:
             RequestError: the pipeline was closed, or loaded before this process was forked.
@@ -176,8 +181,9 @@ class Pipeline:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
         Args:
-            prompts: one prompt or several; None if class ids or embeddings are given in `options`.
-            callback_on_step: function called with the `StreamStep` of every step; an exception in it ends the call.
+            prompts: one prompt, or a list of prompts; None if `options` has class ids, token ids or embeddings.
+            callback_on_step: function that is called with the `StreamStep` of every step. If the function raises an
+                exception, the call ends with this exception.
             progress: whether to show a progress bar, on stderr or below a notebook's cell.
             options: see `Options`.
 
@@ -185,8 +191,9 @@ class Pipeline:
             Images, tokens and statistics, in the order of the prompts.
 
         Raises:
-            RequestError: an option is invalid; the error names it, and the prompt if there are several.
-            EngineError: a graph cannot run, or its output is NaN.
+            RequestError: an option is invalid. The error names the option and, if there are several prompts, the
+                prompt.
+            EngineError: a graph cannot run, or its output is NaN or infinity.
         """
         request = self.check(prompts, **options)
         with progress_bars() if progress else nullcontext() as show:
@@ -201,15 +208,17 @@ class Pipeline:
     def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> Generator[StreamStep, None, None]:
-        """Generate step by step. Stop iterating, or close the generator, to cancel.
+        """Generate images, and return the state after each decoding step.
+
+        To cancel, stop iterating or close the generator.
 
         Args:
             prompts: same as for a call of the pipeline.
             options: same as for a call of the pipeline.
 
         Returns:
-            A generator of steps, which works only while the caller waits for the next. `step.image(i)` decodes image i
-            as far as it is generated; `step.stats` is set in the last step.
+            A generator of steps. It computes a step only when the caller asks for the next step. `step.image(i)`
+            decodes the cells of image i that are generated so far. `step.stats` is None before the last step.
 
         Raises:
             RequestError: same as for a call of the pipeline, before the first step.
@@ -229,24 +238,26 @@ class Pipeline:
     ) -> Result:
         """Generate a part of an image again.
 
-        Tokens outside the mask are preserved. A new token attends to the cells before it in raster order: above, and to
-        the left. Pixels more than one cell outside the mask do not change.
+        Tokens outside the mask are preserved. A new token attends only to cells before it in raster order: the rows
+        above, and the cells to its left. Pixels more than one cell outside the mask do not change.
 
         Args:
             image: image to edit, see `Options`.
-            mask: cells to generate again, see `Options`; None: `keep_rows` or transparent pixels select them.
-            prompts: same as for a call of the pipeline; None: the prompt recorded in the image.
-            tries: number of candidates per image, 1 .. 64, with consecutive seeds; the result is the candidate that
-                gives the preserved tokens the highest probability.
+            mask: mask of the cells to generate again, see `Options`. None: `keep_rows` or transparent pixels of the
+                image select the cells.
+            prompts: same as for a call of the pipeline; None: the prompt that is recorded in the image.
+            tries: number of candidates per image, 1 .. 64, with consecutive seeds. The result has the candidate in
+                which the preserved tokens have the highest probability.
             callback_on_step: same as for a call of the pipeline.
             progress: same as for a call of the pipeline.
             options: same as for a call of the pipeline.
 
         Returns:
-            The images, tokens and statistics; statistics include all candidates.
+            The images, tokens and statistics. The statistics include all candidates.
 
         Raises:
-            RequestError, EngineError: same as for a call of the pipeline.
+            RequestError: same as for a call of the pipeline, or the bundle cannot edit images.
+            EngineError: same as for a call of the pipeline.
         """
         tries = check_int("tries", tries, 1, 1, MAX_TRIES)
         check_supports_edits(self.bundle.manifest)
@@ -256,6 +267,7 @@ class Pipeline:
         if tries == 1:
             return result
         nats = [likelihood.nats for likelihood in self.likelihoods(result.codes, prompts, **request)]
+        # The candidates of an image follow each other. Index of the most likely candidate of each image:
         best = [min(range(i, i + tries), key=nats.__getitem__) for i in range(0, len(nats), tries)]
         names = ("images", "codes", "seeds", "prompts")
         selected: dict[str, Any] = {name: [getattr(result, name)[i] for i in best] for name in names}
@@ -266,19 +278,20 @@ class Pipeline:
     ) -> list[Likelihood]:
         """Compute the negative log-likelihood of images under the target model.
 
-        Guidance and temperature apply; top-k and top-p do not.
+        Guidance and temperature apply. Top-k and top-p do not, because a token that they exclude would have an infinite
+        negative log-likelihood.
 
         Args:
             codes: tokens of each image, int64 `[cells]`, in the order of the prompts.
-            prompts: same as for the call that generated them.
-            options: same as for the call that generated them.
+            prompts: prompts of the call that generated the images.
+            options: options of the call that generated the images.
 
         Returns:
-            Mean negative log-likelihood and mean entropy of each image, nats per token. For an edit, the mean is over
-            the preserved tokens, if there are any.
+            Mean negative log-likelihood and mean entropy of each image, in nats per token. For an edit with preserved
+            tokens, the means are over the preserved tokens only.
 
         Raises:
-            RequestError: same as for a call of the pipeline, or the number of images differs.
+            RequestError: same as for a call of the pipeline, or `codes` has another number of images.
         """
         request = self.check(prompts, **options)
         if len(codes) != len(request.images):
@@ -286,7 +299,7 @@ class Pipeline:
         return self.prepare(request).likelihoods(codes)
 
     def check(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Request:
-        """Check a request before anything is computed.
+        """Check a request before images are generated.
 
         Args:
             prompts: same as for a call of the pipeline.
@@ -296,57 +309,58 @@ class Pipeline:
             The checked request, ready for `decode`.
 
         Raises:
-            RequestError: an option is invalid; the error names it.
+            RequestError: an option is invalid; the error names the option.
         """
         request = check_request(self.bundle.manifest, self._tokenizer, prompts, **options)
         if request.images[0].edit is not None:
-            request.images[0].edit.encode(self.engines.encode_images)
+            request.images[0].edit.encode(self.engines.encode_images)  # once: all images share the object
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Plan how these engines decode a request, and check that there is memory for it.
+        """Choose how the engines decode a request, and check that there is memory for one image.
 
         Args:
             request: request that `check` returned.
 
         Returns:
-            The request with everything that the runtime needs.
+            The request with all data that the runtime needs.
 
         Raises:
-            RequestError: one image needs more memory than was free after loading (GPU memory is not checked), or the
-                pipeline was closed.
+            RequestError: one image needs more memory than was free after loading, or the pipeline was closed. GPU
+                memory is not checked.
         """
         engines = self.engines
         settings = self.adapt_settings_to_engines(request.settings)
         max_images = compute_max_images(
             self.bundle.manifest, request.images, settings, engines.max_rows, self._free_bytes
         )
-        plan = make_decode_settings(
-            self.bundle.manifest, settings, engines, settings.quality is not None and engines.on_cpu
-        )
+        # A request that names a method gets the window that it names. On a GPU a wide window costs little.
+        adaptive_window = settings.quality is not None and engines.on_cpu
+        plan = make_decode_settings(self.bundle.manifest, settings, engines, adaptive_window)
         return PreparedRequest(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Generate the images of a checked request, step by step.
+        """Generate the images of a checked request, and return the state after each decoding step.
 
         Args:
             request: request that `check` returned.
 
         Returns:
-            A generator of steps, as from `stream`. It continues after `close`, but cannot decode images then.
+            A generator of steps, same as `stream` returns. After `close` the generator continues, but its steps cannot
+                decode images.
 
         Raises:
-            RequestError: there is not enough memory, or the pipeline was closed; before the first step.
+            RequestError: there is not enough memory, or the pipeline was closed. The error comes before the first step.
         """
         return self._generate_steps(self.prepare(request))
 
     def adapt_settings_to_engines(self, settings: GenerationSettings) -> GenerationSettings:
-        """Replace a preset's method by its method for GPUs, unless the engines run on the CPU.
+        """Replace the method of a preset by the preset's method for GPUs, unless the engines run on the CPU.
 
-        An exact window is limited to the maximum number of nodes in a forward pass of the engines.
+        An exact window also becomes small enough for the maximum number of nodes of the engines.
 
         Args:
-            settings: settings of a request, as `check` returned them.
+            settings: settings of a request that `check` returned.
 
         Returns:
             The settings, perhaps with another method.
@@ -357,7 +371,7 @@ class Pipeline:
         if settings.quality is None or self.engines.on_cpu:
             return settings
         method = self.bundle.manifest.presets[settings.quality].devices or settings.method
-        max_window = self.engines.max_nodes - 1  # without the root node
+        max_window = self.engines.max_nodes - 1  # the other node is the root, the last accepted token
         if isinstance(method, SpeculativeJacobi) and method.exact and method.window > max_window:
             method = SpeculativeJacobi(window=max_window) if max_window else Autoregressive()
         return replace(settings, method=method)
@@ -377,15 +391,17 @@ class Pipeline:
     def decode_image(
         self, images: Sequence[ImageRequest], settings: GenerationSettings, image_index: int, codes_by_cell: Ints
     ) -> Image:
-        """Decode image i of a request from its tokens.
+        """Decode an image of a request from its tokens.
 
         Args:
-            image_index: index of the image.
-            codes_by_cell: token of each cell, int64 `[codes_by_cell]`; -1 in cells that are not generated yet, which
-                become grey.
+            images: images of the request.
+            settings: settings of the request.
+            image_index: index of the image in `images`.
+            codes_by_cell: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which become
+                grey.
 
         Returns:
-            The image; a complete one has its recipe in `info`.
+            The image. If all cells have tokens, `info` of the image has its recipe.
 
         Raises:
             RequestError: the pipeline was closed, or the bundle has no image decoder.
@@ -395,11 +411,12 @@ class Pipeline:
         size = manifest.size(settings.size)
         edit = images[image_index].edit
         if edit is not None and edit.preserved_codes is not None:
+            # Show preserved cells from the first step on.
             codes_by_cell = np.where(codes_by_cell < 0, edit.preserved_codes, codes_by_cell)
         known = codes_by_cell >= 0
         if not known.any():
             return make_blank_image(*manifest.size_in_pixels(size))
-        # The decoder needs a token in every cell: repeat the last known token.
+        # The image decoder needs a token in every cell. Cells without a token repeat the last token before them.
         filled = codes_by_cell[np.maximum.accumulate(np.where(known, np.arange(len(codes_by_cell)), 0))]
         image = image_from_pixels(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
         if edit is not None:

@@ -1,4 +1,4 @@
-"""Requests that are ready to decode: the model, the plan of the images, and their prefix rows."""
+"""Requests that are ready to decode, with the loaded model, the decode settings and the prefix rows of the images."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request with everything that the runtime needs for it, made by `Pipeline.prepare`.
+    """Checked request with all data that the runtime needs to decode the images, made by `Pipeline.prepare`.
 
     Args:
+        bundle: open bundle of the engines.
         engines: loaded graphs of the bundle.
         images: images to generate, in the order of the prompts.
-        settings: settings of all images on these engines.
-        plan: the settings for the runtime.
+        settings: settings of all images, adapted to these engines.
+        plan: the same settings in the form that the runtime reads, with the image layout and the limit of nodes.
         max_images: maximum number of images per forward pass.
     """
 
@@ -49,7 +50,7 @@ class PreparedRequest:
         return [image.seed for image in self.images]
 
     def prompts(self) -> Iterator[Prompt]:
-        """Compute the prefix rows of the images, see `compute_prefixes`."""
+        """Compute the prefix rows of each image; see `compute_prefixes`."""
         return compute_prefixes(self.bundle, self.engines, self.images)
 
     def model(self) -> LoadedModel:
@@ -57,12 +58,13 @@ class PreparedRequest:
         return load_model(self.bundle, self.engines, [self.settings.method])
 
     def likelihoods(self, codes: Sequence[Ints]) -> list[Likelihood]:
-        """Compute the negative log-likelihood of images under the target model, see `Pipeline.likelihoods`.
+        """Compute the negative log-likelihood of images under the target model; see `Pipeline.likelihoods`.
 
         Args:
             codes: tokens of each image, int64 `[cells]`.
         """
         edits = [image.edit for image in self.images]
+        # For an edit, the average is over preserved cells only; None averages over all cells. bool [cells] per image
         masks = [
             None if edit is None or edit.regenerated_cells.all() else ~edit.regenerated_cells.ravel() for edit in edits
         ]
@@ -75,11 +77,12 @@ class PreparedRequest:
 def make_decode_settings(
     manifest: Manifest, settings: GenerationSettings, engines: BundleEngines, adaptive_window: bool = False
 ) -> DecodeSettings:
-    """Return how images are generated on some engines.
+    """Return the settings with which the runtime generates the images of a request.
 
     Args:
+        settings: checked settings of the request.
         engines: loaded graphs of the bundle, which limit the nodes of a forward pass.
-        adaptive_window: whether the window of an exact `sjd` adapts to its acceptance, see `windows.py`.
+        adaptive_window: whether the window of exact `sjd` adapts to the accepted tokens, see `AdaptiveWindow`.
     """
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
     return DecodeSettings(
@@ -91,41 +94,44 @@ def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[Im
     """Compute the prefix rows of a request's images, once per prompt.
 
     Args:
+        bundle: bundle of the engines, named in errors.
         engines: loaded graphs of the bundle.
         images: images of one request, in the order of the prompts.
 
     Yields:
-        The prefix of each image: a conditional and an unconditional row.
+        The prefix of each image: a conditional row and an unconditional row.
 
     Raises:
-        BundleError: the condition graph gave another shape than the bundle says, or NaN.
+        BundleError: the condition graph returned another shape than the manifest states, or NaN or infinity.
     """
     negative_request = images[0].negative_request
     negative_row = None if negative_request is None else engines.compute_condition(negative_request.condition_inputs)[0]
     edit = images[0].edit
     preserved = None if edit is None else edit.encode(engines.encode_images)
+    # Images of one prompt share the object `condition_inputs`, so the condition graph runs once for all of them.
     for _, group in groupby(images, lambda image: id(image.condition_inputs)):
         image, *others = group
+        # both [1, prefix, hidden_size], perhaps with different lengths of the prefix
         cond, uncond = engines.compute_condition(
             image.condition_inputs if edit is None else edit.complete_inputs(image.condition_inputs)
         )
         uncond = uncond if negative_row is None else negative_row
         if [(1, len(real)) for real in image.attention_masks] != [cond.shape[:2], uncond.shape[:2]]:
-            problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
+            problem = f"returned {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens for a prompt"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
         if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
-            problem = "gave NaN or infinity, its weights are damaged"
+            problem = "returned NaN or infinity, so its weights are damaged"
             raise BundleError(problem, field=str(bundle.path("condition")), remedy="export the bundle again")
-        nothing = (None, None)
+        no_values = (None, None)
         rows = zip(
             (cond[0], uncond[0]),
             image.attention_masks,
-            image.token_ids or nothing,
-            image.position_ids or nothing,
+            image.token_ids or no_values,
+            image.position_ids or no_values,
             strict=True,
         )
-        first, second = (PrefixRow(*row, image.first_position) for row in rows)
-        yield from [Prompt(first, second, preserved)] * (1 + len(others))
+        cond_row, uncond_row = (PrefixRow(*row, image.first_position) for row in rows)
+        yield from [Prompt(cond_row, uncond_row, preserved)] * (1 + len(others))
 
 
 def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:
@@ -133,14 +139,14 @@ def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodC
 
     Args:
         engines: loaded graphs of the bundle.
-        methods: methods that will run; graphs and tables that none of them reads stay unloaded. None: any method
-            may run.
+        methods: methods that will run. Graphs and tables that these methods do not need are not loaded. None: any
+            method may run.
     """
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
-    layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}
-    everything = MethodRequirements(("eagle",), True, manifest.neighbors)
-    requirements = [everything] if methods is None else [method.requirements for method in methods]
+    layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}  # {}: the runtime's defaults
+    all_parts = MethodRequirements(("eagle",), True, manifest.neighbors)
+    requirements = [all_parts] if methods is None else [method.requirements for method in methods]
     uses_drafter = any("eagle" in each.drafters for each in requirements)
     uses_heads = any(each.uses_heads for each in requirements)
     uses_neighbors = any(each.neighbors for each in requirements)

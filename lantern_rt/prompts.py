@@ -1,6 +1,6 @@
-"""Prompts, class ids and text embeddings as inputs of the condition graph.
+"""Conversion of prompts, class ids and text embeddings to inputs of the condition graph.
 
-Embeddings are right-padded in requests and left-padded in the graph; this module converts them.
+Text embeddings are right-padded in requests and left-padded in the graph.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .text.words import WordTokenizer, read_word_tokenizer
 
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-PROMPT_LIMIT = 2000  # characters
-_MAX_TOKEN_ID = 2**31 - 1  # Maximum token id.
+PROMPT_LIMIT = 2000  # maximum number of characters of a prompt
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """Image to generate, with its prompt, seed and condition inputs.
+    """Image to generate, with its prompt, seed and inputs of the condition graph.
 
     Attributes:
-        prompt_or_class_id: prompt, class id or token ids; None for embeddings.
+        prompt_or_class_id: prompt, class id or token ids, as the request states them; None for text embeddings.
         condition_inputs: inputs of the condition graph by name, `[1, ...]`.
-        attention_masks: positions that are not padding, of the conditional and the unconditional row, bool `[prefix]`.
-        token_ids: token ids of the conditional and the unconditional row, int64 `[prefix]`; None if the condition graph
-            does not read ids of a joint vocabulary.
+        attention_masks: masks of the conditional and the unconditional row, bool `[prefix]`; False on padding.
+        token_ids: token ids of the conditional and the unconditional row, int64 `[prefix]`; None unless text and image
+            tokens share a vocabulary.
         seed: random seed, 0 .. 2**64 - 1.
-        negative_request: negative prompt, whose conditional row replaces the unconditional row; shared by all images of
-            a request.
-        edit: image of which a part is generated again, or source image; shared by all images of a request.
-        first_position: position of the first code; None: the prompt begins at position 0.
-        position_ids: position of each token of both rows, int64 `[prefix]`; None: they are consecutive.
+        negative_request: request of the negative prompt, whose conditional row replaces the unconditional row. All
+            images of a request share the object.
+        edit: image to edit, or source image. All images of a request share the object.
+        first_position: position of the image's first code; None: the prompt begins at position 0.
+        position_ids: positions of the tokens of both rows, int64 `[prefix]`; None: the positions are consecutive.
     """
 
     prompt_or_class_id: Label
@@ -58,7 +58,7 @@ class ImageRequest:
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
-    """Load the tokenizer of a bundle; None if the bundle takes no prompts."""
+    """Load the tokenizer of a bundle. Return None if the bundle takes no prompts."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
         return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
@@ -74,7 +74,11 @@ def _format_field_name(name: str, index: int, count: int) -> str:
 
 
 def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
-    """Prepare one image per class id.
+    """Build the request of one image per class id.
+
+    Args:
+        condition: condition of the bundle.
+        class_ids: class ids, not checked yet.
 
     Raises:
         RequestError: a class id is out of range.
@@ -82,19 +86,21 @@ def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list
     last = (condition.classes or 1) - 1
     count = len(class_ids)
     ids = [check_int(_format_field_name("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
-    real = np.ones(condition.prefix, np.bool_)
+    real = np.ones(condition.prefix, np.bool_)  # no position is padding
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
 
 
 def build_prompt_requests(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
-    """Prepare one image per prompt.
+    """Build the request of one image per prompt.
 
     Args:
-        size: size of the images, which some prompt templates state.
-        prompts: prompts, checked here.
-        negative_prompt: negative prompt; None: none.
+        condition: condition of the bundle.
+        tokenizer: tokenizer of the bundle.
+        size: size of the images, which some prompt templates contain.
+        prompts: prompts, not checked yet.
+        negative_prompt: negative prompt; None: the bundle's unconditional row is used.
 
     Raises:
         RequestError: a prompt is empty, too long or not text; the error says which prompt.
@@ -107,16 +113,17 @@ def build_prompt_requests(
 def build_token_id_requests(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
-    """Prepare one image per prompt of token ids.
+    """Build the request of one image per prompt, where prompts are token ids.
 
     Args:
-        tokenizer: tokenizer of the bundle, whose vocabulary the ids belong to.
-        size: size of the images, whose tokens end the ids for kind `tokens`.
-        prompts: token ids of a prompt, or of several prompts, checked here.
-        negative_prompt: negative prompt as text; None: none.
+        condition: condition of the bundle.
+        tokenizer: tokenizer of the bundle, whose vocabulary has the ids.
+        size: size of the images. For condition kind `tokens`, a prompt must end with the ids of the size.
+        prompts: token ids of one prompt, or a list of them for several prompts, not checked yet.
+        negative_prompt: negative prompt as text; None: the bundle's unconditional row is used.
 
     Raises:
-        RequestError: ids are unknown, too many, or do not begin and end as the bundle's template.
+        RequestError: token ids are unknown or too many, or do not begin and end like the bundle's template.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
     names = [_format_field_name("token_ids", i, len(rows)) for i in range(len(rows))]
@@ -133,7 +140,7 @@ def _build_token_id_request(
     before, after = ((), ()) if condition.layout is None else condition.layout.surrounding_tokens(size.tokens)
     text = ids[len(before) : len(ids) - len(after)]
     if ids != [*before, *text, *after]:
-        expected = f"{[*before]} before the text and {[*after]} behind it, as size {size.name} requires"
+        expected = f"{[*before]} before the text and {[*after]} after the text, as size {size.name} requires"
         raise RequestError(
             field=field_name, found=format_value(ids[: len(before)] + ids[-len(after) :]), expected=expected
         )
@@ -142,6 +149,7 @@ def _build_token_id_request(
         raise RequestError(field=field_name, found=f"{len(ids):,} ids", expected=limits)
     if unknown := [i for i in text if not tokenizer.has_id(i)]:
         raise RequestError(field=field_name, found=f"{unknown[0]}", expected="ids of the bundle's tokenizer")
+    # The condition graph of kind `words` reads ids of fixed length; other kinds read ids of any length.
     padded = text + [0] * (condition.prefix - len(text)) if condition.kind == "words" else text
     return _build_image_request(condition, size, tuple(ids), np.array(padded, np.int64))
 
@@ -149,11 +157,12 @@ def _build_token_id_request(
 def _add_negative_prompts(
     requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative_prompt: Any
 ) -> list[ImageRequest]:
-    """Replace the unconditional rows by the conditional row of a negative prompt, unless it is None."""
+    """Replace the unconditional row of each request by the conditional row of a negative prompt, unless it is None."""
     if negative_prompt is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
         tokenizer = replace(tokenizer, template=condition.layout.negative)
+    # Only masks and ids are replaced here. `compute_prefixes` computes the embeddings once for all images.
     (negative_request,) = _build_text_requests("negative_prompt", condition, tokenizer, size, [negative_prompt])
     replaced = []
     for request in requests:
@@ -175,7 +184,7 @@ def _build_text_requests(
         try:
             requests.append(_build_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
-            error.field = _format_field_name(field, i, len(prompts))
+            error.field = _format_field_name(field, i, len(prompts))  # says which of several prompts is invalid
             if near := tokenizer.find_nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
                 error.suggestions = tuple(near)
                 error.remedy = "; ".join(
@@ -190,7 +199,8 @@ def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, si
         raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
     if not prompt.strip():
         raise RequestError(field="prompt", found="empty text", expected="a few words")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes of command-line arguments that are not UTF-8
+    # Python decodes bytes of command-line arguments that are not UTF-8 to surrogates.
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
@@ -204,35 +214,45 @@ def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, si
 def _build_image_request(
     condition: ConditionSpec, size: Size, prompt_or_class_id: Label, ids: NDArray[np.int64]
 ) -> ImageRequest:
-    """Create the request of an image from the token ids of its text, int64 `[n]`."""
+    """Build the request of an image from the token ids of its text.
+
+    Args:
+        condition: condition of the bundle.
+        size: size of the image.
+        prompt_or_class_id: prompt as the request states it.
+        ids: token ids of the text without the ids of a template, int64 `[n]`.
+    """
     layout = condition.layout
     prefix = condition.prefix
     if layout is None:
-        real = np.arange(prefix) >= prefix - len(ids)
+        real = np.arange(prefix) >= prefix - len(ids)  # the prefix is left-padded: its last positions are real
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
         return ImageRequest(prompt_or_class_id, {"token_ids": ids[None], **mask}, (real, real))
     before, after = layout.surrounding_tokens(size.tokens)
     cond = np.array([*before, *ids, *after], np.int64)
     uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
     if layout.uncond_fill is not None:
-        uncond[len(before) : len(cond) - len(after)] = layout.uncond_fill
+        uncond[len(before) : len(cond) - len(after)] = layout.uncond_fill  # replaces each id of the text
     condition_inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     rows = (np.ones(len(cond), bool), np.ones(len(uncond), bool))
     return ImageRequest(prompt_or_class_id, condition_inputs, rows, (cond, uncond), first_position=size.first_position)
 
 
 def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, source: SourceImage) -> ImageRequest:
-    """Insert a source image before the text of a prompt.
+    """Insert the codes of a source image before the text of a prompt.
 
-    The image to generate has the positions of its size. Every token before it has the position of the image's first
-    code, moved back in time, row and column by the distance. The source has the positions of an image of its size,
-    moved back as far.
+    The model has rotary positions with a time, a row and a column. Position p + s * `max_positions` stands for row p of
+    the rotary table, moved back by s in time, row and column.
+
+    A token at distance d before the first code of the new image has the position of that code, moved back by d. The
+    codes of the source have the positions of an image of the same size, moved back by a fixed distance. The distance is
+    the longer side of the source, in cells, plus the number of ids between the source and the new image.
 
     Args:
         request: request of the text.
         manifest: manifest of a bundle with a `source`.
-        size: size of the images, `Size.with_source`.
-        source: source image, whose codes are not known yet.
+        size: size of the new images, as `Size.with_source` returns it.
+        source: source image, whose codes need not be known yet.
     """
     spec = manifest.source
     first = size.first_position
@@ -240,41 +260,47 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     assert request.token_ids is not None
     assert first is not None
     text, uncond = request.token_ids
-    alone = source.size.with_source()
-    cells = np.arange(alone.codes)
-    behind = len(spec.after) + len(text)
-    distance = behind + max(alone.rows, alone.columns)
-    back = manifest.target.max_positions
-    places = (alone.first_position or 0) + back * distance + cells
+    source_size = source.size.with_source()
+    cells = np.arange(source_size.codes)
+    num_following = len(spec.after) + len(text)  # number of ids between the codes of the source and the new image
+    distance = num_following + max(source_size.rows, source_size.columns)
+    step_back = manifest.target.max_positions  # adding this to a position moves the position back by 1
+    source_positions = (source_size.first_position or 0) + step_back * distance + cells
 
-    def before(count: int, distance: int) -> NDArray[np.int64]:
-        moved: NDArray[np.int64] = first + back * np.arange(distance + count, distance, -1)
+    def positions_before(count: int, distance: int) -> NDArray[np.int64]:
+        """Return the positions of `count` tokens, the last of which is at `distance + 1` before the first code."""
+        moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
 
+    # The zeros are placeholders, which `SourceImage.complete_inputs` replaces by the codes of the source.
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
-    position_ids = np.concatenate([before(len(spec.before), distance), places, before(behind, 0)])
+    position_ids = np.concatenate(
+        [positions_before(len(spec.before), distance), source_positions, positions_before(num_following, 0)]
+    )
     return replace(
         request,
         condition_inputs={**request.condition_inputs, "token_ids": ids[None]},
         attention_masks=(np.ones(len(ids), np.bool_), request.attention_masks[1]),
         token_ids=(ids, uncond),
-        position_ids=(position_ids, before(len(uncond), 0)),
+        position_ids=(position_ids, positions_before(len(uncond), 0)),
         edit=source,
     )
 
 
 def _convert_to_numpy(values: Any) -> NDArray[Any]:
-    if hasattr(values, "detach"):  # a PyTorch tensor; NumPy reads neither gradients nor bfloat16
+    if hasattr(values, "detach"):  # a PyTorch tensor; NumPy rejects tensors that need gradients, and bfloat16
         values = values.detach().cpu()
         values = values.float() if values.is_floating_point() else values
     return np.asarray(values)
 
 
 def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
-    """Prepare one image per text embedding: left-pad the rows, and set the padding to zero.
+    """Build the request of one image per text embedding; convert right-padded to left-padded embeddings.
 
     Args:
-        embeddings: floats `[tokens, dim]` or `[prompts, tokens, dim]`, alone or with a right-padded mask.
+        condition: condition of the bundle.
+        embeddings: float array `[tokens, dim]` or `[prompts, tokens, dim]`, or a pair of this array and a mask
+            `[prompts, tokens]`, which is 1 on tokens and 0 on padding on the right.
 
     Raises:
         RequestError: shapes, mask or values are invalid.
@@ -291,19 +317,20 @@ def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -
             field="embeddings", found=format_error(error), expected="an array of numbers and a mask"
         ) from error
     if values.ndim == 2:
-        values = values[None]
-        marks = marks[None]
+        values = values[None]  # [prompts, tokens, dim]
+        marks = marks[None]  # [prompts, tokens]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
     if not fits or marks.shape != values.shape[:2]:
         actual = f"{list(values.shape)} with mask {list(marks.shape)}"
-        expected = f"[prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]"
+        expected = f"[prompts, tokens, {width}] with mask [prompts, tokens], where tokens is 1 .. {prefix}"
         raise RequestError(field="embeddings", found=actual, expected=expected)
-    lengths = marks.sum(1)[:, None]
+    lengths = marks.sum(1)[:, None]  # number of tokens, [prompts, 1]
     if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
         expected = "at least one 1, then zeros (right-padded)"
         raise RequestError(field="embeddings", found="a mask with gaps", expected=expected)
     if not np.isfinite(values[marks]).all():
         raise RequestError(field="embeddings", found="NaN or infinity", expected="finite numbers")
+    # The bundle format requires zeros as padding. The caller's padding may have any values, even NaN.
     left_padded = np.zeros((len(values), prefix, width), np.float32)
     real = np.arange(prefix) >= prefix - lengths  # [prompts, prefix]
     left_padded[real] = values[marks]

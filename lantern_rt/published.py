@@ -1,8 +1,9 @@
-"""Published models by name: their needs, and their bundles in a cache on this machine.
+"""Published models by name: their requirements, and their bundles in a cache on this machine.
 
-`published.json` has one entry per model. The first use of a name downloads its finished bundle from the hub, or
-without it the checkpoints, which are exported. `LANTERN_RT_CACHE` (`~/.cache/lantern-rt` unless it is set) has a
-folder, or a link to the hub's cache, per name and precision.
+`published.json` has one entry per model. The first use of a model downloads its finished bundle from the Hugging Face
+Hub. If the model has no finished bundle, its checkpoints are downloaded and exported. The cache is the folder
+`LANTERN_RT_CACHE`, by default `~/.cache/lantern-rt`. For each model and precision it has a folder with an exported
+bundle, or a link to a finished bundle in the hub's cache.
 """
 
 from __future__ import annotations
@@ -31,48 +32,52 @@ if TYPE_CHECKING:
 
 TABLE = Path(__file__).with_name("published.json")
 _MANIFEST = "bundle.json"
-_OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"
+_OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"  # remedy in errors
 
 
 class PublishedBundle(FrozenModel):
-    """A bundle of a published model on the hub: `run` needs no PyTorch, and downloads less.
+    """Finished bundle of a published model on the hub.
+
+    With a finished bundle, `run` needs no PyTorch and downloads less than with checkpoints.
 
     Attributes:
-        reference: reference to the hub, pinned to a commit.
-        digest: sha256 of its `bundle.json`.
-        download_bytes: size of its files.
+        reference: reference to the bundle on the hub, `hf:owner/name@commit`.
+        digest: SHA-256 hash of `bundle.json`, in hexadecimal.
+        download_bytes: size of the bundle's files in bytes.
     """
 
     reference: str
     digest: str
     download_bytes: int
 
+    # `check_host_requirements` reads these fields from both classes. A finished bundle needs no export.
     login: ClassVar = False
     export_libraries: ClassVar[tuple[str, ...]] = ()
     export_bytes: ClassVar = 0
-    bundle_bytes: ClassVar = 0  # the cache of bundles has a link
+    bundle_bytes: ClassVar = 0  # the cache of bundles has only a link
 
     @property
     def repositories(self) -> list[str]:
-        """Hub repository of the bundle."""
+        """Hub repository of the bundle, as a list."""
         return [parse_hub_reference(self.reference, BundleError)[0]]
 
 
 class PublishedModel(FrozenModel):
-    """A published model, and where its checkpoints are.
+    """Published model, with the hub references of its checkpoints and the options to export them.
 
     Attributes:
         family: family of the model, as in `export --family`.
-        files: hub references of its checkpoints, by option of `export`.
+        files: hub references of the checkpoints, by option of `export`.
         options: other options of `export`.
-        cfg_scale: guidance scale that it was trained for; None: the family's.
-        sizes: image sizes, pixels.
-        parameters: number of parameters of the target.
-        download_bytes: size of the checkpoints.
-        memory_bytes: memory to generate one image with weights in int8, estimated from sizes.
-        licence: licence of the weights, as its publisher names it.
-        login: whether the hub asks for a login.
-        makes_images: whether its bundle has an image decoder; otherwise it generates tokens for another program.
+        cfg_scale: guidance scale that the model was trained for; None: the scale of the family.
+        sizes: image sizes in pixels, as text.
+        parameters: number of parameters of the target model.
+        download_bytes: size of the checkpoints in bytes.
+        memory_bytes: estimated memory to generate one image with int8 weights, in bytes.
+        licence: licence of the weights, as the publisher names it.
+        login: whether the hub requires a login for the checkpoints.
+        makes_images: whether the bundle has an image decoder. A bundle without an image decoder generates tokens for
+            another program.
         bundles: finished bundles by precision, which `deploy/publish.py` adds.
     """
 
@@ -94,8 +99,8 @@ class PublishedModel(FrozenModel):
 
     @property
     def bundle_bytes(self) -> int:
-        """Size that an exported bundle has at most."""
-        return self.download_bytes
+        """Maximum size of an exported bundle, in bytes."""
+        return self.download_bytes  # a bundle has the same weights in the same or a smaller type
 
     @property
     def export_options(self) -> dict[str, Any]:
@@ -104,12 +109,12 @@ class PublishedModel(FrozenModel):
 
     @property
     def subject(self) -> str:
-        """Parameter of requests for the prompts or class ids of the model."""
+        """Name of the request parameter that the model needs: `prompts` or `class_ids`."""
         return "class_ids" if self.family == "llamagen" and "text_encoder" not in self.files else "prompts"
 
     @property
     def repositories(self) -> list[str]:
-        """Hub repositories of the checkpoints, each once."""
+        """Hub repositories of the checkpoints, without duplicates."""
         return [*dict.fromkeys(parse_hub_reference(text, CheckpointError)[0] for text in self.files.values())]
 
 
@@ -120,7 +125,11 @@ def load_published_models() -> dict[str, PublishedModel]:
 
 
 def find_published_model(name: str) -> PublishedModel:
-    """Return a published model; raise RequestError if the name is unknown."""
+    """Return a published model by name.
+
+    Raises:
+        RequestError: there is no published model of this name.
+    """
     models = load_published_models()
     if name not in models:
         remedy = "`lantern-rt models` lists the names"
@@ -129,17 +138,21 @@ def find_published_model(name: str) -> PublishedModel:
 
 
 def models_cache_folder() -> Path:
-    """Return the folder of cached bundles. Raises: OutputError: the user has no home folder."""
+    """Return the folder of cached bundles.
+
+    Raises:
+        OutputError: the user has no home folder, and no environment variable names another folder.
+    """
     if chosen := os.environ.get("LANTERN_RT_CACHE"):
         return Path(chosen)
-    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # Stays `~` without a home folder.
+    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))  # still `~` without a home folder
     if not base.is_absolute():
         raise OutputError(field=str(base), found="no home folder for bundles", remedy=_OTHER_CACHE)
     return base / "lantern-rt"
 
 
 def choose_default_precision() -> str:
-    """Return the precision of cached bundles on this host: `fp16` with an NVIDIA GPU, else `int8`."""
+    """Return the precision of the bundles for this host: `fp16` with an NVIDIA GPU, else `int8`."""
     return "fp16" if detect_provider(import_onnxruntime()) == "cuda" else "int8"
 
 
@@ -154,7 +167,7 @@ def list_cached_bundles(name: str) -> list[Path]:
 
 
 def find_cached_bundle(name: str) -> Path | None:
-    """Return the cached bundle of a published model for this host, None if there is none.
+    """Return the cached bundle of a published model in the precision for this host; None if the cache has none.
 
     Raises:
         OutputError: the cache cannot be read.
@@ -173,25 +186,27 @@ def _open_cache_folder() -> Iterator[Path]:
     folder = models_cache_folder()
     with convert_read_errors(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
         with suppress(FileNotFoundError):
-            folder.stat()  # methods of Path ignore other errors since Python 3.13
+            # Raises an error if the folder cannot be read. Since Python 3.13, methods such as `glob` ignore this error.
+            folder.stat()
         yield folder
 
 
 def is_published(name: str) -> bool:
-    """Return whether a bundle's name is that of a published model; a folder of this name takes precedence."""
+    """Return whether the name of a bundle means a published model. A folder of the same name takes precedence."""
     return name in load_published_models() and not Path(name).is_dir()
 
 
 def is_missing_from_cache(name: str) -> bool:
-    """Return whether a bundle's name is that of a published model that is not in the cache."""
+    """Return whether the name of a bundle means a published model that is not in the cache."""
     return is_published(name) and find_cached_bundle(name) is None
 
 
 def find_bundle_source(name: str, force_export: bool = False) -> PublishedModel | PublishedBundle:
-    """Return where a bundle for this host comes from: the finished bundle, or without it the checkpoints.
+    """Return the source of a bundle for this host: a finished bundle or, if there is none, a model to export.
 
     Args:
-        force_export: whether to export it in any case.
+        name: name of the published model.
+        force_export: whether to ignore a finished bundle.
     """
     model = find_published_model(name)
     finished = model.bundles.get(choose_default_precision()) if model.bundles and not force_export else None
@@ -199,16 +214,17 @@ def find_bundle_source(name: str, force_export: bool = False) -> PublishedModel 
 
 
 def check_host_requirements(name: str, force_export: bool = False) -> None:
-    """Check that a published model can be downloaded, exported if it has to be, and used on this host.
+    """Check that this host can download, export and run a published model.
 
     Args:
-        force_export: whether to export it even if there is a finished bundle.
+        name: name of the published model.
+        force_export: whether to export the model even if there is a finished bundle.
 
     Raises:
-        EngineError: a library that exports need is not installed.
+        EngineError: an export is needed, and a library for exports is not installed.
         RequestError: there is too little memory.
-        OutputError: a cache cannot be read or written, or there is too little disk.
-        CheckpointError: the hub asks for a login, and there is none.
+        OutputError: a cache cannot be read or written, or there is too little disk space.
+        CheckpointError: the hub requires a login, and there is none.
     """
     model = find_published_model(name)
     source = find_bundle_source(name, force_export)
@@ -216,10 +232,12 @@ def check_host_requirements(name: str, force_export: bool = False) -> None:
         require_library(library, "export", "cpu,export")
     from huggingface_hub import constants, get_token
 
+    # `memory_bytes` is for int8; fp16 weights have twice as many bytes.
     needed = max(source.export_bytes, model.memory_bytes * (2 if choose_default_precision() == "fp16" else 1))
     check_free_memory(needed, "use a smaller model")
     try:
         folder = _cached_bundle_folder(name)
+        # `check_new_folder` rejects links. A link to a finished bundle may be replaced, so another path is checked.
         check_new_folder(folder.parent / "new" if os.path.islink(folder) else folder, True, _MANIFEST)
     except OutputError as error:
         error.remedy = _OTHER_CACHE
@@ -243,10 +261,14 @@ def _count_downloaded_bytes(hub_cache: Path, repository: str) -> int:
 
 
 def export_published_model(name: str, progress: Progress | None = None) -> Path:
-    """Download a published model, unless the hub's cache has it, and export it to the cache of bundles.
+    """Export a published model to the cache of bundles; download the checkpoints that the hub's cache lacks.
+
+    Args:
+        name: name of the published model.
+        progress: progress callback; None: no progress is reported.
 
     Returns:
-        The folder of the bundle, which appears whole or not at all.
+        The folder of the bundle. It appears only once the bundle is complete.
 
     Raises:
         LanternError: the same as `check_host_requirements`; the hub cannot be reached; or the export fails.
@@ -256,24 +278,25 @@ def export_published_model(name: str, progress: Progress | None = None) -> Path:
     check_host_requirements(name, force_export=True)
     folder = _cached_bundle_folder(name)
     with _lock_output_folder(folder, progress or ignore_progress):
-        if os.path.islink(folder) and find_cached_bundle(name) is None:  # a link to a finished bundle that is gone
+        if os.path.islink(folder) and find_cached_bundle(name) is None:  # a link to a finished bundle that was deleted
             with convert_output_errors(folder):
                 folder.unlink()
-        if find_cached_bundle(name) is None:  # else by the program that had the lock
+        if find_cached_bundle(name) is None:  # otherwise another program exported the bundle while it held the lock
             export_bundle(name, folder, choose_default_precision(), progress)
     return folder
 
 
 def export_bundle(name: str, output: Path, precision: str, progress: Progress | None = None) -> Path:
-    """Export a published model to a folder, in place of a bundle that is there.
+    """Export a published model to a folder, and replace a bundle in this folder.
 
     Args:
-        name: name of the model, and of the bundle.
-        output: folder to write.
+        name: name of the published model, which becomes the name of the bundle.
+        output: output path of the bundle.
         precision: `int8`, or `fp16` for GPUs.
+        progress: progress callback; None: no progress is reported.
 
     Returns:
-        The folder, which appears whole or not at all.
+        The output path. The folder appears only once the bundle is complete.
 
     Raises:
         LanternError: the hub cannot be reached, or the export fails.
@@ -293,10 +316,16 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
 
 @contextmanager
 def _lock_output_folder(output: Path, report: Progress) -> Iterator[None]:
-    """Wait until no other program exports the same bundle, and lock it. output: folder of the bundle."""
+    """Wait until no other program exports the same bundle, and lock the bundle for the `with` block.
+
+    Args:
+        output: folder of the bundle.
+        report: progress callback, called before a wait.
+    """
     from filelock import FileLock, Timeout
 
     output.parent.mkdir(parents=True, exist_ok=True)
+    # The lock file lies beside the folder, because an export replaces the folder.
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -310,17 +339,18 @@ def _lock_output_folder(output: Path, report: Progress) -> Iterator[None]:
 
 
 def fetch_published_model(name: str, progress: Progress | None = None, force_export: bool = False) -> Path:
-    """Download the finished bundle of a published model, or its checkpoints to export them.
+    """Download the finished bundle of a published model or, if there is none, export the model.
 
     Args:
-        progress: progress callback of an export.
-        force_export: whether to export it even if there is a finished bundle.
+        name: name of the published model.
+        progress: progress callback of an export; None: no progress is reported.
+        force_export: whether to export the model even if there is a finished bundle.
 
     Returns:
         The folder of the bundle in the cache.
 
     Raises:
-        BundleError: the finished bundle cannot be downloaded, or differs from the table's digest.
+        BundleError: the finished bundle cannot be downloaded, or its hash differs from `published.json`.
         LanternError: the same as for `export_published_model`.
     """
     source = find_bundle_source(name, force_export)
@@ -336,6 +366,7 @@ def fetch_published_model(name: str, progress: Progress | None = None, force_exp
     folder = _cached_bundle_folder(name)
     with convert_output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # A new link replaces an old link in one step, so other programs never find a missing bundle.
         link = folder.with_name(f".{folder.name}.{os.getpid()}")
         link.symlink_to(bundle.folder)
         link.replace(folder)
@@ -343,11 +374,11 @@ def fetch_published_model(name: str, progress: Progress | None = None, force_exp
 
 
 def resolve_bundle_name(name: str, download: bool = False) -> str | Path:
-    """Return the cached bundle of a published model, and any other name unchanged.
+    """Return the folder of a published model's bundle in the cache; return any other name unchanged.
 
     Args:
-        name: name of a published model, or of any bundle.
-        download: whether to download a model that is not in the cache, and export it if it has no finished bundle.
+        name: name of a published model, or name or path of any bundle.
+        download: whether to download a model that is not in the cache. A model without a finished bundle is exported.
 
     Raises:
         BundleError: the model is not in the cache.

@@ -1,6 +1,6 @@
-"""Validation of requests against a bundle, before anything is computed.
+"""Validation of requests against a bundle, before a graph is loaded or runs.
 
-A parameter that is None comes from the bundle.
+The bundle has a default for a parameter that is None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .completion import check_method, resolve_method, validate_model
 from .edits import check_supports_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
-from .methods import PARAMETERS, SAMPLING, MethodConfig, Quality, Sampling
+from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Embeddings, ImageSource, Options
 from .prompts import (
     ImageRequest,
@@ -32,10 +32,10 @@ from .prompts import (
 )
 from .sources import prepare_source_image
 
-IMAGES_LIMIT = 1024  # images per request
-SEED_LIMIT = 2**64
-# The kinds of input that bundles take, by parameter.
-SUBJECTS = {
+IMAGES_LIMIT = 1024  # maximum number of images per request
+SEED_LIMIT = 2**64  # seeds are smaller than this
+# Inputs that bundles take: parameter -> description for error messages.
+INPUT_DESCRIPTIONS = {
     "prompts": "a prompt",
     "class_ids": "class ids",
     "token_ids": "token ids",
@@ -43,20 +43,20 @@ SUBJECTS = {
 }
 
 
-def draw_seed() -> int:
-    """Draw a random seed, 0 .. 2**32 - 1."""
+def choose_random_seed() -> int:
+    """Return a random seed, 0 .. 2**32 - 1."""
     return randbelow(2**32)
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Everything that determines an image besides prompt, seed and bundle.
+    """Settings that determine an image, besides prompt, seed and bundle.
 
     Attributes:
         method: decoding method with all its parameters.
         sampling: sampling settings.
-        size: name of the image size, `WIDTHxHEIGHT`; None if the bundle has a single size.
-        quality: preset that the method comes from; None if the request named a method.
+        size: name of the image size, `WIDTHxHEIGHT` in pixels; None if the bundle has a single size.
+        quality: preset that has the method; None if the request named a method.
         has_source_image: whether images are generated from a source image.
     """
 
@@ -67,12 +67,12 @@ class GenerationSettings:
     has_source_image: bool = False
 
     def image_size(self, manifest: Manifest) -> Size:
-        """Return the size of the images."""
+        """Return the size of the images, with the rows and columns of their grid."""
         size = manifest.size(self.size)
         return size.with_source() if self.has_source_image else size
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None, by their public names, ready for JSON."""
+        """Return the settings that are not None by their public names, as values for JSON."""
         size = {} if self.size is None else {"size": self.size}
         sampling = self.sampling.model_dump(exclude_none=True)
         return {"method": self.method.method, **size, **sampling, **self.method.parameters()}
@@ -80,7 +80,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request.
+    """Checked request, ready to be prepared for the engines.
 
     Attributes:
         images: images to generate, in the order of the prompts.
@@ -95,14 +95,15 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
     """Validate the settings of a request and complete them from the bundle's defaults.
 
     Args:
-        options: `quality` or `method` (a name, a method string, or an object of `methods.py`), `size`, and the
-            parameters in `SAMPLING`. None counts as missing.
+        manifest: manifest of the bundle.
+        options: the options `quality` or `method`, `size`, and the sampling settings in `SAMPLING`; see `Options`. An
+            option that is None counts as missing.
 
     Returns:
         The method with all its parameters, the sampling settings and the size.
 
     Raises:
-        RequestError: an option is invalid; the error names it and the cure.
+        RequestError: an option is invalid; the error names the option and a remedy.
         TypeError: an option does not exist.
     """
     options = {name: _convert_numpy_value(value) for name, value in options.items() if value is not None}
@@ -121,15 +122,16 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
-    """Raise an error for options that do not exist, and for method parameters outside a method string.
+    """Raise an error if an option does not exist, or is a parameter of a method and belongs in a method string.
 
     Raises:
-        RequestError: a method parameter is given as an option.
+        RequestError: an option is a parameter of a method, such as `window`.
         TypeError: an option does not exist.
     """
     unknown = sorted(options.keys() - {"method", "quality", "size", *SAMPLING})
     for name in unknown:
-        if methods := PARAMETERS.get(name.rstrip("_")):
+        # `lambda` is a keyword of Python, so callers write `lambda_`.
+        if methods := METHODS_BY_PARAMETER.get(name.rstrip("_")):
             example = f"{methods[0]}:{name.rstrip('_')}={format_value(options[name])}"
             remedy = f"write it into a method that takes it ({', '.join(methods)}), such as method={example!r}"
             raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
@@ -141,11 +143,15 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
 
 
 def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num_codes: int) -> Sampling:
-    """Return the sampling settings after checking guidance; defaults that do nothing without guidance are removed.
+    """Check the guidance settings, and remove settings that have no effect without guidance.
 
     Args:
-        requested_settings: names of the settings that do not come from the bundle.
-        num_codes: number of tokens of the image.
+        sampling: sampling settings, completed from the bundle.
+        requested_settings: names of the settings in the request; all other settings are defaults of the bundle.
+        num_codes: number of tokens of an image.
+
+    Returns:
+        The settings, without `cfg_tokens` and `cfg_schedule` if `cfg_scale` is 1.
     """
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
@@ -154,7 +160,7 @@ def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num
         return sampling.model_copy(update={"cfg_tokens": None, "cfg_schedule": None})
     count = sampling.cfg_tokens
     if isinstance(count, int) and count > num_codes and "cfg_tokens" in requested_settings:
-        expected = f"0 .. {num_codes}, or a share such as 50%"
+        expected = f"0 .. {num_codes}, or a percentage such as 50%"
         raise RequestError(field="cfg_tokens", found=format_value(count), expected=expected)
     return sampling
 
@@ -180,18 +186,19 @@ def _check_quality_option(options: Mapping[str, Any]) -> None:
 
 
 def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
-    """Check the options of a request as far as no bundle is needed, for example before a bundle is downloaded.
+    """Check the options of a request that need no bundle, for example before a bundle is downloaded.
 
     Args:
-        num_prompts: number of prompts, class ids or embeddings.
-        seed, num_images: see `Options`.
-        options: options of `resolve_settings`, without None.
+        num_prompts: number of prompts, class ids or text embeddings.
+        seed: same as in `Options`.
+        num_images: same as in `Options`.
+        options: options of `resolve_settings`; none of them is None.
 
     Returns:
-        The method, if the options name it.
+        The method; None if the options name no method.
 
     Raises:
-        RequestError: no bundle takes an option.
+        RequestError: an option is invalid for every bundle.
     """
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
@@ -234,66 +241,70 @@ def check_request(
 ) -> Request:
     """Check a request without loading a graph.
 
+    The parameters from `class_ids` to `num_images` are the same as in `Options`.
+
     Args:
+        manifest: manifest of the bundle.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
-        prompts: one prompt or several, or None.
-        class_ids, token_ids, embeddings, negative_prompt, image, mask, keep_rows, seed, num_images: see `Options`.
+        prompts: one prompt, a list of prompts, or None.
         options: options of `resolve_settings`.
 
     Returns:
         The checked request.
 
     Raises:
-        RequestError: an option is invalid; the error names it, and the prompt if there are several.
+        RequestError: an option is invalid. The error names the option and, if there are several prompts, the prompt.
         TypeError: an option does not exist.
     """
     pixels = None if image is None else read_image_size(image, mask)
     if pixels is not None and options.get("size") is None:
-        options["size"] = find_nearest_size(manifest, pixels)
+        options["size"] = find_nearest_size(manifest, pixels)  # an edit keeps the shape of its image
     settings = resolve_settings(manifest, options)
     source_size = None
     if pixels is not None and manifest.source is not None:
         source_size = manifest.size(find_nearest_size(manifest, pixels))
         settings = replace(settings, has_source_image=True)
     values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
-    picture = None
-    if image is not None and not _list_given_names(values):
-        picture = read_image("image", image)
-        values |= _read_recorded_prompt(picture.info)
+    source_image = None
+    if image is not None and not _list_present_names(values):
+        source_image = read_image("image", image)
+        values |= _read_recorded_prompt(source_image.info)
     num_reserved_tokens = (
         0 if source_size is None or manifest.source is None else manifest.source.count_prompt_tokens(source_size)
     )
-    subjects = _build_image_requests(manifest, tokenizer, settings, values, negative_prompt, num_reserved_tokens)
+    image_requests = _build_image_requests(manifest, tokenizer, settings, values, negative_prompt, num_reserved_tokens)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
-    first_seeds = _check_seeds(seed, len(subjects), count)
+    first_seeds = _check_seeds(seed, len(image_requests), count)
     if image is not None:  # checked last, because decoding the image takes longest
-        picture = picture or read_image("image", image)
+        source_image = source_image or read_image("image", image)
         size = settings.image_size(manifest)
         if source_size is not None:
             if mask is not None or keep_rows is not None:
-                check_supports_edits(manifest)
-            source = prepare_source_image(manifest, source_size, picture)
-            subjects = [insert_source_image(subject, manifest, size, source) for subject in subjects]
+                check_supports_edits(manifest)  # raises an error, because a bundle with a source cannot edit
+            source = prepare_source_image(manifest, source_size, source_image)
+            image_requests = [
+                insert_source_image(image_request, manifest, size, source) for image_request in image_requests
+            ]
         else:
-            edit = prepare_edit(manifest, size, picture, mask, keep_rows)
-            subjects = [replace(subject, edit=edit) for subject in subjects]
+            edit = prepare_edit(manifest, size, source_image, mask, keep_rows)
+            image_requests = [replace(image_request, edit=edit) for image_request in image_requests]
     images = [
-        replace(subject, seed=first_seed + i)
-        for subject, first_seed in zip(subjects, first_seeds, strict=True)
+        replace(image_request, seed=first_seed + i)
+        for image_request, first_seed in zip(image_requests, first_seeds, strict=True)
         for i in range(count)
     ]
     return Request(images, settings)
 
 
-def _list_given_names(values: Mapping[str, Any]) -> list[str]:
+def _list_present_names(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
 def _read_recorded_prompt(image_info: Mapping[Any, Any]) -> dict[str, str | int]:
-    """Return the prompt or the class id that an image records in its `image_info`, by parameter."""
+    """Return the prompt or class id that is recorded in the `info` of an image, by name of the request parameter."""
     prompt = image_info.get("prompt")
     number = image_info.get("class_id")
     if isinstance(prompt, str):
@@ -309,14 +320,15 @@ def _build_image_requests(
     negative_prompt: Any,
     num_reserved_tokens: int = 0,
 ) -> list[ImageRequest]:
-    """Prepare an image for each prompt, class id or embedding.
+    """Build the request of one image per prompt, class id or text embedding.
 
     Args:
-        manifest: manifest of the bundle, whose condition is of one kind.
+        manifest: manifest of the bundle, which takes one kind of input.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
-        values: prompts, class ids, token ids and embeddings by parameter, None without.
-        negative_prompt: negative prompt; None or an empty text: none.
-        num_reserved_tokens: number of prompt tokens to leave for a source image.
+        settings: settings of the images.
+        values: value of each input parameter, `prompts`, `class_ids`, `token_ids` and `embeddings`; None if not given.
+        negative_prompt: negative prompt; None or an empty text: no negative prompt.
+        num_reserved_tokens: number of prefix positions that the prompt must leave for a source image.
 
     Raises:
         RequestError: the bundle takes another kind of input, or a value is invalid.
@@ -326,38 +338,44 @@ def _build_image_requests(
     if num_reserved_tokens:
         condition = condition.model_copy(update={"prefix": condition.prefix - num_reserved_tokens})
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
-    expected = f"{SUBJECTS[field]}, as bundle {manifest.name} requires"
-    present = _list_given_names(values)
-    if (present, field) == (["token_ids"], "prompts"):
+    expected = f"{INPUT_DESCRIPTIONS[field]}, as bundle {manifest.name} requires"
+    present = _list_present_names(values)
+    if (present, field) == (["token_ids"], "prompts"):  # bundles with prompts also take token ids
         field = "token_ids"
     if present != [field]:
         wrong = next((name for name in present if name != field), None)
-        actual = SUBJECTS[wrong] if wrong else "nothing to generate"
+        actual = INPUT_DESCRIPTIONS[wrong] if wrong else "nothing to generate"
         needs_encoder = (wrong, field) == ("prompts", "embeddings")
         remedy = "export it with --text-encoder to give prompts" if needs_encoder else ""
         raise RequestError(field=field, found=actual, expected=expected, remedy=remedy)
     negative_prompt = None if negative_prompt == "" else negative_prompt
     if negative_prompt is not None and tokenizer is None:
-        problem = f"bundle {manifest.name} takes {SUBJECTS[field]}"
+        problem = f"bundle {manifest.name} takes {INPUT_DESCRIPTIONS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative_prompt is not None and not settings.sampling.uses_guidance:
         raise _make_no_guidance_error("negative_prompt")
     value = values[field]
     if field == "embeddings":
-        subjects = build_embedding_requests(condition, value)
+        image_requests = build_embedding_requests(condition, value)
     elif field == "class_ids":
-        subjects = build_class_requests(condition, _convert_to_list(value))
+        image_requests = build_class_requests(condition, _convert_to_list(value))
     else:
         assert tokenizer is not None
         prepare = build_token_id_requests if field == "token_ids" else build_prompt_requests
-        subjects = prepare(condition, tokenizer, size, _convert_to_list(value), negative_prompt)
-    if not subjects:
+        image_requests = prepare(condition, tokenizer, size, _convert_to_list(value), negative_prompt)
+    if not image_requests:
         raise RequestError(field=field, found="an empty list", expected=expected)
-    return subjects
+    return image_requests
 
 
 def _check_seeds(seed: Any, num_prompts: int, images_per_prompt: int) -> list[int]:
-    """Return the seed of the first of `images_per_prompt` images of each subject."""
+    """Check the seeds of a request, and return the seed of the first image of each prompt.
+
+    Args:
+        seed: one seed for all prompts, or one seed per prompt.
+        num_prompts: number of prompts, class ids or text embeddings.
+        images_per_prompt: number of images per prompt, whose seeds are consecutive.
+    """
     if num_prompts * images_per_prompt > IMAGES_LIMIT:
         actual = f"{num_prompts} x {images_per_prompt} images"
         raise RequestError(field="num_images", found=actual, expected=f"at most {IMAGES_LIMIT} in one request")

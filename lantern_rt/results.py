@@ -29,13 +29,15 @@ class Result:
     """Finished images, in the order of the prompts, with tokens, seeds and statistics.
 
     Attributes:
-        images: Pillow images, none if the bundle has no image decoder. `info` holds the recipe (prompt, seed, settings,
-            bundle), and so does a PNG file saved from an image; `lantern-rt run --from FILE.png` generates it again.
-        codes: tokens of each image in raster order, int64 `[cells]`, after the tokens of a smaller first grid.
+        images: Pillow images; empty if the bundle has no image decoder. The `info` of an image holds its recipe:
+            prompt, seed, settings and bundle. A PNG file saved from the image also holds the recipe, and
+            `lantern-rt run --from FILE.png` generates the image again.
+        codes: tokens of each image in raster order, int64 `[cells]`. Some models first generate a smaller grid, whose
+            tokens come first.
         seeds: seed of each image.
         prompts: prompt, class id or token ids of each image; None for embeddings.
         stats: statistics of the whole batch.
-        settings: settings used, including the bundle's defaults.
+        settings: settings of the images, including the bundle's defaults.
     """
 
     images: list[Image]
@@ -46,11 +48,11 @@ class Result:
     settings: GenerationSettings
 
     def __repr__(self) -> str:
-        made = f"codes of {len(self.codes)} images"
+        contents = f"codes of {len(self.codes)} images"
         if self.images:
-            made = f"{len(self.images)} images of {self.images[0].width}x{self.images[0].height}"
+            contents = f"{len(self.images)} images of {self.images[0].width}x{self.images[0].height}"
         return (
-            f"<Result: {made}, "
+            f"<Result: {contents}, "
             f"{self.settings.method}, {self.stats.tokens_per_forward_pass:.2f} tokens per pass, "
             f"{self.stats.seconds:.2f} s>"
         )
@@ -61,15 +63,15 @@ class StreamStep(DecodeStep):
     """State of a request after one decode step.
 
     Attributes:
-        parts: results of the step for each image in its forward pass, with draft trees and accepted paths.
+        parts: result of the step for each image in its forward pass, with the draft tree and the accepted path.
         done: number of tokens generated so far, over all images.
-        total: number of tokens of all images.
-        stats: statistics of the request, in the last step only; times include the caller's work between steps.
+        total: number of tokens that all images have in the end.
+        stats: statistics of the request in the last step, else None. Times include the caller's work between steps.
         new_codes: tokens that this step appended to each image, int64; empty for finished images.
         codes: tokens of each image so far, in raster order, without gaps, int64.
         cells: token of each cell of each image, int64 `[cells]`; -1 in cells that are not generated yet. The method
-            `rows` generates several grid rows at once, so that cells after a gap may be known.
-        settings: settings used.
+            `rows` generates several grid rows at once, so cells after a gap may have tokens.
+        settings: settings of the images, including the bundle's defaults.
         decode_image: function that decodes image i from its cells.
     """
 
@@ -85,14 +87,14 @@ class StreamStep(DecodeStep):
     def image(self, i: int) -> Image:
         """Decode the generated cells of image i; the remaining cells are grey.
 
-        The image decoder runs in the calling thread. It needs a token in every cell, so that pixels near the border of
-        the generated part may still change.
+        The image decoder runs in the calling thread. A pixel also depends on neighbouring cells, so pixels near cells
+        without a token may still change in later steps.
 
         Args:
             i: index of the image, from 0, in the order of the prompts.
 
         Returns:
-            The image; `info` holds the recipe once the image is complete, and is empty before.
+            The image. Its `info` holds the recipe once the image is complete, and is empty before.
 
         Raises:
             IndexError: the request has fewer images.
@@ -105,7 +107,8 @@ def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], la
     """Build the result of a finished request.
 
     Args:
-        decoded_images: decoded images, in the same order.
+        images: images of the request, in the order of the prompts.
+        decoded_images: decoded images, in the same order; empty if the bundle has no image decoder.
         last_step: last step of the request.
     """
     assert last_step.stats is not None
@@ -115,21 +118,29 @@ def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], la
 
 
 def split_codes_by_grid(size: Size, codes: Ints) -> tuple[Ints, Ints]:
-    """Split the codes of an image, `[cells]`, into the grid of its first codes, 0 x 0 without, and its grid."""
+    """Split the codes of an image into its two grids.
+
+    Args:
+        size: size of the image.
+        codes: codes of both grids, int64 `[cells]`, the smaller first grid before the grid of the image.
+
+    Returns:
+        The first grid, `[0, 0]` if the size has none, and the grid of the image, both `[rows, columns]`.
+    """
     first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
 def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
-    """Return an .npz file with the codes of an image, its recipe, and the codes of a smaller first grid.
+    """Encode the codes and the recipe of an image as an .npz file.
 
     Args:
         bundle: bundle that generated the codes.
         image: prompt and seed of the image.
-        codes: codes of all grids, `[cells]`.
+        codes: codes of the image, `[cells]`, after the codes of a smaller first grid, if any.
 
     Returns:
-        The file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, text in JSON.
+        The bytes of the file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, JSON.
     """
     recipe = build_recipe_fields(bundle, settings, image)
     file = BytesIO()
@@ -142,14 +153,16 @@ class StreamState:
     """Tokens generated so far for the images of a request.
 
     Args:
+        num_images: number of images of the request.
         num_cells: number of cells of an image.
 
     Attributes:
-        counts: number of tokens of each image before the first gap.
+        counts: number of tokens of each image before its first cell without a token.
     """
 
     def __init__(self, num_images: int, num_cells: int) -> None:
         self.counts = [0] * num_images
+        # One array for all images: `add_step` replaces an image's array instead of writing to it.
         self._cells = [np.full(num_cells, -1, np.int64)] * num_images
 
     def add_step(
@@ -158,7 +171,9 @@ class StreamState:
         """Add the tokens of a step and build the public `StreamStep`.
 
         Args:
-            decode_image: function that decodes an image from its index and cells.
+            step: step of the runtime.
+            settings: settings of the images.
+            decode_image: function that decodes an image from its index and the tokens of its cells.
         """
         before = [*self.counts]
         cells = [*self._cells]
@@ -167,7 +182,7 @@ class StreamState:
             tokens = cells[i] = cells[i].copy()  # the caller may still hold the arrays of earlier steps
             self.counts[i] += len(part.codes)
             tokens[before[i] : self.counts[i]] = part.codes
-            if part.codes_with_cells is not None:
+            if part.codes_with_cells is not None:  # `rows` generates cells out of raster order
                 tokens[part.codes_with_cells.cells] = part.codes_with_cells.codes
         self._cells = cells
         codes = [tokens[:count] for tokens, count in zip(cells, self.counts, strict=True)]
@@ -178,11 +193,13 @@ class StreamState:
 
 
 def build_recipe_fields(bundle: Bundle, settings: GenerationSettings, image: ImageRequest) -> dict[str, str]:
-    """Build the recipe of an image: the text fields of its `info` and PNG file that allow generating it again.
+    """Build the recipe of an image: the fields of its `info` and its PNG file with which it can be generated again.
 
     Args:
         bundle: bundle that generated the image.
-        image: prompt, seed and edit; embeddings and edits are recorded as SHA-256 hashes.
+        settings: settings of the image.
+        image: prompt, seed and edit of the image. Embeddings and edits are recorded as SHA-256 hashes, because their
+            data is too large for text fields.
     """
     kind = "prompt" if isinstance(image.prompt_or_class_id, str) else "class_id"
     subject = {kind: str(image.prompt_or_class_id)}

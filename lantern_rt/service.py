@@ -1,7 +1,7 @@
-"""A service for many callers: one thread runs the decoder, and requests join and leave between forward passes.
+"""Service for many callers: one thread runs the forward passes, and requests join and leave between passes.
 
-An image is bit for bit the image that `Pipeline` generates alone. Exact windows are narrower when images share forward
-passes (`runtime/windows.py`), which does not change the images.
+Every image equals the image that `Pipeline` generates alone, bit for bit. The window of an exact method narrows when
+images share forward passes (`runtime/windows.py`), but this does not change the images.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MAX_FAILURES = 3  # consecutive failed forward passes after which the service co
 
 
 class Service:
-    """Generator of images for many threads, with one pipeline, which the caller closes.
+    """Image generator that many threads share.
 
-    Callers get equal shares: of the images per forward pass, and of time. Relaxed methods, whose images depend on the
-    draft tokens, run in separate forward passes when there are several callers.
+    Each caller gets an equal number of images per forward pass, and equal time. When there are several callers, relaxed
+    methods run in separate forward passes, because their images depend on the draft tokens.
 
     Args:
-        pipeline: pipeline that generates the images.
+        pipeline: pipeline that generates the images. The caller closes it after the service.
         max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes
             at once.
         max_queued_images: maximum number of images in the queue, 0 .. 2**20.
@@ -56,20 +56,20 @@ class Service:
         self._engines = engines = pipeline.engines
         self.model = load_model(pipeline.bundle, engines)
         fitting = compute_max_images(manifest, [], choose_max_memory_settings(manifest), engines.max_rows, None)
-        usual = min(fitting, max(1, engines.max_rows // 2))
-        max_images = check_int("max_images_per_pass", max_images_per_pass, usual, 1, 4096)
+        default = min(fitting, max(1, engines.max_rows // 2))
+        max_images = check_int("max_images_per_pass", max_images_per_pass, default, 1, 4096)
         self.capacity = ServiceCapacity(max_images, check_int("max_queued_images", max_queued_images, 256, 0, 1 << 20))
-        self._rows = min(2 * max_images, engines.max_rows)
+        self._rows = min(2 * max_images, engines.max_rows)  # an image with guidance has two rows
         self._batches = BatchScheduler(self.model, max_images, self._rows, self._find_caller)
         self._requests: dict[int, ServiceRequest] = {}  # index of a sequence -> request
-        self._num_sequences = 0  # sequences so far, for their indices
-        self._num_callers = 0  # callers with recent requests
-        self._changed = threading.Condition()
-        self._arriving: deque[ServiceRequest] = deque()
-        self._cancelled: deque[ServiceRequest] = deque()
-        self._last_pass = time.perf_counter()  # end of the last forward pass, or of an idle time
+        self._num_sequences = 0  # number of sequences so far; the index of the next sequence
+        self._num_callers = 0  # number of callers with recent requests
+        self._changed = threading.Condition()  # its lock protects the state that threads share: capacity, deques, flags
+        self._arriving: deque[ServiceRequest] = deque()  # requests that the thread has not queued yet
+        self._cancelled: deque[ServiceRequest] = deque()  # requests that the thread has not removed yet
+        self._last_pass = time.perf_counter()  # time at the end of the last forward pass, or of the last idle time
         self._closing = self._draining = False
-        self._failures = 0  # passes since the last image that was done
+        self._failures = 0  # number of failed passes since a request was last finished
         self._thread = threading.Thread(target=self._run_loop, name="lantern-rt-service", daemon=True)
         self._thread.start()
 
@@ -81,7 +81,7 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service accepts requests; False after `close` or several consecutive failed forward passes."""
+        """Whether the service accepts requests. False after `close`, and after several failed passes in a row."""
         return not self._closing and self._failures < MAX_FAILURES
 
     @property
@@ -107,25 +107,25 @@ class Service:
         """Check a request and put it into the queue.
 
         Args:
-            listener: function called in the service's thread with every `StreamStep`, or with the error that ended the
-                request. The last step has `stats`. The function must return quickly.
+            listener: function that the service's thread calls with every `StreamStep`, or with the error that ended the
+                request. The last step has `stats`. The function must return quickly, because all requests wait for it.
             prompts: same as for a call of the pipeline.
             wants_all_steps: whether to call the listener with every step; False: with the last step only.
             caller: name of the caller; callers share the service equally.
-            deadline: time limit in seconds. A request that cannot meet it is rejected.
+            deadline: time limit in seconds. The service rejects a request that would miss its deadline.
             options: same as for a call of the pipeline.
 
         Returns:
-            The request, whose `cancel` cancels it.
+            The request; its method `cancel` cancels it.
 
         Raises:
             RequestError: same as for a call of the pipeline, or the service was closed.
-            BusyError: the queue is full, or the deadline too short. The listener gets this error if a queued request
-                would miss its deadline.
+            BusyError: the queue is full, or the deadline is too short. If a queued request would miss its deadline
+                later, the listener gets this error.
         """
         _ = self.pipeline.engines  # raises in a forked process, which has no service thread
         prepared = self.pipeline.prepare(self.pipeline.check(prompts, **options))
-        # images that share passes have narrower windows, whatever the request says
+        # Images of other requests may join at any time, so the window adapts even if the request names a window.
         plan = replace(prepared.plan, adaptive_window=self._engines.on_cpu)
         request = ServiceRequest(self.cancel, replace(prepared, plan=plan), listener, wants_all_steps, caller, deadline)
         num_images = len(prepared.images)
@@ -134,10 +134,11 @@ class Service:
             expected = f"at most {self.capacity.total} in one request"
             raise RequestError(field="num_images", found=f"{num_images} images", expected=expected)
         if plan.num_rows > self._rows:
-            raise RequestError("guidance takes two rows, these engines have one", field="cfg_scale", remedy="give 1")
+            problem = "guidance needs two batch rows per image, but these engines have one"
+            raise RequestError(problem, field="cfg_scale", remedy="give 1")
         with self._changed:
             if self._closing:
-                raise RequestError("closed", field="service", remedy="make another")
+                raise RequestError("closed", field="service", remedy="open another service")
             self.capacity.check_capacity(caller, num_images, deadline)
             self.capacity.add_images(caller, num_images)
             request.reserved_images = num_images
@@ -146,11 +147,11 @@ class Service:
         return request
 
     def check_node_limit(self, method: MethodConfig) -> None:
-        """Raise RequestError if a pass of the method has too many nodes to be shared."""
+        """Raise RequestError if a method has too many nodes per image for a shared forward pass."""
         self._batches.check_node_limit(method)
 
     def cancel(self, request: ServiceRequest) -> None:
-        """Cancel a request; a request that has ended is ignored."""
+        """Cancel a request. A request that has ended is ignored."""
         with self._changed:
             self.capacity.add_images(request.caller, -request.reserved_images)
             request.reserved_images = 0
@@ -158,30 +159,28 @@ class Service:
             self._changed.notify()
 
     def close(self, drain: bool = True) -> None:
-        """Stop accepting requests and stop the thread.
+        """Stop accepting requests, and wait for the service's thread to stop.
 
         Args:
-            drain: whether to finish the requests in the service; False: their listeners get an error.
+            drain: whether to finish the running and queued requests; False: their listeners get an error.
         """
         if os.getpid() != self.pipeline.process:
-            return  # a forked process has no service thread, which may have held the lock
+            return  # A forked process has no service thread, and its copy of the lock may be held for ever.
         with self._changed:
             self._closing = True
             self._draining = drain
             self._changed.notify()
         self._thread.join()
 
-    # ---------------------------------------------------------------- the service's thread
-
     def _find_caller(self, sequence: state.ImageSequence) -> str:
         return self._requests[sequence.index].caller
 
     def _run_loop(self) -> None:
-        going = True
+        is_running = True
         try:
-            while going:
+            while is_running:
                 try:
-                    going = self._process_requests()
+                    is_running = self._process_requests()
                     self._run_forward_pass()
                 except Exception as error:  # callers must receive any error, and the service must continue
                     self._fail_all_requests(error)
@@ -189,20 +188,20 @@ class Service:
             with self._changed:
                 self._closing = True
             problem = "closed before the request was done"
-            self._fail_all_requests(RequestError(problem, field="service", remedy="make another"))
+            self._fail_all_requests(RequestError(problem, field="service", remedy="open another service"))
 
     def _process_requests(self) -> bool:
-        """Wait for work, process new and cancelled requests, and return whether to continue."""
+        """Wait for requests, process new and cancelled requests, and return whether the service continues."""
         with self._changed:
             while not (self._arriving or self._cancelled or self._requests or self._closing):
                 self._changed.wait()
-                self._last_pass = time.perf_counter()
+                self._last_pass = time.perf_counter()  # idle time must not count as time of a pass
             if self._closing and not (self._draining and (self._arriving or self._requests)):
                 return False
         while (request := self._pop_request(self._cancelled)) is not None:
             self._end_request(request)
         while (request := self._pop_request(self._arriving)) is not None:
-            if not request.has_ended:
+            if not request.has_ended:  # a request may be cancelled before this thread queues it
                 self._queue_images(request)
         self._reject_late_requests()
         return True
@@ -212,7 +211,7 @@ class Service:
             return requests.popleft() if requests else None
 
     def _queue_images(self, request: ServiceRequest) -> None:
-        """Compute the prefixes of a request and queue its images."""
+        """Compute the prefix rows of a request, and queue its images."""
         prepared_request = request.prepared_request
         try:
             prompts = list(prepared_request.prompts())
@@ -228,23 +227,26 @@ class Service:
             self._batches.waiting.append(sequence)
 
     def _reject_late_requests(self) -> None:
-        """Reject requests that would miss deadlines or exceed shares."""
+        """Reject queued requests that would miss their deadline, or that exceed a caller's share of a full service.
+
+        The latest requests of the callers with the most images are rejected first.
+        """
         queued = dict.fromkeys(self._requests[sequence.index] for sequence in self._batches.waiting)
         waiting = [request for request in queued if request.is_waiting]
         rejected: dict[ServiceRequest, Exception] = {}
         with self._changed:
             self._num_callers = self.capacity.count_active_callers()
             excess = self.capacity.num_images - self.capacity.total
-            held = self.capacity.images_by_caller
-            share = self.capacity.total / max(1, len(held))
-            waiting.sort(key=lambda request: (held[request.caller], request.arrival_time), reverse=True)
+            images_by_caller = self.capacity.images_by_caller
+            share = self.capacity.total / max(1, len(images_by_caller))
+            waiting.sort(key=lambda request: (images_by_caller[request.caller], request.arrival_time), reverse=True)
             for request in waiting:
                 end = request.arrival_time + request.deadline
-                exceeds_share = excess > 0 and held[request.caller] > share
+                exceeds_share = excess > 0 and images_by_caller[request.caller] > share
                 if exceeds_share or self.capacity.would_miss_deadline(request.reserved_images, end):
                     rejected[request] = self.capacity.make_busy_error(1, request.reserved_images)
                     excess -= request.reserved_images
-        for request, error in rejected.items():
+        for request, error in rejected.items():  # without the lock, because listeners may call the service
             self._end_request(request, error)
 
     def _run_forward_pass(self) -> None:
@@ -260,7 +262,7 @@ class Service:
             joining = [sequence for sequence in chosen.joining_sequences if sequence not in active_sequences]
             if not joining or not isinstance(error, LanternError):
                 raise
-            # they could not join, for example for lack of memory; the batch is unchanged
+            # The sequences could not join, for example for lack of memory. The batch is unchanged and continues.
             for request in dict.fromkeys(self._requests[sequence.index] for sequence in joining):
                 self._end_request(request, copy(error).with_traceback(None))
             return
@@ -289,6 +291,7 @@ class Service:
         total = request.prepared_request.plan.layout.num_codes * len(sequences)
         done = total - sum(sequence.num_remaining_codes for sequence in sequences)
         stats = request.build_statistics(self._batches.timers) if done == total else None
+        # The runtime numbers the sequences of all requests; a caller numbers the images of one request from 0.
         sequence_steps = [part._replace(sequence=part.sequence - sequences[0].index) for part in sequence_steps]
         decode_image = partial(self.pipeline.decode_image, request.prepared_request.images, settings)
         decode_step = DecodeStep(sequence_steps, done, total, stats)
@@ -300,7 +303,13 @@ class Service:
             self._call_listener(request, step)
 
     def _end_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None = None) -> None:
-        """Remove a request, and call its listener with the last step or error; None: the request was cancelled."""
+        """Remove a request and its sequences, unless it has ended, and call its listener.
+
+        Args:
+            request: request to remove.
+            last_update: last step, or the error that ended the request; None: the request was cancelled, and the
+                listener is not called.
+        """
         if not request.has_ended:
             self._remove_request(request, last_update)
             self._batches.remove(request.sequences)
@@ -323,7 +332,7 @@ class Service:
             self._end_request(request)
 
     def _fail_all_requests(self, error: Exception) -> None:
-        """End all requests with an error, and replace the batches."""
+        """End all requests with an error, and replace the batches, whose state is unknown after a failed pass."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1

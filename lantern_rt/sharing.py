@@ -1,4 +1,4 @@
-"""Fair sharing of a service: which requests are accepted, which join next, which group runs next."""
+"""Fair sharing of a service: which requests are accepted, which images join next, and which batch runs next."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import TypeVar
 from .errors import BusyError
 
 _RETRY_SECONDS = 60.0  # seconds over which the retries of rejected requests are spread
-_DECAY_IMAGES = 4.0  # images after which the weight of a measurement falls to 1 / e
-_MIN_IMAGES = 0.5  # images to measure before the speed counts as known
-_IDLE_SECONDS = 0.5  # time after its last image during which a caller still counts
-_DEADLINE_SHARE = 0.85  # share of a deadline that estimates may use
+_DECAY_IMAGES = 4.0  # number of images after which the weight of a measured time falls to 1 / e
+_MIN_IMAGES = 0.5  # number of images to measure before `seconds_per_image` is known
+_IDLE_SECONDS = 0.5  # time after its last image during which a caller still counts as active
+_DEADLINE_SHARE = 0.85  # estimated time / deadline, at most; the rest is a margin for errors of the estimate
 T = TypeVar("T")
 
 
 class ServiceCapacity:
-    """Capacity of a service for running and queued images. The service calls it with its lock held.
+    """Capacity of a service for running and queued images.
+
+    The methods are not thread-safe: a `Service` calls them while it holds its lock.
 
     Args:
         max_images: maximum number of images per forward pass.
@@ -37,13 +39,13 @@ class ServiceCapacity:
         self.total = max_images + max_queued_images
         self.num_images = 0
         self.images_by_caller = Counter[str]()
-        self._recent_callers: dict[str, float] = {}  # other callers -> time of their last image
+        self._recent_callers: dict[str, float] = {}  # callers without images -> time of their last image
         self.seconds_per_image = 0.0
-        self._sums = 0.0, 0.0  # seconds and images, exponentially decayed
+        self._sums = 0.0, 0.0  # seconds and number of images, both exponentially decayed
         self._next_return = 0.0  # time at which the next rejected request should retry
 
     def add_images(self, caller: str, num_images: int) -> None:
-        """Add a caller's images; negative removes."""
+        """Add running or queued images of a caller; remove images if `num_images` is negative."""
         self.num_images += num_images
         self.images_by_caller[caller] += num_images
         if not self.images_by_caller[caller]:
@@ -51,7 +53,7 @@ class ServiceCapacity:
             self._recent_callers[caller] = time.perf_counter()
 
     def count_active_callers(self) -> int:
-        """Return the number of callers that have images, or had some within `_IDLE_SECONDS`."""
+        """Return the number of callers that have images now or had images within the last `_IDLE_SECONDS`."""
         since = time.perf_counter() - _IDLE_SECONDS
         self._recent_callers = {
             caller: last
@@ -61,11 +63,11 @@ class ServiceCapacity:
         return len(self.images_by_caller) + len(self._recent_callers)
 
     def record_pass(self, seconds: float, num_images: float) -> None:
-        """Record a forward pass for the estimate of `seconds_per_image`.
+        """Update the estimate `seconds_per_image` after a forward pass.
 
         Args:
             seconds: time since the previous forward pass.
-            num_images: images that the pass generated, usually a fraction.
+            num_images: number of images that the pass generated, usually a fraction of an image.
         """
         decay = math.exp(-num_images / _DECAY_IMAGES)
         self._sums = self._sums[0] * decay + seconds, self._sums[1] * decay + num_images
@@ -73,32 +75,41 @@ class ServiceCapacity:
             self.seconds_per_image = self._sums[0] / self._sums[1]
 
     def estimate_generation_seconds(self, num_images: int) -> float:
-        """Return the time to generate images in full batches, in seconds, with a reserve."""
+        """Return the estimated time to generate images, in seconds, with a margin for errors of the estimate."""
         batch = min(num_images, self.max_images)
+        # The last batch may be partly empty, but takes as long as a full batch.
         return math.ceil(num_images / batch) * batch * self.seconds_per_image / _DEADLINE_SHARE
 
     def check_capacity(self, caller: str, num_images: int, deadline: float) -> None:
-        """Raise an error if the capacity is exceeded or a deadline would be missed.
+        """Raise an error if a request exceeds the capacity or would miss its deadline.
 
-        The estimate assumes that every other caller wants as many images as this caller. It may use its share even
-        if others have filled the capacity. An idle service accepts any request.
+        The estimate assumes that every other caller wants as many images as this caller. A caller may use an equal
+        share of the capacity even if other callers have filled the capacity. An idle service accepts any request.
 
         Args:
-            num_images: number of images in its new request.
-            deadline: time limit in seconds.
+            caller: name of the caller.
+            num_images: number of images in the caller's new request.
+            deadline: time limit of the request in seconds.
 
         Raises:
-            BusyError: says when to retry.
+            BusyError: the request is rejected; the error says when to retry.
         """
         callers = len({caller, *self.images_by_caller})
+        # number of images in the service if every caller had as many images as this caller would have
         fair = callers * (self.images_by_caller[caller] + num_images)
         excess_images = self.num_images + num_images - self.total if callers == 1 or fair > self.total else 0
-        late = self.estimate_generation_seconds(fair) - deadline
-        if self.num_images and (excess_images > 0 or late > 0):
-            raise self.make_busy_error(max(excess_images, late / self.seconds_per_image if late > 0 else 0), num_images)
+        late_seconds = self.estimate_generation_seconds(fair) - deadline
+        if self.num_images and (excess_images > 0 or late_seconds > 0):
+            late_images = late_seconds / self.seconds_per_image if late_seconds > 0 else 0
+            raise self.make_busy_error(max(excess_images, late_images), num_images)
 
     def would_miss_deadline(self, num_images: int, deadline_time: float) -> bool:
-        """Return whether images that begin now, beside others, would end after time `deadline_time`."""
+        """Return whether images that begin now, while other images run, would end after their deadline.
+
+        Args:
+            num_images: number of images that would begin.
+            deadline_time: time of the deadline, by `time.perf_counter`.
+        """
         batch = max(num_images, min(self.max_images, self.num_images))
         return (
             self.num_images > num_images
@@ -108,11 +119,11 @@ class ServiceCapacity:
     def make_busy_error(self, excess_images: float, num_images: int) -> BusyError:
         """Return the error for a rejected request, which says when to retry.
 
-        Every rejected request gets a later time than the one before, up to a minute; then the times start again, as
-        not all requests come back.
+        Each rejected request gets a later time than the previous rejected request, so that not all clients retry at
+        once. After a minute the times start again from the earliest time, because some clients never retry.
 
         Args:
-            excess_images: number of images to finish before the request fits.
+            excess_images: number of images that must finish before the service can accept the request.
             num_images: number of images in the request.
         """
         now = time.perf_counter()
@@ -128,12 +139,14 @@ class ServiceCapacity:
 def order_fairly(
     queued_items: Sequence[tuple[str, T]], running_images: Counter[str], max_caller_images: int
 ) -> list[T]:
-    """Return queued items in a fair order: callers with the fewest running images first.
+    """Return queued items in a fair order: first the items of the callers with the fewest images.
+
+    The second queued image of a caller counts the first as running, so callers alternate.
 
     Args:
         queued_items: caller and item of each queued image, oldest first.
         running_images: number of running images of each caller.
-        max_caller_images: maximum number of images of a caller; further items are omitted.
+        max_caller_images: maximum number of running and queued images of a caller; further items are omitted.
     """
     counts = running_images.copy()
     order: list[tuple[int, int]] = []
@@ -145,25 +158,35 @@ def order_fairly(
 
 
 class FairScheduler:
-    """Choice of the group that runs the next forward pass, so that every caller gets equal time."""
+    """Choice of the batch that runs the next forward pass, so that every caller gets equal time.
+
+    A batch is active while it has running or joining images.
+    """
 
     def __init__(self) -> None:
-        self._spent: dict[int, float] = {}  # group -> seconds per caller since the group became active
+        self._spent: dict[int, float] = {}  # index of a batch -> seconds per caller since the batch became active
 
-    def choose_next_group(self, callers_by_group: Mapping[int, set[str]]) -> int:
-        """Return the active group with the least time per caller. callers_by_group: callers of each active group."""
-        minimum = min((self._spent[group] for group in callers_by_group if group in self._spent), default=0.0)
-        self._spent = {group: self._spent.get(group, minimum) for group in callers_by_group}
-        return min(callers_by_group, key=self._spent.__getitem__)
-
-    def record_group_time(self, group: int, seconds: float, callers_by_group: Mapping[int, set[str]]) -> None:
-        """Record the time of a forward pass; a caller in n groups counts 1 / n in each.
+    def choose_next_batch(self, callers_by_batch: Mapping[int, set[str]]) -> int:
+        """Return the index of the active batch that has used the least time per caller.
 
         Args:
+            callers_by_batch: callers of each active batch.
+        """
+        # A new batch starts at the minimum: from 0 it would run alone until it had caught up with older batches.
+        minimum = min((self._spent[batch] for batch in callers_by_batch if batch in self._spent), default=0.0)
+        self._spent = {batch: self._spent.get(batch, minimum) for batch in callers_by_batch}
+        return min(callers_by_batch, key=self._spent.__getitem__)
+
+    def record_batch_time(self, batch_index: int, seconds: float, callers_by_batch: Mapping[int, set[str]]) -> None:
+        """Record the time of a forward pass. A caller with images in n batches counts as 1 / n caller in each batch.
+
+        Args:
+            batch_index: index of the batch that ran the pass.
             seconds: time of the pass.
-            callers_by_group: callers of each active group.
+            callers_by_batch: callers of each active batch.
         """
         num_callers = sum(
-            1 / sum(caller in callers for callers in callers_by_group.values()) for caller in callers_by_group[group]
+            1 / sum(caller in callers for callers in callers_by_batch.values())
+            for caller in callers_by_batch[batch_index]
         )
-        self._spent[group] += seconds / num_callers
+        self._spent[batch_index] += seconds / num_callers

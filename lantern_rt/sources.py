@@ -1,4 +1,4 @@
-"""Source images of image to image models: their codes are in the prompt, before the text."""
+"""Source images of image-to-image models. The codes of a source image are part of the prompt, before the text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .runtime.engine import Bools, Floats, Ints
 
 @dataclass(eq=False)
 class SourceImage:
-    """A source image. Images are generated whole, so that nothing of it is preserved.
+    """Source image of a request. All cells of a new image are generated, so no token of the source is preserved.
 
     Attributes:
-        image: the image, scaled to a size of the bundle.
-        pixels: the image, scaled to the input of the encoder, uint8 `[height, width, 3]`.
-        size: the size of the bundle.
-        first_code_index: number of ids before its codes in a prompt.
-        codes: its codes, int64 `[cells]`; None before `encode`.
+        image: source image, scaled to `size`.
+        pixels: source image, scaled to the input of the image encoder, uint8 `[height, width, 3]`.
+        size: image size of the bundle that is nearest to the original image.
+        first_code_index: number of token ids before the codes of the source in a prompt.
+        codes: codes of the source, int64 `[cells]`; None before `encode`.
     """
 
     image: Image.Image
@@ -33,11 +33,12 @@ class SourceImage:
     size: Size
     first_code_index: int
     codes: Ints | None = field(init=False, default=None)
+    # The pipeline treats a source image like an `ImageEdit` that preserves no cell.
     preserved_codes: ClassVar[Ints | None] = None
     regenerated_cells: ClassVar[Bools] = np.ones((1, 1), np.bool_)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
-        """Encode the image once.
+        """Compute `codes`, unless an earlier call has done so.
 
         Args:
             encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
@@ -46,14 +47,14 @@ class SourceImage:
             self.codes = encoder(to_encoder_input(self.pixels))[0]
 
     def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """Return the inputs of the condition graph with the codes of the image, after `encode`."""
-        ids = inputs["token_ids"].copy()
+        """Return the inputs of the condition graph with the codes of the source. Call `encode` first."""
+        ids = inputs["token_ids"].copy()  # [1, prefix]; a copy, because the request keeps placeholders
         assert self.codes is not None
         ids[0, self.first_code_index : self.first_code_index + len(self.codes)] = self.codes
         return {**inputs, "token_ids": ids}
 
     def blend_with_original(self, image: Image.Image) -> Image.Image:
-        """Return the image: no pixel of the source is in it."""
+        """Return a generated image unchanged, because no pixel of the source is preserved."""
         return image
 
     @property
@@ -63,11 +64,11 @@ class SourceImage:
 
 
 def prepare_source_image(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
-    """Prepare a source image: scale it to cover a size, crop its centre, and scale it to the encoder's pixels.
+    """Scale an image to cover a size, crop its centre, and scale the result to the input of the image encoder.
 
     Args:
         manifest: manifest of a bundle with a `source`.
-        size: size of the source.
+        size: image size of the bundle for the source.
         original: image from `read_image`.
     """
     spec = manifest.source

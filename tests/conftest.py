@@ -1,4 +1,4 @@
-"""Bundles exported once per checkout from the small checkpoints in `tests/data`, and a separate cache folder."""
+"""Fixtures for all tests: bundles exported from the small checkpoints in `tests/data`, and ways to run the program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from drawn_weights import write_checkpoints
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
-CACHE = ROOT / "build" / "test-bundles"  # ignored by git
-MADE_BY = (
+BUNDLE_CACHE = ROOT / "build" / "test-bundles"  # ignored by git
+EXPORT_SOURCES = (  # files and folders that determine the content of the exported bundles
     "export",
     "engines/graph_writer.py",
     "lantern_rt/bundle",
@@ -37,7 +37,7 @@ write_checkpoints()  # before test modules are imported: some read a checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _use_empty_measurement_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
@@ -45,32 +45,32 @@ def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs `lantern-rt` in an empty folder: exit code, stdout, stderr."""
+    """Return a function that runs `lantern-rt` in an empty folder and returns its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     from lantern_rt.cli.main import run_program
 
-    def program(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments: object) -> tuple[int, str, str]:
         code = run_program([str(argument) for argument in arguments])
         return code, *capsys.readouterr()
 
-    return program
+    return run
 
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[..., Any]]:
-    """Return a function that is interrupted by a signal, whose handler raises TimeoutError."""
+    """Return a function that sends SIGTERM to this process; the handler of the signal raises TimeoutError."""
 
-    def stop(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutError("too slow")
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous_handler = signal.signal(signal.SIGTERM, raise_timeout)
     yield lambda *_, **__: signal.raise_signal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, previous)
+    signal.signal(signal.SIGTERM, previous_handler)
 
 
 @pytest.fixture
-def in_new_process() -> Callable[..., Any]:
-    """Return a function that calls another in a new process, whose memory has no freed blocks."""
+def call_in_new_process() -> Callable[..., Any]:
+    """Return a function that calls a function in a new process, whose memory has no freed blocks yet."""
 
     def call(function: Callable[..., Any], *arguments: object) -> Any:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -81,7 +81,7 @@ def in_new_process() -> Callable[..., Any]:
 
 @pytest.fixture(params=[False, True], ids=["float32", "bfloat16"])
 def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Run a test with training in float32 and in bfloat16, independent of the processor."""
+    """Return whether the test trains in bfloat16: each test runs twice, on any processor, with float32 and bfloat16."""
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
         monkeypatch.setattr(f"torch.cpu.{name}", lambda: request.param)
     return bool(request.param)
@@ -91,28 +91,28 @@ def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @cache
-def _cache_folder() -> Path:
-    """Return the cache folder of bundles that the current sources export; remove those of other sources."""
+def _prepare_cache_folder() -> Path:
+    """Return the cache folder for the bundles of the current export sources; remove the folders of older sources."""
     digest = hashlib.sha256()
-    for name in MADE_BY:
+    for name in EXPORT_SOURCES:
         source = ROOT / name
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    folder = CACHE / digest.hexdigest()[:16]
+    folder = BUNDLE_CACHE / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    for old_folder in CACHE.iterdir():
+    for old_folder in BUNDLE_CACHE.iterdir():
         if old_folder != folder:
             shutil.rmtree(old_folder, ignore_errors=True)
     return folder
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, as tests may run in several."""
+def _hold_lock(path: Path) -> Iterator[None]:
+    """Wait for the lock on a file and hold it, so that parallel test processes export a bundle only once."""
     try:
         import fcntl
-    except ImportError:  # on Windows, run the tests with one worker
+    except ImportError:  # Windows has no fcntl: run the tests with one worker there
         yield
         return
     with path.open("w") as file:
@@ -120,25 +120,25 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _exported(
-    factory: pytest.TempPathFactory, name: str, export: Callable[[Path], Path], needed: tuple[str, ...] = ()
+def _export_once(
+    factory: pytest.TempPathFactory, name: str, export: Callable[[Path], Path], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Copy the bundle that `export` writes into the cache; tests may change the copy.
+    """Export a bundle unless it is in the cache, and return a copy that tests may change.
 
     Args:
         factory: factory of temporary folders.
-        name: name of the fixture, a slash, and the name of the bundle.
-        export: function that writes the bundle.
-        needed: libraries besides those of every export.
+        name: fixture name and bundle name, as in `c2i_bundle/tiny-c2i`.
+        export: function that writes the bundle to a path and returns the path.
+        libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
     """
-    for library in ("torch", "onnx", "onnxruntime", "safetensors", *needed):
+    for library in ("torch", "onnx", "onnxruntime", "safetensors", *libraries):
         pytest.importorskip(library)
     import torch
 
     torch.set_num_threads(1)
     fixture, bundle = name.split("/")
-    folder = _cache_folder()
-    with _lock(folder / f"{fixture}.lock"):
+    folder = _prepare_cache_folder()
+    with _hold_lock(folder / f"{fixture}.lock"):
         if not (folder / fixture / bundle).is_dir():
             shutil.rmtree(folder / fixture, ignore_errors=True)
             export(folder / fixture / bundle)
@@ -148,18 +148,23 @@ def _exported(
 # ---------------------------------------------------------------- LlamaGen
 
 
-def _llamagen(
-    fixture: str, about: str, target: str, drafter: bool = False, compute: str = "float32", precision: str | None = None
+def _make_llamagen_fixture(
+    fixture: str,
+    description: str,
+    target: str,
+    drafter: bool = False,
+    compute: str = "float32",
+    precision: str | None = None,
 ) -> Callable[[pytest.TempPathFactory], Path]:
-    """Make a session fixture that exports LlamaGen.
+    """Create a session fixture that exports a LlamaGen bundle.
 
     Args:
         fixture: name of the fixture.
         about: docstring of the fixture.
-        target: checkpoint below `tests/data`.
-        drafter: whether the bundle has a drafter.
-        compute: dtype of the computation.
-        precision: precision of the weights.
+        target: path of the target checkpoint below `tests/data`.
+        drafter: true to export the EAGLE drafter, too.
+        compute: dtype of activations, such as `float16`.
+        precision: precision of stored weights, such as `int8`; None for the default of `compute`.
     """
 
     def export(output: Path) -> Path:
@@ -178,41 +183,57 @@ def _llamagen(
 
     def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
-        return _exported(tmp_path_factory, f"{fixture}/{name}", export)
+        return _export_once(tmp_path_factory, f"{fixture}/{name}", export)
 
-    bundle.__doc__ = about
+    bundle.__doc__ = description
     return pytest.fixture(scope="session", name=fixture)(bundle)
 
 
 T2I = "llamagen-t2i/t2i_tiny.pt"
-c2i = _llamagen(
-    "c2i_bundle", "Class-conditional LlamaGen without a drafter: 10 classes, 4 x 4 codes.", "llamagen-c2i/c2i_tiny.pt"
+c2i = _make_llamagen_fixture(
+    "c2i_bundle",
+    "Export class-conditional LlamaGen without a drafter: 10 classes, 4 x 4 codes.",
+    "llamagen-c2i/c2i_tiny.pt",
 )
-t2i = _llamagen("t2i_bundle", "Text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes.", T2I)
-t2i_drafter = _llamagen("t2i_drafter_bundle", "Text-conditional LlamaGen with its EAGLE drafter.", T2I, True)
-t2i_half = _llamagen("t2i_half_bundle", "Text-conditional LlamaGen with a drafter, in float16.", T2I, True, "float16")
-t2i_bfloat16 = _llamagen(
-    "t2i_bfloat16_bundle", "Text-conditional LlamaGen with a drafter, in bfloat16.", T2I, True, "bfloat16"
+t2i = _make_llamagen_fixture(
+    "t2i_bundle", "Export text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes.", T2I
 )
-t2i_int8 = _llamagen(
+t2i_drafter = _make_llamagen_fixture(
+    "t2i_drafter_bundle", "Export text-conditional LlamaGen with an EAGLE drafter.", T2I, True
+)
+t2i_half = _make_llamagen_fixture(
+    "t2i_half_bundle", "Export text-conditional LlamaGen with a drafter, in float16.", T2I, True, "float16"
+)
+t2i_bfloat16 = _make_llamagen_fixture(
+    "t2i_bfloat16_bundle", "Export text-conditional LlamaGen with a drafter, in bfloat16.", T2I, True, "bfloat16"
+)
+t2i_int8 = _make_llamagen_fixture(
     "t2i_int8_bundle",
-    "Text-conditional LlamaGen with a drafter, weights stored as int8.",
+    "Export text-conditional LlamaGen with a drafter; weights are stored as int8.",
     T2I,
     True,
     precision="int8-weights",
 )
-t2i_products = _llamagen(
-    "t2i_products_bundle", "Text-conditional LlamaGen with a drafter, int8 matmuls.", T2I, True, precision="int8"
+t2i_products = _make_llamagen_fixture(
+    "t2i_products_bundle",
+    "Export text-conditional LlamaGen with a drafter and int8 matmuls.",
+    T2I,
+    True,
+    precision="int8",
 )
-lantern_c2i = _llamagen(
-    "lantern_c2i_bundle", "Class-conditional LlamaGen in LANTERN's layout.", "lantern-llamagen-hf/c2i"
+lantern_c2i = _make_llamagen_fixture(
+    "lantern_c2i_bundle",
+    "Export class-conditional LlamaGen from a checkpoint in LANTERN's layout.",
+    "lantern-llamagen-hf/c2i",
 )
-lantern_t2i = _llamagen(
-    "lantern_t2i_bundle", "Text-conditional LlamaGen in LANTERN's layout.", "lantern-llamagen-hf/t2i"
+lantern_t2i = _make_llamagen_fixture(
+    "lantern_t2i_bundle",
+    "Export text-conditional LlamaGen from a checkpoint in LANTERN's layout.",
+    "lantern-llamagen-hf/t2i",
 )
-lantern_fullprefix = _llamagen(
+lantern_fullprefix = _make_llamagen_fixture(
     "lantern_fullprefix_bundle",
-    "LANTERN's layout with the published prefix (120) and grid (16 x 16), and a drafter.",
+    "Export a checkpoint in LANTERN's layout with a drafter and the published prefix (120) and grid (16 x 16).",
     "lantern-e2e-llamagen-fullprefix/target",
     True,
 )
@@ -223,7 +244,7 @@ lantern_fullprefix = _llamagen(
 
 @pytest.fixture(scope="session")
 def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the embedded model with float32 matmuls, so that devices generate the CPU's images."""
+    """Write the embedded `scenes` model with float32 matmuls, so that GPUs and CPUs generate the same images."""
 
     def export(output: Path) -> Path:
         from recipes.scenes.bundle import write_scenes_bundle
@@ -233,20 +254,20 @@ def float_scenes_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         restore_work_folder("scenes", work)
         return write_scenes_bundle(work, output, force=False, progress=lambda *_: None)
 
-    return _exported(tmp_path_factory, "float_scenes_bundle/scenes", export)
+    return _export_once(tmp_path_factory, "float_scenes_bundle/scenes", export)
 
 
 @pytest.fixture(scope="session")
 def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export Anole with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens."""
+    """Export Anole with a VQGAN image decoder and an EAGLE drafter: 8 x 8 codes; prompts are token ids."""
     folder = DATA / "anole"
     files = {"target": folder / "target", "vq": DATA / "chameleon-vqgan", "drafter": folder / "drafter"}
-    return _family_bundle(tmp_path_factory, "anole", files, ("tokenizers", "yaml"))
+    return _export_family(tmp_path_factory, "anole", files, ("tokenizers", "yaml"))
 
 
 @pytest.fixture(scope="session")
 def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes, sizes of similar area, and 4 x 4."""
+    """Export Lumina-mGPT with Chameleon's VQGAN and a random drafter, for 6 x 6 codes, similar areas, and 4 x 4."""
 
     def export(output: Path) -> Path:
         from family_readers import read_lumina
@@ -259,24 +280,24 @@ def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         drafter = tmp_path_factory.mktemp("drafter") / "drafter"
         save_random_drafter(drafter)
         model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
-        names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-        sizes = (*model.manifest_fields["sizes"], make_lumina_image_size(2, 2, names, 2))
+        vocabulary = json.loads((target / "config.json").read_text())["vocabulary_map"]
+        sizes = (*model.manifest_fields["sizes"], make_lumina_image_size(2, 2, vocabulary, 2))
         return export_model(replace(model, manifest_fields={**model.manifest_fields, "sizes": sizes}), output)
 
-    return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
+    return _export_once(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
 
 
 @pytest.fixture(scope="session")
 def lumina2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export Lumina-mGPT 2.0 with MoVQGAN: 8 x 8 codes and sizes of similar area."""
+    """Export Lumina-mGPT 2.0 with a MoVQGAN image decoder, for 8 x 8 codes and other grids of similar area."""
     folder = DATA / "lumina-mgpt-2"
     options = {"target": folder / "model", "vq": folder / "movqgan/270M", "grid": 8}
-    return _family_bundle(tmp_path_factory, "lumina2", options, ("tokenizers",))
+    return _export_family(tmp_path_factory, "lumina2", options, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
 def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export GLM-Image's autoregressive part, without an image decoder, in the sizes of the recorded runs."""
+    """Export GLM-Image's autoregressive model, without an image decoder, for the image sizes of the recorded runs."""
 
     def export(output: Path) -> Path:
         from family_readers import read_glm_image
@@ -290,12 +311,12 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
-    return _exported(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
+    return _export_once(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and negative text of the recorded runs."""
+    """Export Emu3-Gen without a drafter, with the image sizes and the negative prompt of the recorded runs."""
 
     def export(output: Path) -> Path:
         from family_readers import read_emu3
@@ -315,12 +336,12 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             replace(model, manifest_fields={**model.manifest_fields, "sizes": sizes, "condition": condition}), output
         )
 
-    return _exported(tmp_path_factory, "emu3_bundle/tiny-emu3", export, ("tokenizers",))
+    return _export_once(tmp_path_factory, "emu3_bundle/tiny-emu3", export, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
 def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export SimpleAR without a drafter: 4 x 4 codes, and the sizes of the recorded runs."""
+    """Export SimpleAR without a drafter, for the image sizes of the recorded runs."""
 
     def export(output: Path) -> Path:
         from family_readers import read_simplear
@@ -333,33 +354,36 @@ def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sizes = [Size(name=f"{16 * columns}x{16 * rows}", rows=rows, columns=columns) for rows, columns in grids]
         return export_model(replace(model, manifest_fields={**model.manifest_fields, "sizes": sizes}), output)
 
-    return _exported(tmp_path_factory, "simplear_bundle/tiny-simplear", export, ("tokenizers",))
+    return _export_once(tmp_path_factory, "simplear_bundle/tiny-simplear", export, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
 def nar_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export NAR: 10 classes, 8 x 8 codes."""
-    return _order_bundle(tmp_path_factory, "nar", DATA / "nar/c2i/nar_c2i.pt")
+    """Export class-conditional NAR: 10 classes, 8 x 8 codes."""
+    return _export_grouped_family(tmp_path_factory, "nar", DATA / "nar/c2i/nar_c2i.pt")
 
 
 @pytest.fixture(scope="session")
 def par_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export PAR with four cells per pass: 10 classes, 8 x 8 codes."""
-    return _order_bundle(tmp_path_factory, "par", DATA / "par/4x/par_4x.pt")
+    """Export class-conditional PAR, which generates four cells per forward pass: 10 classes, 8 x 8 codes."""
+    return _export_grouped_family(tmp_path_factory, "par", DATA / "par/4x/par_4x.pt")
 
 
-def _order_bundle(tmp_path_factory: pytest.TempPathFactory, family: str, target: Path) -> Path:
+def _export_grouped_family(tmp_path_factory: pytest.TempPathFactory, family: str, target: Path) -> Path:
+    """Export a model that generates several cells per forward pass, with LlamaGen's image decoder."""
     files = {"target": target, "vq": DATA / "llamagen-vq/vq_tiny.pt", "config": target.with_name("config.json")}
-    return _family_bundle(tmp_path_factory, family, files)
+    return _export_family(tmp_path_factory, family, files)
 
 
-def _family_bundle(
-    tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], needed: tuple[str, ...] = ()
+def _export_family(
+    tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], libraries: tuple[str, ...] = ()
 ) -> Path:
+    """Export a model family once; `options` are the checkpoints and options of the family's reader."""
+
     def export(output: Path) -> Path:
         from lantern_rt.export.registry import read_family_checkpoints
         from lantern_rt.export.writer import export_model
 
         return export_model(read_family_checkpoints(family, options), output)
 
-    return _exported(tmp_path_factory, f"{family}_bundle/tiny-{family}", export, needed)
+    return _export_once(tmp_path_factory, f"{family}_bundle/tiny-{family}", export, libraries)

@@ -1,1 +1,1 @@
-"""Training recipes. Imports torch; never imported by the runtime."""
+"""Training of drafters. This package imports PyTorch, so the runtime never imports it."""

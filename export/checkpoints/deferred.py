@@ -1,8 +1,8 @@
-"""Deferred tensors, which are computed on use, and modules without memory for weights.
+"""Deferred tensors, whose values are computed on each use, and modules that are built without memory for weights.
 
-A checkpoint's tensors are memory-mapped. Joining projections or transposing a matrix would copy them into memory; a
-deferred tensor stores the function and computes the copy on each use. A model larger than memory can thus be loaded and
-exported weight by weight.
+A checkpoint's tensors are memory-mapped. If projections were joined or matrices transposed when a model is loaded, the
+copies would fill the memory. A deferred tensor stores a function instead and calls it on each use. So a model that is
+larger than memory can be loaded, and exported weight by weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 
 class _DeferredTensor(Tensor):
-    """Tensor of known shape and dtype; every operation on it computes its values with a function."""
+    """Tensor with a known shape and dtype, whose values a function computes for each operation on the tensor."""
 
     compute_values: Callable[[], Tensor]
     source_tensors: Sequence[Tensor] = ()
@@ -29,6 +29,7 @@ class _DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # `nn.Parameter` and `load_state_dict` detach tensors; this must not compute the values.
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return _DeferredTensor(args[0].compute_values, args[0].shape, args[0].dtype)
         return func(*tree_map(_resolve_deferred_value, args), **tree_map(_resolve_deferred_value, kwargs or {}))
@@ -74,16 +75,16 @@ def defer_concatenation(source_tensors: Sequence[Tensor]) -> Tensor:
 
 
 def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the tensors of which a tensor is the concatenation by `defer_concatenation`; any other tensor alone."""
+    """Return the source tensors of a tensor that `defer_concatenation` made, or a list with any other tensor."""
     return (tensor.source_tensors if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 
 
 def skip_weight_allocation() -> torch.device:
-    """Return a context in which modules are created without memory for their weights."""
+    """Return a context manager in which PyTorch modules are created without memory for their weights."""
     return torch.device("meta")
 
 
 def _resolve_deferred_value(value: Any) -> Any:
-    while isinstance(value, _DeferredTensor):
+    while isinstance(value, _DeferredTensor):  # the function may return another deferred tensor
         value = value.compute_values()
     return value

@@ -104,8 +104,9 @@ class Config:
     """Fields of a configuration file.
 
     Args:
-        values: the fields by their names in the file.
-        names: names in the file by the names that readers use, where these differ.
+        path: path of the file.
+        values: fields by their names in the file.
+        aliases: names in the file by the names that readers use, for fields whose names differ.
     """
 
     path: Path
@@ -125,18 +126,22 @@ class Config:
         return make_file_error(self.path, self.aliases.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field without checks."""
+        """Return the value of a field without checks, or `default` if the file does not have the field."""
         return self.values.get(self.aliases.get(name, name), default)
 
     def get_integer(self, name: str) -> int | None:
-        """Return a positive integer, or None without the field. Raises: CheckpointError."""
+        """Return a field that must be a positive integer, or None if the field is missing. Raises: CheckpointError."""
         value = self.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise self.make_error(name, expected="a whole number of at least 1")
         return value
 
     def get_number(self, name: str, default: float) -> float:
-        """Return a positive float32 number, or the default without the field. Raises: CheckpointError."""
+        """Return a field that must be a positive float32 number, or `default` if the field is missing.
+
+        Raises:
+            CheckpointError: the field has another value.
+        """
         value = self.get(name, default)
         largest = torch.finfo(torch.float32).max
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
@@ -144,7 +149,11 @@ class Config:
         return float(value)
 
     def get_section(self, *names: str) -> Config:
-        """Return the fields of a nested object, addressed by a path of names. Raises: CheckpointError."""
+        """Return a nested object as a configuration; `names` lead from the outermost object to the nested object.
+
+        Raises:
+            CheckpointError: the object does not exist.
+        """
         content: Any = self.values
         for name in names:
             content = content.get(name) if isinstance(content, Mapping) else None
@@ -156,6 +165,7 @@ class Config:
         """Check that a field has an allowed value.
 
         Args:
+            name: name of the field.
             allowed: allowed values; None allows a missing field.
             remedy: remedy in the error message.
 
@@ -183,7 +193,7 @@ class Config:
 
 @convert_to_checkpoint_error
 def read_config(path: Path) -> Config:
-    """Read a JSON object. Raises: CheckpointError."""
+    """Read a configuration from a JSON file. Raises: CheckpointError."""
     try:
         values = json.loads(read_text(path), object_pairs_hook=_reject_duplicate_fields)
     except (ValueError, RecursionError) as error:
@@ -203,7 +213,7 @@ def _reject_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @convert_to_checkpoint_error
 def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
-    """Read a text of at most `max_bytes` bytes from a plain file. Raises: CheckpointError."""
+    """Read a UTF-8 text file of at most `max_bytes` bytes. Raises: CheckpointError."""
     return read_regular_file(path, max_bytes).decode("utf-8")
 
 
@@ -250,9 +260,10 @@ def read_weights(
     prefer_ema: bool | None = None,
     name_filter: Callable[[str], bool] = lambda name: True,
 ) -> Weights:
-    """Read the state dict of a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file, memory-mapped, in stored dtypes.
+    """Read the state dict of a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file.
 
-    Prefixes that wrapper modules added to names are removed.
+    The tensors are memory-mapped and keep the dtypes of the file. Prefixes that wrapper modules added to names of
+    weights are removed.
 
     Args:
         path: file to read.
@@ -290,6 +301,7 @@ def read_weights(
     for name, value in weights.items():
         if fault := _explain_invalid_tensor(value):
             raise make_file_error(path, name, found=fault, expected="a tensor")
+    # A small damaged file may declare huge weights that share storage; they would fill the memory when converted.
     size = path.stat().st_size
     claimed = sum(value.numel() * value.element_size() for value in weights.values())
     claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
@@ -337,7 +349,7 @@ def _explain_invalid_tensor(value: Any) -> str | None:
 
 
 def format_names(names: Collection[str]) -> str:
-    """List the first `SHOWN` sorted names and the number of the others."""
+    """Return the first `SHOWN` names in alphabetical order as text, followed by the number of further names."""
     ordered = sorted(names)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return ", ".join(ordered[:SHOWN]) + more

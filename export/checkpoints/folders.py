@@ -1,8 +1,8 @@
-"""Checkpoints in a file or a folder.
+"""Checkpoints, each a file or a folder.
 
 A folder has one file of weights, several files with an index (the layout of Hugging Face), or several `.pt` or `.pth`
-files. A weight that only the index or only a file contains is an error. Every file that is read is recorded as a source
-of the bundle.
+files. If the index and the files list different weights, an error is raised. Every file that is read is recorded as a
+source of the bundle.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decoder.jit"))  # image tokenizers
 _LOOSE = (".pt", ".pth")
-_OTHERS = (
-    ".",
-    "optimizer",
-    "training_args",
-    "scheduler",
-    "rng_state",
-)  # prefixes of other files, of macOS and of training
+# Prefixes of files that are not weights: hidden files of macOS, and states of training.
+_OTHERS = (".", "optimizer", "training_args", "scheduler", "rng_state")
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -57,10 +52,10 @@ class Checkpoint:
         progress: progress callback, which gets the megabytes read.
         prefer_ema: whether to prefer averaged weights; see `read_weights`.
         adapters: adapters to merge into the weights, in this order.
-        tied_weights: names of weights by names of weights that are tied to them. As in PEFT, an adapter changes one of
-            the two.
+        tied_weights: name of the source weight by the name of a weight that is tied to the source. As in PEFT, an
+            adapter changes only one weight of the pair.
         weights: weights by the names that readers use.
-        names: names in the files by names that readers use, for messages; `*` stands for the number of a layer.
+        stored_names: names in the files by names that readers use, for messages; `*` stands for a layer's number.
         prefix: prefix of all names in the files.
         sources: files that were read, with their roles.
     """
@@ -77,7 +72,7 @@ class Checkpoint:
     sources: list[tuple[str, Path]] = field(default_factory=list)
 
     def subfolder(self, name: str) -> Checkpoint:
-        """Return the checkpoint in a folder of this folder."""
+        """Return the checkpoint in the subfolder `name` of this folder."""
         return Checkpoint(self.path / name, self.role, self.progress, adapters=self.adapters)
 
     def make_error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
@@ -131,11 +126,12 @@ class Checkpoint:
     def read_weights(
         self, name_filter: Callable[[str], bool] = lambda name: True, optional_names: Collection[str] = ()
     ) -> None:
-        """Read all weights of the file or folder, from safetensors if a folder has two formats.
+        """Read all weights of the file or folder into `weights`. Safetensors files are preferred over other formats.
 
         Args:
             name_filter: function that tells whether to read a weight of this name.
-            optional_names: weights that may be in the index only: tied weights, which conversions drop from the files.
+            optional_names: names of tied weights that may be in the index but not in the files, because conversion
+                programs drop them from the files.
 
         Raises:
             CheckpointError: the folder has no weights, or files and index differ.
@@ -181,7 +177,7 @@ class Checkpoint:
             self.sources += adapter.sources
 
     def name_in_files(self, name: str) -> str:
-        """Return a weight's name in the files."""
+        """Return a weight's name in the files, from the name that readers use."""
         return self.prefix + _map_weight_name(name, self.stored_names)
 
     def rename_weights(self, stored_names: Mapping[str, str]) -> None:
@@ -191,7 +187,11 @@ class Checkpoint:
         self.stored_names.update(stored_names)
 
     def shape(self, name: str, num_dimensions: int = 2) -> tuple[int, ...]:
-        """Return a weight's shape after checking the number of dimensions. Raises: CheckpointError."""
+        """Return the shape of a floating-point weight that must have `num_dimensions` dimensions.
+
+        Raises:
+            CheckpointError: the weight is missing, has another number of dimensions or another type.
+        """
         if name not in self.weights:
             raise self.make_error(name, "missing weight")
         shape = tuple(self.weights[name].shape)
@@ -202,7 +202,7 @@ class Checkpoint:
         return shape
 
     def count_layers(self, prefix: str) -> int:
-        """Count the consecutive numbers 0, 1, ... that follow `prefix` in names."""
+        """Return the number of layers, whose numbers 0, 1, ... follow `prefix` in the names of weights."""
         parts = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
         return next(i for i in range(len(parts) + 1) if str(i) not in parts)
 
@@ -213,7 +213,9 @@ class Checkpoint:
         return Checkpoint(self.path, self.role, weights=weights, prefix=self.prefix + prefix)
 
     def load_strict(self, module: nn.Module) -> None:
-        """Load exactly these weights into a module, without a copy and in the checkpoint's dtype.
+        """Load all weights into a module, which must have the same names and shapes.
+
+        The weights are not copied and keep the dtype of the checkpoint.
 
         Raises:
             CheckpointError: weights are missing, unexpected or have another shape.
@@ -234,11 +236,16 @@ class Checkpoint:
         if problems:
             raise self.make_error(problem=f"the weights do not fit the model, {'; '.join(problems)}")
         module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
-        object.__setattr__(module, "checkpoint", self)  # for errors while its weights are written
+        # Errors while the weights are written name this checkpoint. `nn.Module.__setattr__` would check the type.
+        object.__setattr__(module, "checkpoint", self)
 
 
 def choose_weight_files(file_names: Collection[str]) -> list[str]:
-    """Choose the files with the weights among a folder's files: a single file, an index, a pair or all `.pt` files."""
+    """Choose the files with the weights among a folder's files.
+
+    In this sequence, the choice is a single file, an index, a pair of encoder and decoder, or all `.pt` and `.pth`
+    files. Safetensors files come before other formats.
+    """
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
         if name in file_names:
             return [name]
@@ -249,7 +256,7 @@ def choose_weight_files(file_names: Collection[str]) -> list[str]:
 
 
 def read_weight_index(path: Path) -> dict[str, list[str]]:
-    """Read an index and return the names of weights by file. Raises: CheckpointError."""
+    """Read an index file and return the names of the weights in each file. Raises: CheckpointError."""
     config = read_config(path)
     weight_map = config.get("weight_map")
     shards: dict[str, list[str]] = {}
@@ -274,7 +281,12 @@ def _describe_differences(expected: Set[str], actual: Set[str], format_name: Cal
 
 
 def _map_weight_name(name: str, name_map: Mapping[str, str]) -> str:
-    """Look a name up in a table whose keys may have `*` for the number of a layer; return unknown names unchanged."""
+    """Return the new name of a weight, or `name` itself if it is not in `name_map`.
+
+    Args:
+        name: name of a weight.
+        name_map: new names by old names; `*` stands for the number of a layer in both.
+    """
     number = _LAYER.search(name)
     if name in name_map or number is None:
         return name_map.get(name, name)

@@ -31,18 +31,19 @@ _CACHED = re.compile(rf"{SNAPSHOT}/(?P<file>.+)")
 
 
 def find_hub_reference(path: Path) -> str | None:
-    """Return the reference, with its commit, of a file in the hub's cache; None for other files."""
+    """Return the hub reference (with commit) of a file in the local hub cache; None for a file outside the cache."""
     match = _CACHED.fullmatch(path.as_posix())
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
 def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()) -> Path:
-    """Return the local path of a file or folder, downloading it if `source` is a reference.
+    """Return the local path of a checkpoint's file or folder; download it first if `source` is a hub reference.
 
     Args:
-        source: path, which is returned unchanged, or reference to the hub.
-        file_patterns: files of a folder, or patterns, to fetch instead of a model's weights; the first is a file.
-        side_files: further files to fetch if they exist, besides a model's configurations and `tokenizer.json`.
+        source: local path, which is returned unchanged, or hub reference.
+        file_patterns: names or patterns of files to download instead of a model's weights. The first is a name,
+            without wildcards.
+        side_files: further files to download if they exist, besides a model's configurations and `tokenizer.json`.
 
     Raises:
         CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
@@ -75,10 +76,14 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
 def measure_download(
     source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Return the bytes that `fetch_checkpoint` would give, and how many of them are not in the cache, as the hub lists
-    them.
+    """Return the size of a checkpoint on the hub and the size of its files that are not in the cache, in bytes.
 
-    Both are 0 if the hub cannot be reached or rejects the reference: `fetch_checkpoint` says so.
+    Both are 0 if the hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
+
+    Args:
+        source: hub reference.
+        file_patterns: names or patterns of files, as for `fetch_checkpoint`.
+        side_files: further files, as for `fetch_checkpoint`.
     """
     from huggingface_hub import try_to_load_from_cache
 

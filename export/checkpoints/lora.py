@@ -1,7 +1,8 @@
-"""LoRA adapters of PEFT, merged into a checkpoint's weights: `W + scale * alpha / rank * B A`.
+"""LoRA adapters of PEFT, merged into a checkpoint's weights.
 
-Only adapters of linear layers are merged. Adapters with other changes, or of weights that the checkpoint does not have,
-raise an error. Fused projections (`wqkv`) accept only adapters of the fused layer.
+The merged weight is `W + scale * alpha / rank * B A`, with the adapter's matrices A and B. Only adapters of linear
+layers are merged. An adapter with other changes, or for weights that the checkpoint does not have, raises an error.
+Fused projections (`wqkv`) accept only adapters of the fused layer.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 # Adapter of a linear layer. PEFT uses other names for embeddings and ignores this name there.
 _NAME = re.compile(r"base_model\.model\.((?:.+\.)?(?![^.]*embed)[^.]+)\.lora_([AB])\.weight")
-_OUTER = re.compile(
-    r"(?:(?:model|text_model|language_model|module|_orig_mod)\.)*"
-)  # libraries nest the model differently
+# Prefixes of names that are ignored, because libraries nest the model differently.
+_OUTER = re.compile(r"(?:(?:model|text_model|language_model|module|_orig_mod)\.)*")
 _REMEDY = "merge it with PEFT, and export the result"
 # Fields with origin, layers and training of an adapter, which do not change merging, and fields that are read below.
 _FREE = {"auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"}
@@ -54,12 +54,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """Adapter with its scale.
+    """LoRA adapter with its scale.
 
     Args:
         path: file of the adapter's weights.
-        sources: files with roles; the role of the weights contains the scale: `lora:0.8`.
-        low_rank_updates: A `[rank, inputs]`, B `[outputs, rank]` and the factor of their product, by names of weights.
+        sources: roles and paths of the adapter's files. The role of the weights contains the scale, such as `lora:0.8`.
+        low_rank_updates: matrix A `[rank, inputs]`, matrix B `[outputs, rank]` and the factor of the product B A, by
+            name of the weight to which the product is added.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class LoraAdapter:
     low_rank_updates: Mapping[str, tuple[Tensor, Tensor, float]]
 
     def merge(self, weights: Weights, name_filter: Callable[[str], bool]) -> None:
-        """Replace weights by deferred sums with the adapter, in the dtype of the weights.
+        """Replace each adapted weight by a deferred tensor: the sum of the weight and the adapter's product.
 
         Args:
             weights: weights of the checkpoint, which are changed.
@@ -110,7 +111,7 @@ class LoraAdapter:
 
 
 def split_folder_and_scale(text: str) -> tuple[str, float]:
-    """Split `FOLDER[:scale]` into folder and scale, 1 by default. Raises: CheckpointError."""
+    """Split `FOLDER` or `FOLDER:scale` into folder and scale; the default scale is 1. Raises: CheckpointError."""
     folder, _, number = text.rpartition(":")
     try:
         scale = float(number)
@@ -125,7 +126,11 @@ def split_folder_and_scale(text: str) -> tuple[str, float]:
 
 @convert_to_checkpoint_error
 def read_adapter(folder: Path, scale: float) -> LoraAdapter:
-    """Read the adapter in a folder of PEFT.
+    """Read the adapter in a folder that PEFT saved.
+
+    Args:
+        folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
+        scale: factor by which the adapter's product is multiplied.
 
     Raises:
         CheckpointError: the folder has no adapter, or the adapter changes more than linear layers.

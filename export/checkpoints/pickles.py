@@ -1,7 +1,7 @@
-"""Check of pickles before they are read: a few bytes can describe objects that take years to hash or print.
+"""Check of pickles before they are read, because a few bytes can describe objects that take years to hash or print.
 
-A pickle can refer to earlier objects. Sixty nested tuples that each contain the previous tuple twice take 600 bytes and
-have 2^60 parts. Readers of weights run no code, but they may hash and print nested tuples.
+A pickle can refer to earlier objects. For example, sixty nested tuples that each contain the previous tuple twice take
+600 bytes and have 2^60 parts. The readers of weights run no code from a pickle, but may hash or print nested tuples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # 
 
 
 def reject_pickle_bombs(path: Path) -> bool:
-    """Check the pickles of a PyTorch checkpoint, and return whether the file is a zip archive.
+    """Check that the pickles of a PyTorch checkpoint are not too large; return whether the file is a zip archive.
 
     Raises:
         ValueError: a pickle is too large. Damaged files raise other exceptions, too.
@@ -62,6 +62,7 @@ def _reject_pickle_bomb(stream: bytes | BinaryIO) -> None:
             marked = pickletools.markobject in before
             start = marks.pop() - before.index(pickletools.markobject) if marked else len(stack) - len(before)
             parts = stack[start:]
+            # Opcodes that fill an object keep its size counter; all others create a new object.
             made = parts[0] if opcode.name in _FILLING else [0]
             if id(made) in shared:
                 raise ValueError("it changes an object that others contain")

@@ -1,7 +1,8 @@
-"""Reader of the weights of a TorchScript archive (`.jit`) that neither runs nor unpickles anything.
+"""Safe reader of the weights of a TorchScript archive (`.jit`).
 
-The file is a zip archive of code, tensors and a pickle that describes modules and their tensors. The reader interprets
-the few opcodes that describe modules and tensors, keeps classes and functions as names, and rejects other opcodes.
+The file is a zip archive with code, tensors and a pickle that describes modules and their tensors. The reader does not
+run code and does not use `pickle`. It interprets only the opcodes that describe modules and tensors, keeps classes and
+functions as names, and rejects all other opcodes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": (
 
 
 class _ScriptModule(list[Any]):
-    """A module in a TorchScript pickle, as a list with one dict of attributes."""
+    """Module in a TorchScript pickle: a list that contains one dict, the module's attributes."""
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, memory-mapped.
+    """Read the parameters and buffers of a TorchScript archive as memory-mapped tensors, by name.
 
     Raises:
         ValueError: the file is not a TorchScript archive. Damaged files raise other exceptions, too.
@@ -63,7 +64,12 @@ def _walk_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interpret_pickle(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
-    """Return the object that a pickle describes; `read_storage` reads a tensor storage by its reference."""
+    """Return the object that a pickle describes.
+
+    Args:
+        stream: bytes of the pickle.
+        read_storage: function that reads a tensor storage by its reference in the pickle.
+    """
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}

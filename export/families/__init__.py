@@ -1,1 +1,1 @@
-"""A file a model family: which checkpoints, which prompts, which defaults; families share the files `common*`."""
+"""Model families, one module each: checkpoint readers, prompts and defaults. They share the modules `common*`."""

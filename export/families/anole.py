@@ -1,6 +1,7 @@
-"""Anole: a Chameleon for images, a VQGAN and perhaps LANTERN's drafter.
+"""Model family Anole: a Chameleon target for images, a VQGAN, and optionally LANTERN's drafter.
 
-A prompt is `<s>`, the text, end of turn, begin of image; the unconditional row is `<s>`, begin of image.
+A prompt has these tokens: `<s>`, the text, end of turn, begin of image. The unconditional row has `<s>` and begin of
+image.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..model import BundleContents
 from ..models.vq_checkpoints import read_vqgan
 from .common_chameleon import CHAMELEON, PROMPT_TOKENS, ChameleonTarget, read_chameleon_config, read_token_ids
 
-# LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
+# LANTERN's settings for Anole: guidance scale 3, the 2000 most probable codes, top-p before top-k.
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
 
 
@@ -32,8 +33,8 @@ def read_anole(
     Args:
         target: folder with config.json, tokenizer.json and weights.
         vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
-        drafter: folder in LANTERN's layout, None without a drafter.
-        grid: grid rows, by default as many as the resolution in vqgan.yaml has.
+        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
+        grid: number of grid rows; None: the number that follows from the resolution in vqgan.yaml.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.

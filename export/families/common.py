@@ -1,4 +1,4 @@
-"""Conversion of a family's modules to the graphs and manifest fields of a bundle. See docs/adding-a-family.md."""
+"""Conversion of a family's PyTorch modules to a bundle's graphs and manifest fields; see docs/adding-a-family.md."""
 
 from __future__ import annotations
 
@@ -49,19 +49,22 @@ def build_image_model(
     """Return the contents of a bundle.
 
     Args:
-        code_embeddings: the target's input embeddings of all tokens of an image, `[tokens, hidden_size]`: the
-            codes, then, if grid rows end with a token, all tokens up to the end-of-row token, or the order's vectors.
+        decoder: the target.
+        code_embeddings: the target's input embeddings of all image tokens, `[tokens, hidden_size]`. The codes come
+            first. Then come the tokens up to the end-of-row token, if it exists, or the learned vectors of
+            `order`.
         condition: graph and manifest entry that convert prompts to prefix rows.
-        vq: the image tokenizer; None for bundles that generate codes for another program.
+        vq: image tokenizer; None: the bundle generates codes for another program.
         sampling: default sampling settings.
-        sources: files with roles, without the drafter's files.
-        drafter: drafter of the target, None without a drafter.
-        sizes: `sizes` of `Manifest`.
-        default_grid: rows and columns of the default image; None for the square of the decoder's configuration.
-        row_end: `row_end` of `Manifest`: end-of-row token, which follows every grid row but the last.
-        order: `order` of `Manifest`.
-        codebook: codebook vectors `[codes, width]` without an image tokenizer.
-        pixels_per_cell: number of pixels per cell along each side, without an image tokenizer.
+        sources: roles and paths of the checkpoint files, without the files of the drafter.
+        drafter: drafter of the target; None: no drafter.
+        sizes: image sizes of the manifest; empty: only the default size.
+        default_grid: rows and columns of the default image; None: the square of the decoder's configuration.
+        row_end: index of the end-of-row token, which follows every grid row except the last; None: rows end without a
+            token.
+        order: groups of cells that are generated in one forward pass; None: one cell at a time.
+        codebook: codebook vectors `[codes, width]`; needed only without an image tokenizer.
+        pixels_per_cell: height and width of a cell in pixels; needed only without an image tokenizer.
 
     Raises:
         CheckpointError: the image tokenizer has another number of codes than the target.
@@ -113,11 +116,11 @@ def build_image_model(
 
 
 def list_grid_shapes(image_pixels: int, pixels_per_cell: int) -> list[tuple[int, int]]:
-    """Return rows and columns of the grids for images of about `image_pixels` pixels, the square first.
+    """Return rows and columns of grids with different aspect ratios and about the same area, the square first.
 
     Args:
-        image_pixels: pixels of an image.
-        pixels_per_cell: pixels per cell along each side.
+        image_pixels: approximate number of pixels of an image.
+        pixels_per_cell: height and width of a cell in pixels.
     """
     sides = ((math.sqrt(image_pixels / (wide * high)), wide, high) for wide, high in _RATIOS)
     pairs = ((round(high * side / pixels_per_cell), round(wide * side / pixels_per_cell)) for side, wide, high in sides)
@@ -125,7 +128,7 @@ def list_grid_shapes(image_pixels: int, pixels_per_cell: int) -> list[tuple[int,
 
 
 def check_grid_rows(grid: int | None) -> None:
-    """Check that the number of grid rows is in 1 .. 256, or None. Raises: RequestError."""
+    """Check that `grid` is None or a number of grid rows in 1 .. 256. Raises: RequestError."""
     if grid is not None and not 1 <= grid <= 256:
         raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 grid rows")
 
@@ -163,7 +166,7 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
 
 
 def _make_default_decoding(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
-    """Return the settings of the papers, with at most `max_neighbors` neighbours."""
+    """Return the decoding methods with the settings of their papers; neighbours are limited to `max_neighbors`."""
     if not has_drafter:
         return DecodingDefaults()
     exact = Eagle(tree="dynamic-59")

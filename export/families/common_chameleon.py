@@ -1,7 +1,7 @@
-"""Chameleon targets: folders in the layout of Hugging Face, whose text and image tokens share one vocabulary.
+"""Chameleon targets, in folders with the layout of Hugging Face; text and image tokens share one vocabulary.
 
-`vocabulary_map` in config.json names the image token of each code: `IMGIMG`, the code's decimal digits as letters (A is
-0, J is 9), `Z`. Only the head's rows of these tokens are exported.
+`vocabulary_map` in config.json has the name of each code's image token: `IMGIMG`, the decimal digits of the code as
+letters (A is 0, J is 9), and `Z`. Of the output head, only the rows of these tokens are exported.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _SHARED = ("model_type", "vocabulary_map", *(f"{name}_token_id" for name in ("bo
 
 @dataclass(frozen=True)
 class ChameleonTarget:
-    """A target to read.
+    """Chameleon target whose weights have not been read yet.
 
     Args:
         checkpoint: folder with tokenizer.json and weights.
         config: configuration of the folder.
         code_token_ids: token ids of the codes; code c is token `code_token_ids[c]`.
         special_token_ids: token ids of the other tokens in prompts and images, by name.
-        grid_rows: grid rows of an image.
-        max_image_tokens: number of tokens of the longest image; 0 for `grid_rows * grid_rows`.
-        has_position_limit: `has_position_limit` of `make_decoder_config`.
+        prompt_layout: layout of a prompt's tokens.
+        grid_rows: number of grid rows of the default image.
+        max_image_tokens: number of tokens of the longest image; 0: `grid_rows * grid_rows`.
+        has_position_limit: whether `max_position_embeddings` of the configuration limits a sequence.
     """
 
     checkpoint: Checkpoint
@@ -61,7 +62,7 @@ class ChameleonTarget:
     has_position_limit: bool = True
 
     def load_components(self) -> tuple[Decoder, Tensor, PromptCondition]:
-        """Return the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the condition.
+        """Read the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the prompt condition.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -94,11 +95,11 @@ class ChameleonTarget:
     def build_model(
         self, vqgan: LoadedVQGAN, drafter: Path | None, num_extra_tokens: int = 0, **fields: Any
     ) -> BundleContents:
-        """Return the contents of a bundle with a VQGAN.
+        """Read the target and its drafter, and return the contents of a bundle with a VQGAN.
 
         Args:
-            vqgan: the image tokenizer.
-            drafter: folder of the drafter, None without a drafter.
+            vqgan: image tokenizer.
+            drafter: folder of the drafter; None: no drafter.
             num_extra_tokens: number of tokens after the codes, up to the end-of-row token.
             fields: other arguments of `build_image_model`.
 
@@ -128,6 +129,7 @@ def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository:
     """Read config.json and check the model class.
 
     Args:
+        checkpoint: folder of the target.
         architecture: expected model class in transformers.
         repository: repository on the hub with the expected layout.
 
@@ -145,8 +147,14 @@ def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository:
 
 
 def read_token_ids(config: Config, required_names: Sequence[str]) -> tuple[range, Mapping[str, int]]:
-    """Return the token ids of the codes in `vocabulary_map` of config.json, and token ids by the names in
-    `required_names`.
+    """Read token ids from `vocabulary_map` in config.json.
+
+    Args:
+        config: config.json of the target.
+        required_names: names of tokens that must exist, such as begin of image.
+
+    Returns:
+        The token ids of the codes, and the token ids of `required_names` by name.
 
     Raises:
         CheckpointError: the configuration has no codes with consecutive ids, or lacks a name.

@@ -1,4 +1,4 @@
-"""Parts that the families of Emu3 share: the tokenizer, the codes in its vocabulary, and image sizes in prompts."""
+"""Functions that the families of Emu3 share: tokenizer, token ids of codes, and image sizes in prompts."""
 
 from __future__ import annotations
 
@@ -42,29 +42,36 @@ DEFAULTS = {
 
 
 def is_emu35_config(config: Config) -> bool:
-    """Return whether a configuration is Emu3.5's, whose heads together are wider than its hidden states."""
+    """Return whether a configuration belongs to Emu3.5, whose attention heads are wider than its hidden states."""
     values = DEFAULTS | dict(config.values)
     return "head_dim" in values and values["head_dim"] * values["num_attention_heads"] != values["hidden_size"]
 
 
 def make_emu3_image_size(tokenizer: Tokenizer, rows: int, columns: int, pixels_per_cell: int) -> Size:
-    """Return an image size with its prompt tokens, which are the end of both prefix rows.
+    """Return an image size with the tokens that describe the size at the end of a prompt.
 
     Args:
         tokenizer: tokenizer of the model.
-        pixels_per_cell: pixels per cell along each side.
+        rows: number of grid rows.
+        columns: number of grid columns.
+        pixels_per_cell: height and width of a cell in pixels.
     """
     tokens = encode_text(tokenizer, f"{rows}*{columns}{IMAGE}")
     return Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns, tokens=tokens)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the token ids of a text, which may name special tokens."""
+    """Return the token ids of a text, which may contain special tokens such as `<|image start|>`."""
     return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
-    """Return the tokenizer's file, and its content converted to `tokenizer.json` if it has another format."""
+    """Find the tokenizer of a checkpoint.
+
+    Returns:
+        The path of the tokenizer's file, and its content converted to `tokenizer.json`. The content is None if the file
+        is a `tokenizer.json` already.
+    """
     if not (checkpoint.path / RANKS).is_file():
         return checkpoint.find_tokenizer_path(), None
     path = checkpoint.require_file(RANKS, "tokenizer")
@@ -73,7 +80,7 @@ def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
 
 
 def read_special_token_ids(config: Config) -> dict[str, int]:
-    """Return the token ids in a configuration of either layout, by name."""
+    """Return the ids of special tokens by name, from a configuration of transformers or in the published layout."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
         raise config.make_error("vocabulary_map", expected="ids by the names of tokens")
@@ -82,7 +89,11 @@ def read_special_token_ids(config: Config) -> dict[str, int]:
 
 
 def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
-    """Return the ids of the tokens of all codes.
+    """Return the token ids of all codes.
+
+    Args:
+        path: file of the tokenizer, for error messages.
+        tokenizer: tokenizer of the model.
 
     Raises:
         CheckpointError: the ids are not consecutive, or a special token is missing.

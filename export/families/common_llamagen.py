@@ -1,8 +1,9 @@
-"""Transformers in LlamaGen's layout, for the families that build on it, and their conditions.
+"""Reader of LlamaGen's transformers and of families that use LlamaGen's layout.
 
-A transformer is an official file, a folder of its shards, or a folder in LANTERN's layout, which has Llama's names of
-weights and fields. The weights determine all sizes except the number of heads and the grid. These come from a
-configuration file, from the published model with equal sizes, or, for the grid, from the caller.
+A transformer is an official file, a folder with shards of an official file, or a folder in LANTERN's layout. LANTERN's
+layout has Llama's names of weights and fields. The weights determine all sizes except the number of heads and the grid.
+These two come from a configuration file or from the published model with equal sizes; the caller may also give the
+grid.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ _CELL = 16  # pixels per cell along each side, in the published image tokenizers
 
 
 class PublishedSize(NamedTuple):
-    """Sizes of a published model, with the grid rows that it was trained for, by condition."""
+    """Sizes of a published model.
+
+    Args:
+        num_layers: number of layers.
+        hidden_size: width of the hidden states.
+        num_heads: number of attention heads.
+        class_grid_rows: numbers of grid rows that class-conditional models were trained for.
+        text_grid_rows: numbers of grid rows that text-conditional models were trained for.
+    """
 
     num_layers: int
     hidden_size: int
@@ -53,10 +62,12 @@ class LlamaGenVariant(NamedTuple):
     """Differences of another family's files from LlamaGen's layout.
 
     Args:
-        config_fields: further fields of the configuration.
-        extra_weights: names of further matrices in the files, which do not belong to the decoder.
-        weight_names: names in the files of the decoder's further weights, by the decoder's names.
-        two_heads: `two_heads` of `DecoderConfig`; the configuration does not count the last layer.
+        config_fields: fields that the configuration has in addition.
+        extra_weights: names of additional matrices in the files that do not belong to the decoder.
+        weight_names: names in the files of the decoder's additional weights, by the decoder's names.
+        published_sizes: sizes of the family's published models.
+        two_heads: whether the decoder has a second head and layer for the cell below (NAR). The configuration does not
+            count this layer.
     """
 
     config_fields: Collection[str] = ()
@@ -107,13 +118,15 @@ _UNUSED = (".inv_freq", "condition_embeddings")  # buffers that some versions sa
 
 
 class LlamaGenTransformer(NamedTuple):
-    """Parts of a transformer.
+    """Transformer that was read from a checkpoint.
 
     Args:
+        decoder: the target.
         code_embeddings: embeddings of the codes, float32 `[codes, hidden_size]`.
         condition: module that computes the prefix rows.
+        checkpoint: file or folder of the transformer.
         is_lantern_layout: whether the files are in LANTERN's layout.
-        config: the configuration, empty if there is no file.
+        config: configuration; empty if there is no configuration file.
         extra_weights: weights of families that have more than LlamaGen, by their names in the files, float32.
     """
 
@@ -137,11 +150,11 @@ def read_llamagen_transformer(
     """Read the transformer in a file or folder.
 
     Args:
-        checkpoint: `target` of `read_llamagen`.
-        config: `config` of `read_llamagen`.
-        grid: `grid` of `read_llamagen`.
-        weights: `weights` of `read_llamagen`.
-        variant: differences of another family's files.
+        checkpoint: official file, or folder with its shards or in LANTERN's layout.
+        config: JSON file of the model's arguments; None: the folder's config.json, if it exists.
+        grid: number of grid rows; None: the number that the files determine.
+        weights: set of weights in the file, `model` or `ema`; None: the first, with a warning.
+        variant: differences of another family's files from LlamaGen's.
 
     Raises:
         CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
@@ -182,9 +195,10 @@ def build_llamagen_model(
     """Return the contents of a bundle with LlamaGen's image tokenizer.
 
     Args:
+        transformer: the target.
         vq: file of the image tokenizer.
-        weights: `weights` of `read_llamagen`.
-        text_encoder: `text_encoder` of `read_llamagen`.
+        weights: set of weights that the user chose, `model` or `ema`, for the bundle's provenance; or None.
+        text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
         fields: other arguments of `build_image_model`.
 
     Raises:
@@ -214,7 +228,11 @@ def build_llamagen_model(
 
 
 def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGenVariant) -> tuple[Config, bool]:
-    """Read weights, rename them, and return the configuration, and whether the files are in LANTERN's layout."""
+    """Read and rename the weights of a checkpoint.
+
+    Returns:
+        The configuration, and whether the files are in LANTERN's layout.
+    """
     path = checkpoint.path
     folder_config = (path if path.is_dir() else path.parent) / "config.json"
     if path.is_dir() and folder_config.is_file():
@@ -250,7 +268,7 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
 
 
 def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
-    """Move the condition's weights to a module; return it and the number of prefix positions."""
+    """Move the condition's weights from the checkpoint to a module; return the module and the prefix length."""
     weights = checkpoint.weights
     if "classes" in weights:
         rows, _ = checkpoint.shape("classes")
@@ -300,7 +318,11 @@ def _choose_grid_rows(
     grid: int | None,
     published_size: PublishedSize | None,
 ) -> int:
-    """Return the grid rows in weights, configuration and `grid`, which must agree, or else the known model's."""
+    """Return the number of grid rows.
+
+    It comes from the weights, the configuration and `grid`, which must agree. If all three lack it, it is that of the
+    published model with the same sizes.
+    """
     cell_counts: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:
         cell_counts.append((f"{checkpoint.path}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix_length))

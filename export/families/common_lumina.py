@@ -1,6 +1,7 @@
-"""Prompts and image sizes of Lumina-mGPT, for both of its versions.
+"""Prompts and image sizes of Lumina-mGPT and Lumina-mGPT 2.0.
 
-A size is a number of patches along each side, and a prompt ends with the tokens of these numbers.
+An image size is given by its numbers of patch rows and patch columns. A prompt ends with the tokens of these two
+numbers.
 """
 
 from __future__ import annotations
@@ -13,20 +14,28 @@ from .common_chameleon import PROMPT_TOKENS
 
 TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
 ROW_END = "<reserved08799>"
-_PATCH_PIXELS = 32  # pixels along each side of a patch
+_PATCH_PIXELS = 32  # height and width of a patch in pixels
 _MAX_ASPECT = 4  # maximum aspect ratio of an image
 
 
 def make_lumina_prompt_layout(start_id: int, end_id: int) -> TokenLayout:
-    """Return the layout of prompts up to the tokens of an image size. The parameters are token ids."""
+    """Return the layout of prompts, without the tokens of an image size.
+
+    Args:
+        start_id: id of the first token of a prompt.
+        end_id: id of the token at the end of the user's turn.
+    """
     return TokenLayout(template=TEMPLATE, before=(start_id,), after=(end_id,), uncond=())
 
 
 def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
-    """Return rows and columns of all image sizes for a square of `square_side` patches, widest first.
+    """Return rows and columns in patches of all image sizes with about the area of a square, the widest first.
 
-    These are the sizes of the published program: it adds a row while the area is at most that of the square, otherwise
-    removes a column. No side is more than four times the other.
+    These are the sizes of the published program. It adds a row while the area is at most that of the square; otherwise
+    it removes a column. No side is more than four times as long as the other.
+
+    Args:
+        square_side: number of patch rows and patch columns of the square.
     """
     area = square_side**2
     pairs = [
@@ -38,26 +47,28 @@ def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
 
 
 def count_max_image_tokens(patch_grids: Sequence[tuple[int, int]], patch_side: int) -> int:
-    """Return the number of tokens of the longest image, end-of-row tokens included.
+    """Return the number of tokens of the image with the most tokens, end-of-row tokens included.
 
     Args:
-        patch_grids: rows and columns of patches of every size.
-        patch_side: codes along each side of a patch.
+        patch_grids: patch rows and patch columns of every image size.
+        patch_side: number of grid rows and columns of a patch.
     """
     return max(patch_side * rows * (patch_side * columns + 1) - 1 for rows, columns in patch_grids)
 
 
 def list_size_token_names(patch_grids: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the names of the tokens for numbers of rows and columns up to the largest in `patch_grids`."""
+    """Return the names of the tokens for the numbers 1 to the largest number of rows or columns in `patch_grids`."""
     return [_size_token_name(side) for side in range(1, 1 + max(max(pair) for pair in patch_grids))]
 
 
 def make_lumina_image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch_side: int) -> Size:
-    """Return an image size with its prompt tokens, which are the end of both prefix rows.
+    """Return an image size with the tokens that describe the size at the end of a prompt.
 
     Args:
+        rows: number of patch rows.
+        columns: number of patch columns.
         token_ids: token ids by name.
-        patch_side: codes along each side of a patch.
+        patch_side: number of grid rows and columns of a patch.
     """
     tokens = (PROMPT_TOKENS[-1], _size_token_name(rows), _size_token_name(columns))
     return Size(

@@ -1,8 +1,9 @@
-"""Emu3-Gen, in the published layout (model and image tokenizer in two folders) or in the layout of transformers.
+"""Model family Emu3-Gen, in the published layout (two folders) or in the layout of transformers.
 
-Text and visual tokens share one vocabulary; code c is the visual token c. A prompt is start of sequence, the text,
-begin of image, `{rows}*{columns}` as text, image token. The unconditional row has a negative text instead. An
-end-of-row token follows every grid row. Configurations of transformers omit fields that equal its defaults.
+In the published layout, the model and the image tokenizer have a folder each. Text and visual tokens share one
+vocabulary; code c is the visual token c. A prompt has these tokens: start of sequence, the text, begin of image,
+`{rows}*{columns}` as text, image token. The unconditional row has a negative text instead of the prompt's text. An
+end-of-row token follows every grid row. Configurations of transformers omit fields that have their default value.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from .common_emu3 import (
     read_special_token_ids,
 )
 
-# Suffix of every caption, text of the unconditional row, and settings of Emu3's published program.
+# Values of Emu3's published program: suffix of every caption, text of the unconditional row, sampling settings.
 SUFFIX = " masterpiece, film grained, best quality."
 NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2048)
-_AREA = 518400  # pixels of an image
+_AREA = 518400  # number of pixels of an image: 720 x 720
 
 _TRANSFORMERS = "emu3"  # `model_type` in the layout of transformers
 _PUBLISHED = "Emu3"  # `model_type` in the published layout
@@ -130,12 +131,17 @@ FAMILY = ModelFamily(
 
 
 def make_emu3_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
-    """Return the tokens of both prefix rows up to begin of image, which the tokens of an image size follow."""
+    """Return the layout of prompts up to begin of image; the tokens of an image size follow.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        negative_text: text of the unconditional row.
+    """
     start, end, uncond = (encode_text(tokenizer, text) for text in (START, BEGIN, START + negative_text + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
 def _find_weight_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """Return the first prefix with which the checkpoint has the weight `name`, by default the last prefix."""
-    # A later check reports the missing weight with that prefix.
+    """Return the first of `prefixes` with which the checkpoint has the weight `name`; the last one if none fits."""
+    # If the weight is missing, a later check reports the weight with the last prefix.
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])

@@ -1,8 +1,9 @@
-"""Emu3.5-Image, in the published layout: the model and its IBQ image tokenizer in two folders.
+"""Model family Emu3.5-Image, in the published layout: the model and its IBQ image tokenizer in two folders.
 
-The vocabulary is Emu3's with more codes. The decoder normalises queries and keys, and its heads together are wider than
-the hidden states. A prompt is the published template, begin of image, `{rows}*{columns}` as text, image token. The
-unconditional row has a constant text. The published model may write a text before the image, which is left out.
+The vocabulary is that of Emu3 with more codes. The decoder normalises queries and keys, and its attention heads are
+together wider than the hidden states. A prompt has the text in the published template, begin of image,
+`{rows}*{columns}` as text, and the image token. The unconditional row has a constant text. The published model may
+write a text before the image; here it generates the image at once.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ from .common_emu3 import (
     read_special_token_ids,
 )
 
-# Template, text of the unconditional row, settings, and rows and columns of the published program, the default first.
+# Values of the published program: template, template of the unconditional row, sampling settings, and rows and columns
+# of the image sizes, the default first.
 _TEMPLATE = "You are a helpful assistant for t2i task. USER: {prompt} ASSISTANT: "
 _NEGATIVE = "You are a helpful assistant. USER: {prompt} ASSISTANT: "
 _SAMPLING = Sampling(cfg_scale=5.0, top_k=5120)
 SIZES = ((55, 73), (41, 97), (47, 85), (52, 78), (64, 64), (73, 55), (85, 47), (78, 52))
 
 _ANSWER = "<|extra_100|>"
-# The published program cuts pixels to integers, and `output.images` rounds them: half a level less is the same.
+# The published program truncates pixels to integers, but `output.images` rounds them. Subtracting half a level before
+# rounding gives the same integers.
 _HALF_LEVEL = 1 / 255
 _CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 

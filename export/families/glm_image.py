@@ -1,15 +1,17 @@
-"""The autoregressive part of GLM-Image: codes for the diffusion decoder of diffusers' `GlmImagePipeline`.
+"""Autoregressive part of GLM-Image, which generates codes for the diffusion decoder of diffusers' `GlmImagePipeline`.
 
-The target is a folder of diffusers with `vision_language_encoder` and `processor`. A prompt is the text, rows and
-columns of two grids as text, and image start. The target then generates a small grid of about 256 codes, and at once
-the grid of the image, with a code for each 32 x 32 pixels. Codes come first in the vocabulary, before text. The
-published program samples from 128 more ids behind the codes, of which only image end means something; here the target
+The target is a folder of diffusers with `vision_language_encoder` and `processor`. A prompt has the text, the rows and
+columns of two grids as text, and image start. The target generates a small grid of about 256 codes, and directly after
+it the grid of the image, with a code for each 32 x 32 pixels. Codes come before text tokens in the vocabulary. The
+published program samples from 128 more ids after the codes, of which only image end has a meaning. Here the target
 samples codes only. There is no guidance.
 
-A prompt with a source image begins with image start, the codes of that image, and image end. The target then generates
-the grid of the image only. The image encoder makes the codes of the source at half its size: a code for 16 x 16 pixels.
+A prompt with a source image begins with image start, the codes of the source image, and image end. The target then
+generates only the grid of the image. The source image is halved in size, and its encoder computes a code for each
+16 x 16 pixels.
 
-The first numbers of each head are rotated, in pairs a half apart (`make_rotary_permutation`), by time, row and column.
+Rotary embeddings rotate only the first numbers of each head, in pairs (see `make_rotary_permutation`), by time, row and
+column.
 """
 
 from __future__ import annotations
@@ -39,20 +41,20 @@ from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama
 from ..models.source_encoder import SourceImageEncoder, load_source_image_encoder
 from .common import build_image_model, list_grid_shapes
 
-MAX_PROMPT = 2048  # tokens, of which the codes of a source image of 1024 pixels are 1024
-PIXELS = 32  # pixels along each side of a cell
+MAX_PROMPT = 2048  # maximum number of prompt tokens; the codes of a source image of 1024 pixels take 1024 of them
+PIXELS = 32  # height and width of a cell in pixels
 _PARTS = ("vision_language_encoder", "processor")
 _PREFIX = "model.language_model."
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 _ENCODER = ("model.visual.", "model.vqmodel.")  # weights of the image encoder
 _UNUSED = "model.vqmodel.post_quant_conv."
-# names of the processor's configuration, and its colours where a checkpoint has none of these files
+# Names that the processor's configuration may have, and the colour statistics if a checkpoint has none of these files.
 _PREPROCESSING = ("processor_config.json", "preprocessor_config.json")
 _COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-_GRID = 32  # grid rows of 1024 pixels
+_GRID = 32  # number of grid rows of an image of 1024 pixels
 _DEFAULT_GRIDS = ((36, 24), (24, 36))  # 768 x 1152 pixels, the published default, and 1152 x 768
 _FIRST_SIDE = 16  # rows of the small grid of a square
-_TRANSFORMERS_TOP_K = 50  # top-k of transformers where generation_config.json has none
+_TRANSFORMERS_TOP_K = 50  # the default of transformers, for a generation_config.json without top_k
 
 
 def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleContents:
@@ -131,26 +133,29 @@ FAMILY = ModelFamily(
 
 
 def list_image_grids(square_rows: int) -> list[tuple[int, int]]:
-    """Return rows and columns of the image sizes: a square, and other shapes with about as many cells."""
+    """Return rows and columns of all image sizes: a square of `square_rows` rows, and shapes of about the same area."""
     pairs = list_grid_shapes((square_rows * PIXELS) ** 2, PIXELS)
     return [*pairs, *_DEFAULT_GRIDS] if square_rows == _GRID else pairs
 
 
 def compute_first_grid(rows: int, columns: int) -> tuple[int, int]:
-    """Return rows and columns of the small grid of an image of `rows` x `columns` cells, as the published processor."""
+    """Return rows and columns of the small grid for an image of `rows` x `columns` cells.
+
+    The formula is that of the published processor.
+    """
     ratio = rows / columns
     return int(math.sqrt(ratio) * _FIRST_SIDE), int(math.sqrt(1 / ratio) * _FIRST_SIDE)
 
 
 def make_rotary_permutation(head_dim: int, rotary_dim: int) -> Tensor:
-    """Return the order of a head's numbers in which pairs are half a head apart, `[head_dim]`.
+    """Return a permutation of the numbers of a head, `[head_dim]`, that converts between two layouts of rotated pairs.
 
-    The decoder rotates pairs (i, i + head_dim / 2), and the published model pairs (i, i + rotated / 2). Products of
-    queries and keys are the same in any order.
+    The published model rotates pairs (i, i + rotary_dim / 2) and this decoder pairs (i, i + head_dim / 2). Queries and
+    keys may be permuted, because a permutation does not change their products.
 
     Args:
-        head_dim: number of numbers of a head.
-        rotary_dim: number of numbers that are rotated, from the first.
+        head_dim: width of a head.
+        rotary_dim: how many numbers of a head are rotated, from the first on.
     """
     pairs = torch.arange(rotary_dim).view(2, -1)
     others = torch.arange(rotary_dim, head_dim).view(2, -1)
@@ -165,7 +170,7 @@ def _read_token_id(config: Config, field: str, tokenizer: Tokenizer) -> int:
 
 
 def _read_image_encoder(checkpoint: Checkpoint, config: Config, processor: Checkpoint) -> SourceImageEncoder | None:
-    """Load the image encoder; None if the checkpoint was saved without it."""
+    """Load the encoder of source images; return None if the checkpoint was saved without it."""
     if not any(name.startswith(_ENCODER[0]) for name in checkpoint.weights):
         return None
     prefix = "model."
@@ -175,7 +180,7 @@ def _read_image_encoder(checkpoint: Checkpoint, config: Config, processor: Check
 
 
 def _read_colour_normalisation(processor: Checkpoint) -> list[list[float]]:
-    """Return mean and standard deviation of red, green and blue, by which images are normalised."""
+    """Return the means and the standard deviations of red, green and blue with which images are normalised."""
     values: Mapping[str, Any] = _COLOURS
     if name := next((name for name in _PREPROCESSING if (processor.path / name).is_file()), None):
         file = processor.config(name)
@@ -200,7 +205,11 @@ def _split_gate_up_weights(checkpoint: Checkpoint) -> None:
 
 
 def _read_rotary_sections(text_config: Config, head_dim: int) -> tuple[tuple[int, int, int], int]:
-    """Return how many pairs are rotated by time, row and column, and how many numbers of a head are rotated."""
+    """Read the settings of the rotary embedding.
+
+    Returns:
+        The numbers of pairs that are rotated by time, by row and by column, and how many numbers of a head are rotated.
+    """
     rope = text_config.get_section("rope_parameters")
     rotary_dim = int(head_dim * rope.get_number("partial_rotary_factor", 1.0))
     sections = rope.get("mrope_section", [8, 12, 12])
@@ -212,9 +221,10 @@ def _read_rotary_sections(text_config: Config, head_dim: int) -> tuple[tuple[int
 
 
 def _reorder_query_key_rows(checkpoint: Checkpoint, config: DecoderConfig, rotary_dim: int) -> None:
-    """Sort the rows of queries and keys into `make_rotary_permutation`."""
+    """Permute the rows of query and key weights in the checkpoint by `make_rotary_permutation`."""
     heads = config.num_heads + config.num_kv_heads
     numbers = torch.arange((heads + config.num_kv_heads) * config.head_dim).view(-1, config.head_dim)
+    # Values are not rotated, so the rows of the last heads keep their places.
     numbers[:heads] = numbers[:heads, make_rotary_permutation(config.head_dim, rotary_dim)]
     order = numbers.flatten()
     for name, weight in checkpoint.weights.items():

@@ -1,9 +1,10 @@
-"""Janus and Janus-Pro in one folder with decoder, generation head and image tokenizer.
+"""Model family Janus and Janus-Pro: one folder with decoder, generation head and image tokenizer.
 
-The folder has DeepSeek's layout, or that of transformers. The decoder is a Llama. Image tokens have a separate
-vocabulary. An embedding and a small network, which are folded into one table here, compute the decoder's input; a head
-with a hidden layer predicts codes. A prompt is a chat turn; the unconditional row is the prompt with its text replaced
-by padding, which is visible. LANTERN has no drafter for Janus.
+The folder has DeepSeek's layout or the layout of transformers. The decoder is a Llama. Image tokens have a separate
+vocabulary. An embedding table and a small network (the aligner) compute the decoder's input of a code; the export
+stores the results as one table. A head with a hidden layer predicts codes. A prompt is a chat turn. In the
+unconditional row, padding tokens replace the prompt's text, and the image tokens attend to this padding. LANTERN has no
+drafter for Janus.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ROLES = "<|User|>,<|Assistant|>"
 _START = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
 _PADDING = "<\uff5c\u2581pad\u2581\uff5c>"
 _PROCESSOR = "processor_config.json"
-_CODES = 256  # Number of codes that are computed at once
+_CODES = 256  # number of codes whose embeddings are computed at a time, to save memory
 # Defaults of LlamaConfig, which DeepSeek's configurations omit.
 _DEFAULTS = {
     "hidden_size": 4096,
@@ -46,17 +47,17 @@ _DEFAULTS = {
 
 
 class _CheckpointLayout(Protocol):
-    """A layout of the folder: the names of its weights, and the contents of its other files.
+    """Layout of a Janus folder: the names of its weights, and the settings in its other files.
 
     Args:
-        language_prefix: prefix of the decoder.
-        code_embeddings_name: name of the embeddings of codes.
-        aligner: prefix of the network behind them.
+        language_prefix: prefix of the decoder's weights.
+        code_embeddings_name: name of the embedding table of the codes.
+        aligner: prefix of the network that converts these embeddings to the decoder's input.
         head_layers: names of the two layers of the head.
-        vq: prefix of the image tokenizer.
-        unused_prefixes: prefixes of weights for image and text understanding, and for training.
+        vq: prefix of the image tokenizer's weights.
+        unused_prefixes: prefixes of weights that only understanding images, generating text or training uses.
         text_config: settings of the decoder, by transformers' names.
-        vision_config: settings with `image_size`, pixels.
+        vision_config: settings with `image_size`, the height and width of an image in pixels.
         cfg_scale: default guidance scale.
     """
 
@@ -71,14 +72,19 @@ class _CheckpointLayout(Protocol):
     cfg_scale: float
 
     def list_aligner_layers(self, num_layers: int) -> list[str]:
-        """Return the names of the layers of the aligner."""
+        """Return the names of the aligner's layers, without prefix."""
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
-        """Return the ids of start of sequence, padding and begin of image; `num_embeddings` have embeddings."""
+        """Return the ids of start of sequence, padding and begin of image.
+
+        Args:
+            target: folder of the model.
+            num_embeddings: number of rows of the embedding table; ids must be smaller.
+        """
 
 
 class _TransformersLayout:
-    """The layout of transformers."""
+    """Layout of transformers, whose generation_config.json has the ids of special tokens."""
 
     language_prefix = "model.language_model."
     code_embeddings_name = "model.generation_embeddings.weight"
@@ -109,7 +115,7 @@ class _TransformersLayout:
 
 
 class _DeepSeekLayout:
-    """The layout of DeepSeek, whose program finds special tokens by name."""
+    """Layout of DeepSeek's program, which finds special tokens by name."""
 
     language_prefix = "language_model.model."
     code_embeddings_name = "gen_embed.weight"
@@ -158,7 +164,7 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
 
     Args:
         target: folder with config.json, tokenizer.json, weights and, in transformers' layout, generation_config.json.
-        roles: names of user and assistant in the chat turn, with a comma between.
+        roles: names of user and assistant in the chat turn, separated by a comma.
 
     Raises:
         CheckpointError: a file is missing or damaged, belongs to another model, or there are not two roles.
@@ -207,7 +213,13 @@ FAMILY = ModelFamily(read_janus, optional_files=(_PROCESSOR,), model_types=("jan
 
 
 def _compute_code_embeddings(raw_embeddings: Tensor, aligner: Checkpoint, layout: _CheckpointLayout) -> Tensor:
-    """Compute the decoder's input for each code, `[raw_embeddings, hidden_size]`, with the aligner network."""
+    """Compute the decoder's input for each code with the aligner network, float32 `[codes, hidden_size]`.
+
+    Args:
+        raw_embeddings: embedding table of the codes, `[codes, width]`.
+        aligner: weights of the aligner.
+        layout: layout of the folder.
+    """
     layers = layout.list_aligner_layers(len(aligner.weights) // 2)
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if not layers or aligner.weights.keys() != wanted:

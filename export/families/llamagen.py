@@ -1,4 +1,4 @@
-"""LlamaGen: transformer, image tokenizer, and optionally LANTERN's EAGLE drafter and a text encoder."""
+"""Model family LlamaGen: transformer, image tokenizer, and optionally LANTERN's EAGLE drafter and a text encoder."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def read_llamagen(
     Args:
         target: official file, or folder with its shards or in LANTERN's layout.
         vq: file of the VQ tokenizer.
-        drafter: folder in LANTERN's layout, None without a drafter.
-        text_encoder: folder of flan-t5-xl, for bundles that take text prompts; None for text embeddings or classes.
-        config: JSON file of the model's arguments; None for config.json in the folder, or beside an official file if it
+        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
+        text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
+        config: JSON file of the model's arguments. None: config.json in the folder, or beside an official file if it
             has no other fields.
-        grid: grid rows, 16 for 256 pixels. It is necessary if the weights, the configuration and the published sizes do
-            not determine it, and must not contradict the weights or the configuration.
-        weights: `model` or `ema`, for files of target and tokenizer with both; None for the first, with a warning.
+        grid: number of grid rows; 16 rows are 256 pixels. It is needed if neither the weights, the configuration nor
+            the published sizes determine it. It must agree with the weights and the configuration.
+        weights: set of weights, `model` or `ema`, in files that have both; None: the first, with a warning.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the files are not of one model.
+        CheckpointError: a file is missing or damaged, or the files belong to different models.
         RequestError: `weights` is unknown.
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights)
@@ -57,7 +57,7 @@ def read_llamagen(
         sampling=Sampling(
             cfg_scale=4.0 if is_class_conditional else 7.5,
             top_k=0 if is_class_conditional else 1000,
-            # LANTERN's program and the official program differ
+            # LANTERN's program and the official program apply the two filters in a different sequence.
             filter_order="top-p, top-k" if transformer.is_lantern_layout else "top-k, top-p",
         ),
         drafter=loaded_drafter,
@@ -68,7 +68,7 @@ FAMILY = ModelFamily(read_llamagen)
 
 
 def _list_allowed_drafter_values(target: LlamaGenTransformer) -> dict[str, tuple[Any, ...]]:
-    """Return the allowed values of fields in the configuration of the target's drafter."""
+    """Return the values that fields of a drafter's config.json may have if the drafter belongs to the target."""
     sizes = target.decoder.config
     condition = target.condition
     fields: dict[str, tuple[Any, ...]] = {

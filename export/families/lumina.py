@@ -1,9 +1,9 @@
-"""Lumina-mGPT: a Chameleon for images of many sizes, with an end-of-row token after every grid row.
+"""Model family Lumina-mGPT: a Chameleon target for images of many sizes, with an end-of-row token after each grid row.
 
-A prompt is `<s>`, a text with the size in pixels and the caption, end of turn, and three size tokens. The size tokens
-are begin of image, then the number of rows and of columns in patches of 2 x 2 codes. The published program lets the
-model generate them; here the requested size determines them. The unconditional row consists of the size tokens. The
-folder has no image tokenizer; like Anole, the model uses Chameleon's VQGAN.
+A prompt has `<s>`, a text with the size in pixels and the caption, end of turn, and three size tokens. The size tokens
+are begin of image, the number of patch rows and the number of patch columns; a patch has 2 x 2 codes. In the published
+program, the model generates the size tokens; here the requested size determines them. The unconditional row has only
+the size tokens. The folder has no image tokenizer; like Anole, the model uses Chameleon's VQGAN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .common_lumina import (
     make_lumina_prompt_layout,
 )
 
-_PATCH = 2  # codes along each side of a patch
+_PATCH = 2  # number of grid rows and columns of a patch
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # settings of Lumina-mGPT's published program and of LANTERN
 
 
@@ -42,9 +42,9 @@ def read_lumina(
     Args:
         target: folder with config.json, tokenizer.json and weights.
         vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
-        drafter: folder in LANTERN's layout, None without a drafter.
-        grid: grid rows of the square image size, an even number: 32, 48 or 64 for the published models. Other sizes
-            have about as many codes.
+        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
+        grid: number of grid rows of the square image size, an even number: 32, 48 or 64 for the published models. Other
+            image sizes have about as many codes.
 
     Raises:
         CheckpointError: `grid` is missing or odd, or a file is missing, damaged or of another model.

@@ -1,8 +1,8 @@
-"""Lumina-mGPT 2.0: a Chameleon decoder with Qwen's vocabulary, for images of many sizes, with MoVQGAN as tokenizer.
+"""Model family Lumina-mGPT 2.0: a Chameleon decoder with Qwen's vocabulary, and MoVQGAN as image tokenizer.
 
-Prompts and sizes are as in Lumina-mGPT (`lumina.py`), but a patch has 4 x 4 codes. Prompts start with Qwen's end of
-sequence, because Qwen has no start of sequence. Codes are tokens without names: from 155000 on, or in a smaller
-vocabulary its last tokens. Guidance scales end at 4 (`cfg_final`).
+Prompts and image sizes are as in Lumina-mGPT (`lumina.py`), but a patch has 4 x 4 codes. Prompts start with Qwen's end
+of sequence, because Qwen has no start of sequence. Codes are tokens without names. Their ids begin at 155000; in a
+smaller vocabulary, they are the last ids. The guidance scale ends at 4 (`cfg_final`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .common_lumina import (
 )
 
 _FIRST_CODE = 155000
-_GRID = 96  # grid rows of 768 pixels
-_PATCH = 4  # codes along each side of a patch
+_GRID = 96  # number of grid rows of an image of 768 pixels
+_PATCH = 4  # number of grid rows and columns of a patch
 _SAMPLING = Sampling(cfg_scale=4.0, cfg_final=4.0, top_k=4096)  # settings of the published generate.py
 
 
@@ -41,8 +41,8 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
     Args:
         target: folder with config.json, tokenizer.json, tokenizer_config.json and weights.
         vq: `movqgan_270M.ckpt`, or a folder with it.
-        grid: grid rows of the square image size, a multiple of 4; 96 by default, for 768 pixels. Other sizes have about
-            as many codes.
+        grid: number of grid rows of the square image size, a multiple of 4; None: 96 rows, which are 768 pixels. Other
+            image sizes have about as many codes.
 
     Raises:
         CheckpointError: `grid` is not a multiple of 4, or a file is missing, damaged or of another model.
@@ -91,12 +91,15 @@ FAMILY = ModelFamily(read_lumina2, model_types=("chameleon",))
 def _read_token_ids(
     checkpoint: Checkpoint, vocab_size: int, size_token_names: Sequence[str]
 ) -> tuple[Mapping[str, int], int]:
-    """Return the ids of the tokens in prompts and images besides the codes, by name, and of the first of a prompt.
+    """Read the ids of the tokens in prompts and images that are not codes.
 
     Args:
         checkpoint: folder of the target.
         vocab_size: number of rows of the embedding table.
         size_token_names: names of the tokens for image sizes.
+
+    Returns:
+        The token ids by name, and the id of the first token of a prompt.
     """
     path = checkpoint.find_tokenizer_path()
     names = read_tokenizer(path, vocab_size).get_vocab(with_added_tokens=True)

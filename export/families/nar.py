@@ -1,8 +1,9 @@
-"""NAR (Neighboring Autoregressive Modeling, arXiv 2503.10696): a LlamaGen that draws a diagonal of the grid in a pass.
+"""Model family NAR (arXiv 2503.10696): a LlamaGen that samples a diagonal of the grid in one forward pass.
 
-After each code it has logits for two cells: for the cell to the right, as LlamaGen, and for the cell below, from one
-layer, norm and head more. A cell is drawn from the mean of the logits after its two neighbours; see `runtime/order.py`.
-Heads and grid are found as LlamaGen's.
+After each code, NAR (Neighboring Autoregressive Modeling) predicts two cells. LlamaGen's head gives logits for the cell
+to the right. One more layer, norm and head give logits for the cell below. A cell is sampled from the mean of the two
+logits that its left and upper neighbours give; see `runtime/order.py`. The number of heads and the grid are found as
+for LlamaGen.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def read_nar(
     Args:
         target: published file, or a checkpoint of the training program.
         vq: file of the VQ tokenizer.
-        text_encoder: folder of flan-t5-xl, see `read_llamagen`.
-        config: JSON file of the arguments; its `n_layer` does not count the last layer.
-        grid: grid rows, 16 or 32 for texts; see `read_llamagen`.
-        weights: `model` or `ema`, for files with both; None for the first, with a warning.
+        text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
+        config: JSON file of the model's arguments, whose `n_layer` does not count the last layer; None: config.json.
+        grid: number of grid rows, 16, or 32 for text prompts; None: the number that the files determine.
+        weights: set of weights, `model` or `ema`, in files that have both; None: the first, with a warning.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or is not of NAR.
+        CheckpointError: a file is missing or damaged, or belongs to another model.
         RequestError: `weights` is unknown.
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
@@ -71,7 +72,7 @@ def read_nar(
         vq,
         weights=weights,
         text_encoder=text_encoder,
-        # the published programs for one image
+        # Settings of the published programs that generate one image.
         sampling=Sampling(cfg_scale=4.0, top_k=2000) if is_class_conditional else Sampling(cfg_scale=7.5),
         order=make_diagonal_order(rows),
     )
@@ -81,10 +82,12 @@ FAMILY = ModelFamily(read_nar)
 
 
 def make_diagonal_order(grid_side: int) -> GroupOrderSpec:
-    """Return NAR's order: the diagonals of a square grid from its first cell, each from the top row down.
+    """Return the groups of cells that NAR generates together: the diagonals of a square grid.
+
+    The first diagonal is the top left cell. The cells of a diagonal are listed from top to bottom.
 
     Args:
-        grid_side: rows and columns of the grid.
+        grid_side: number of rows and columns of the grid.
     """
     diagonals = range(2 * grid_side - 1)
     groups = [

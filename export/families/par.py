@@ -1,9 +1,10 @@
-"""PAR (Parallelized Autoregressive Visual Generation, arXiv 2412.15119): a class-conditional LlamaGen that draws n
-cells in a pass.
+"""Model family PAR (arXiv 2412.15119): a class-conditional LlamaGen that samples n cells in one forward pass.
 
-The grid is cut into n regions, sqrt(n) each way. The first cells of all regions are drawn one after another. Then every
-pass draws the cells of one place, in raster order inside the regions. The first of these passes reads one code and n-1
-learned vectors. A file has LlamaGen's weights and the vectors, which tell n. Heads and grid are found as LlamaGen's.
+PAR (Parallelized Autoregressive Visual Generation) cuts the grid into n regions, sqrt(n) in each direction. The first
+cells of all regions are sampled one after another. Then each forward pass samples one cell of every region, at the same
+offset in all regions; the offsets follow in raster order. The first of these passes reads one code and n - 1 learned
+vectors. A file has LlamaGen's weights and these vectors, whose number determines n. The number of heads and the grid
+are found as for LlamaGen.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ def read_par(
     Args:
         target: published file, or a checkpoint of the training program.
         vq: file of the VQ tokenizer.
-        config: JSON file of the arguments, see `read_llamagen`.
-        grid: grid rows, 24 for 384 pixels; see `read_llamagen`.
-        weights: `model` or `ema`, for files with both; None for the first, with a warning.
+        config: JSON file of the model's arguments; None: config.json.
+        grid: number of grid rows; 24 rows are 384 pixels. None: the number that the files determine.
+        weights: set of weights, `model` or `ema`, in files that have both; None: the first, with a warning.
 
     Raises:
-        CheckpointError: a file is missing or damaged, is not of PAR, or the grid cannot be cut into its regions.
+        CheckpointError: a file is missing or damaged or belongs to another model, or the grid cannot be cut into
+            regions.
         RequestError: `weights` is unknown.
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
@@ -65,11 +67,12 @@ FAMILY = ModelFamily(read_par)
 
 
 def make_parallel_order(grid_side: int, num_regions: int) -> GroupOrderSpec | None:
-    """Return PAR's order; None if a grid cannot be cut into so many regions of at least two cells.
+    """Return the groups of cells that PAR generates together; None if the grid cannot be cut into the regions.
 
     Args:
-        grid_side: rows and columns of the grid.
-        num_regions: number of regions, a square number; the number of cells of a pass.
+        grid_side: number of rows and columns of the grid.
+        num_regions: number of regions, a square number. It is also the number of cells per forward pass. Each region
+            needs at least two cells.
     """
     side = isqrt(num_regions)
     if side**2 != num_regions or num_regions > MAX_GROUP or grid_side % side or grid_side == side:

@@ -1,8 +1,9 @@
-"""SimpleAR: a Qwen2 decoder that generates codes of NVIDIA's Cosmos tokenizer after the tokens of its text.
+"""Model family SimpleAR: a Qwen2 decoder that generates codes of NVIDIA's Cosmos tokenizer.
 
-A prompt is text to image, a caption, start of image; the unconditional row has a negative text instead. The token id of
-code c is the number of text tokens plus c. The published program may sample text tokens, too, and decodes them as code
-0; here the target samples codes only. The prompt does not contain the image size; the model was trained on squares.
+A prompt has the tokens text to image, the caption, and start of image. The unconditional row has a negative text
+instead of the caption. The token id of code c is the number of text tokens plus c. The published program may also
+sample text tokens, which it decodes as code 0; here the target samples codes only. The prompt does not contain the
+image size. The model was trained on square images.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..models.cosmos_vq import load_cosmos_vq
 from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
 from .common import build_image_model, list_grid_shapes
 
-# Tokens, texts and guidance of the published generate.py. Its top-k equals the number of codes and is left out here.
+# Tokens, texts and guidance of the published generate.py. Its top-k is left out here, because it allows all codes.
 START = "<|t2i|>"
 BEGIN = "<|soi|>"
 TEMPLATE = "A highly realistic image of {prompt}"
@@ -44,8 +45,8 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> B
     Args:
         target: folder with config.json, tokenizer.json and weights, in the layout of transformers.
         vq: folder with encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors files.
-        grid: grid rows of the default image size, a square; 64 by default. Other sizes have about as many codes, or are
-            smaller squares.
+        grid: number of grid rows of the default image size, a square; None: 64 rows. Other image sizes have about as
+            many codes, or are smaller squares.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
@@ -89,7 +90,12 @@ FAMILY = ModelFamily(read_simplear, model_types=("qwen2",))
 
 
 def make_simplear_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
-    """Return the tokens of both prefix rows."""
+    """Return the layout of prompts.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        negative_text: text of the unconditional row.
+    """
     start, end, uncond = (
         tuple(tokenizer.encode(text, add_special_tokens=False).ids)
         for text in (START, BEGIN, START + negative_text + BEGIN)
@@ -98,9 +104,11 @@ def make_simplear_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGAT
 
 
 def list_image_sizes(grid_side: int, pixels_per_cell: int) -> list[Size]:
-    """Return the square of `grid_side` rows, other shapes of about this area, and smaller squares.
+    """Return the image sizes: a square, other shapes with about the same area, and smaller squares.
 
-    The parameter `pixels_per_cell` is the number of pixels per cell along each side.
+    Args:
+        grid_side: number of grid rows and columns of the first square.
+        pixels_per_cell: height and width of a cell in pixels.
     """
     pairs = [
         *list_grid_shapes((grid_side * pixels_per_cell) ** 2, pixels_per_cell),

@@ -1,1 +1,1 @@
-"""Networks as ONNX graphs."""
+"""Conversion of PyTorch networks to ONNX graphs."""

@@ -1,9 +1,9 @@
-"""The graph `condition`: computes the prefix embeddings of prompts, conditional and unconditional.
+"""The graph `condition`, which computes the conditional and unconditional prefix embeddings of prompts.
 
 LlamaGen's prompts are class ids or text embeddings; decoders that embed text themselves take token ids. LlamaGen pads a
-text to 120 tokens on the right, encodes it with T5, and rolls the result to the left. T5 uses only distances between
-tokens, and the projection maps zero to zero, so here a text is encoded without padding and zeros are put before it.
-Shorter texts of a batch are padded on the left.
+text on the right to 120 tokens, encodes it with T5, and moves the padding to the left. T5 uses only distances between
+tokens, and the projection maps zero to zero. So a text can be encoded without padding here, and zeros are put before
+the result. In a batch, shorter texts are padded on the left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from .onnx_ops import ExportGraphWriter, TensorSpec
 
 
 class PromptCondition(NamedTuple):
-    """The condition of a bundle: its manifest entry, its graph, and `tokenizer.json` for text."""
+    """Condition of a bundle, which converts prompts to prefix embeddings.
+
+    Args:
+        spec: manifest entry of the condition.
+        graph: graph `condition`.
+        tokenizer_json: content of `tokenizer.json`, for text prompts; None for other prompts.
+    """
 
     spec: ConditionSpec
     graph: Graph
@@ -32,7 +38,11 @@ class PromptCondition(NamedTuple):
 
 
 class ClassCondition(nn.Module):
-    """Maps `class_ids [rows]` to prefix embeddings; the last row of the table is unconditional."""
+    """Module that looks up the prefix embeddings of `class_ids [rows]`.
+
+    Args:
+        table: embeddings of the classes, `[classes + 1, hidden_size]`; the last row is unconditional.
+    """
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -53,14 +63,20 @@ class ClassCondition(nn.Module):
 
 
 class CaptionCondition(nn.Module):
-    """Projects left-padded text embeddings to prefix embeddings; `uncond [prefix, caption_dim]` is unconditional."""
+    """Module that projects text embeddings, padded on the left, to prefix embeddings.
+
+    Args:
+        first: weight of the projection's first layer, `[hidden_size, caption_dim]`.
+        second: weight of the projection's second layer, `[hidden_size, hidden_size]`.
+        uncond: text embeddings of the unconditional row, `[prefix, caption_dim]`.
+    """
 
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
         super().__init__()
         self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
 
     def project(self, captions: Tensor) -> Tensor:
-        """Map text embeddings `captions [..., caption_dim]` to `[..., hidden_size]`."""
+        """Convert text embeddings `[..., caption_dim]` to prefix embeddings `[..., hidden_size]`."""
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,9 +107,14 @@ class CaptionCondition(nn.Module):
 
 
 class TextCondition(nn.Module):
-    """Encodes left-padded text to conditional and unconditional prefix embeddings, `[rows, prefix, hidden_size]`.
+    """Module that encodes text, padded on the left, to prefix embeddings `[rows, prefix, hidden_size]`.
 
-    Inputs are `token_ids` and `token_mask`, `[rows, tokens]`, with at most `prefix` tokens.
+    The inputs `token_ids` and `token_mask` are `[rows, tokens]`, with at most `prefix` tokens. The outputs are the
+    conditional and the unconditional embeddings.
+
+    Args:
+        encoder: the T5 encoder.
+        caption: projection of the encoder's states.
     """
 
     def __init__(self, encoder: nn.Module, caption: CaptionCondition) -> None:
@@ -109,7 +130,11 @@ class TextCondition(nn.Module):
 
 
 class TokenCondition(nn.Module):
-    """Embeds the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of a prompt."""
+    """Module that embeds the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of prompts.
+
+    Args:
+        embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
+    """
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
@@ -133,11 +158,12 @@ def make_token_condition(
         embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
         prefix: maximum number of tokens of a prompt.
         layout: layout of a prompt's tokens.
+        tokenizer_path: file of the tokenizer.
         required_ids: token ids by name that the tokenizer must have.
-        tokenizer_json: `tokenizer_path.json`, where the tokenizer's file has another format.
+        tokenizer_json: the tokenizer converted to `tokenizer.json`, if its file has another format.
 
     Raises:
-        CheckpointError: the tokenizer does not fit.
+        CheckpointError: the tokenizer does not belong to the model.
     """
     read_tokenizer(tokenizer_path, len(embeddings), required_ids, tokenizer_json)
     generator = np.random.default_rng(0)
@@ -169,8 +195,8 @@ def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection:
     """Return the condition of text prompts that T5 encodes.
 
     Args:
-        encoder: the `T5Stack`.
-        tokenizer_json: content of `tokenizer_json.json`.
+        encoder: the T5 encoder, a `T5Stack` of transformers.
+        tokenizer_json: content of `tokenizer.json`.
         caption_projection: projection of the encoder's states.
     """
     prefix = len(caption_projection.uncond)
@@ -208,9 +234,8 @@ def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projecti
 
     text = project(real)  # [rows, tokens, hidden_size]
     padding = ops.op("Sub", ops.int_vector(prefix), ops.op("Shape", "token_ids", start=1, end=2))
-    pads = ops.op(
-        "Concat", ops.int_vector(0), padding, ops.int_vector(0, 0, 0, 0), axis=0
-    )  # before each axis, then behind
+    # `Pad` takes the padding before each axis, then the padding after each. Only axis 1 is padded, before the text.
+    pads = ops.op("Concat", ops.int_vector(0), padding, ops.int_vector(0, 0, 0, 0), axis=0)
     ops.op("Pad", text, pads, name="prefix_embeds")
     rows = ops.op("Shape", "token_ids", start=0, end=1)
     shape = ops.op("Concat", rows, ops.int_vector(prefix, len(caption_projection.second)), axis=0)

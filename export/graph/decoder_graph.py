@@ -1,16 +1,16 @@
-"""The target and drafter graphs, op by op: `Decoder.forward` in the fewest ops that runtimes fuse.
+"""Writer of the target and drafter graphs, which compute `Decoder.forward` in few ops that runtimes can fuse.
 
-These graphs run hundreds of times per image, so they are written by hand rather than traced. Reshapes need no shape
-arithmetic, and query weights include the attention scale where it is a power of two. Transposes come in the order that
-ONNX Runtime folds into its matrix products, so that the past is read in place.
+These graphs run hundreds of times per image, so they are written op by op instead of traced. Reshapes need no shape
+arithmetic. Query weights include the attention scale if it is a power of two. ONNX Runtime folds the transposes into
+its matrix products, so that past keys and values are not copied.
 
-With int8 matmul (`ExportGraphWriter.int8_matmul`), activations are rounded to 8 bits, and a difference in the last bit
-before that becomes a difference in the first three digits. So no result may depend on how nodes share forward passes.
-Attention weights and values are rounded to multiples of fixed steps, which float32 adds without rounding, in any order.
-Products of queries and keys are not, and are added in the same order always (`_write_query_slices`).
+With int8 matmul (`ExportGraphWriter.int8_matmul`), activations are rounded to 8 bits. Rounding turns a difference in
+the last bit into a difference in the first three digits. So the result of a node must not depend on the other nodes of
+its forward pass. Attention weights and values are rounded to multiples of fixed steps, which float32 adds without
+rounding, in any sequence. Products of queries and keys are always added in the same sequence (`_write_query_slices`).
 
 ONNX allows an empty past, but ONNX Runtime 1.31 divides by zero in the fused product over an empty past. So engines
-feed at least one past column, which the mask hides.
+pass at least one past column, which the attention mask hides.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from ..checkpoints.deferred import compute_tensor, defer_tensor
 from ..models.decoder import HEAD_EPSILON, LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, ExportGraphWriter
 
-_ORDERED_SUM = 128  # products that ONNX Runtime's MatMul adds in the same order for any number of columns
-_EXACT_BITS = 24  # float32 holds integers of as many bits, which sums must not exceed
+_ORDERED_SUM = 128  # number of products that ONNX Runtime's MatMul adds in a fixed sequence for any number of columns
+_EXACT_BITS = 24  # float32 represents all integers of this many bits, so sums of fewer bits are exact
 _WEIGHT_STEPS = 4096  # attention weights are multiples of 1 / 4096
-_VALUE_STEPS = 2047  # maximum of values, in steps of their channel
-_MAX_NODES = 128  # nodes of a pass, in addition to the positions of an image
-_MAX_LOG_GAP = 70.0  # nats by which an attention weight may lie below the largest
+_VALUE_STEPS = 2047  # maximum absolute value, in steps of the value's channel
+_MAX_NODES = 128  # maximum number of nodes in a forward pass, in addition to the positions of an image
+_MAX_LOG_GAP = 70.0  # maximum difference in nats between the largest and another attention weight
 
 
 class CPUDecoderWriter(DecoderGraphWriter):
-    """Writes the layout for CPUs: inputs are embeddings, mask and past, outputs include new keys and values.
+    """Writer of decoder graphs in the layout for CPUs.
+
+    The inputs are embeddings, positions, attention mask, and past keys and values. The outputs include the new keys and
+    values, which the engine adds to the KV cache.
 
     Args:
         ops: graph to write to.
@@ -57,12 +60,16 @@ class CPUDecoderWriter(DecoderGraphWriter):
         )
         self.config = config
         self.rope = stack.rope
-        self.columns = config.max_sequence_length + _MAX_NODES  # maximum number of past columns and nodes
-        self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
+        self.columns = config.max_sequence_length + _MAX_NODES  # maximum number of past columns and nodes together
+        self.scale = config.head_dim**-0.5  # attention scale of softmax(q k / sqrt(head_dim))
         self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
 
     def write_graph(self, embeddings: str) -> None:
-        """Write all layers and outputs; `embeddings` is the input of the first layer, `[rows, nodes, hidden_size]`."""
+        """Write all layers and outputs.
+
+        Args:
+            embeddings: name of the first layer's input, `[rows, nodes, hidden_size]`.
+        """
         ops = self.graph
         x = ops.transpose(embeddings, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
         self.cos, self.sin, swap = self._write_rotary_lookup()
@@ -76,7 +83,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
     def write_sum_and_norm(
         self, x: str, addend: str | None, weight: str | None, name: str | None = None
     ) -> tuple[str, str]:
-        if name is not None:  # the last: outputs have rows first
+        if name is not None:  # this is the last norm; outputs of the graph have batch rows as first axis
             total = x if addend is None else self.graph.op("Add", x, addend)
             x = self.graph.transpose(total, 1, 0, 2, name=name if weight is None else None)
             return (x, x) if weight is None else self.write_norm(x, None, weight, name)
@@ -89,7 +96,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return self.graph.add_weight(name, self._scale_weight(name))
 
     def _scale_weight(self, name: str) -> Tensor:
-        """Return a weight or bias; the rows of queries are multiplied by `scale` if it is folded into them."""
+        """Return a weight or bias. If `folds_scale`, the rows of queries are multiplied by the attention scale."""
         weight = self.weights[name]
         config = self.config
         if not (self.folds_scale and ".qkv." in name):
@@ -113,9 +120,11 @@ class CPUDecoderWriter(DecoderGraphWriter):
     def _write_rotary_lookup(self) -> tuple[str, str, Tensor]:
         """Write the look-up of rotary tables by position.
 
+        A pair (a, b) is rotated to (a cos - b sin, b cos + a sin). The graph computes this as
+        `pair * cos + swapped_pair * sin`, so the sine of the first number of a pair is stored with the opposite sign.
+
         Returns:
-            Cosines and sines, `[nodes, rows, 1, head_dim]`, and a matrix that swaps the numbers of each pair. Both
-            numbers of a pair have the same cosine; the first has the negative sine of the second.
+            Names of cosines and sines, `[nodes, rows, 1, head_dim]`, and a matrix that swaps the numbers of each pair.
         """
         ops = self.graph
         rope = self.rope
@@ -138,7 +147,8 @@ class CPUDecoderWriter(DecoderGraphWriter):
         if self.config.rotary != "grids":
             cos, sin = look_up_rotary_tables(positions)
             return cos, sin, swap
-        shift = ops.op("Div", positions, ops.int_vector(len(rope)))  # see `LayerStack.look_up_rotation`
+        # With two grids, a position also encodes a shift by which it is moved back; see `LayerStack.look_up_rope`.
+        shift = ops.op("Div", positions, ops.int_vector(len(rope)))
         cos, sin = look_up_rotary_tables(ops.op("Sub", positions, ops.op("Mul", shift, ops.int_vector(len(rope)))))
         back_cos, back_sin = look_up_rotary_tables(shift)
         moved_cos = ops.op("Add", ops.op("Mul", cos, back_cos), ops.op("Mul", sin, back_sin))
@@ -146,7 +156,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return moved_cos, moved_sin, swap
 
     def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and rotate; see `DecoderGraphWriter.split_and_rotate_qkv`.
+        """Split the joint projection into queries, keys and values, and rotate queries and keys.
 
         Returns:
             Names of queries, keys and values, `[nodes, rows, heads or num_kv_heads, head_dim]`.
@@ -173,11 +183,19 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return query, key, value
 
     def _needs_exact_sums(self, layer_name: str) -> bool:
-        """Return whether a layer's sums over columns must be exact. A drafter's need not: it only proposes tokens."""
+        """Return whether a layer's sums over cache columns must be exact.
+
+        The sums of a drafter need not be exact, because a drafter only proposes tokens.
+        """
         return self.graph.int8_matmul and f"{layer_name}.attention_norm.weight" in self.weights
 
     def _write_query_key_norms(self, x: str, layer_name: str) -> str:
-        """Write the norms of queries, which include `scale`, and keys, `[nodes, rows, heads + num_kv_heads, width]`."""
+        """Write the norms of queries and keys; the weights of the query norm include the attention scale.
+
+        Args:
+            x: name of queries and keys, `[nodes, rows, heads + num_kv_heads, width]`.
+            layer_name: prefix of the norms' weights.
+        """
         ops = self.graph
         rms = self.config.rms_head_norm
         x = ops.cast_for_norm(x)
@@ -202,7 +220,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         if self.config.attention_scale != 1:
             query = ops.op("Mul", query, ops.add_number("attention_scale", self.config.attention_scale))
         query = ops.transpose(query, 1, 2, 0, 3)  # [rows, heads, nodes, width]
-        if self.kv_group_size > 1:  # queries of one group share a key head: stack them along the nodes
+        if self.kv_group_size > 1:  # queries that share a key head are stacked along the nodes, so keys are not copied
             query = ops.reshape(query, 0, num_kv_heads, -1, width)
         scores = self.mask
         for part in self._write_query_slices(query) if exact else [query]:
@@ -223,11 +241,11 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return ops.reshape(ops.transpose(mixed, 2, 0, 1, 3), 0, 0, self.num_heads * width)
 
     def _write_query_slices(self, query: str) -> list[str]:
-        """Write copies of queries that are zero except for `_ORDERED_SUM` numbers, and whose sum is the query.
+        """Write copies of queries that are zero except for `_ORDERED_SUM` numbers; the sum of the copies is the query.
 
-        Longer sums are cut at multiples of `_ORDERED_SUM`, which depend on the number of columns and threads, and the
-        sum of each piece is rounded. A copy is zero on one side of every cut, and zeros change no sum. So scores have
-        the same bits for every head width, length and number of rows.
+        ONNX Runtime cuts longer sums into pieces at a multiple of `_ORDERED_SUM` and rounds the sum of each piece. The
+        cuts depend on the number of columns and threads. A copy is zero on one side of every cut, and zeros do not
+        change a sum. So scores have the same bits for every head width, sequence length and number of batch rows.
         """
         part_of = torch.arange(self.config.head_dim) // _ORDERED_SUM
         parts = range(int(part_of[-1]) + 1)
@@ -237,12 +255,12 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return [ops.op("Mul", query, ops.add_weight(f"query_part_{i}", (part_of == i).float())) for i in parts]
 
     def _write_rounded_values(self, value: str, layer_name: str, name: str) -> str:
-        """Round values `[nodes, rows, num_kv_heads, width]` to multiples of a power of two for each channel.
+        """Write the rounding of values `[nodes, rows, num_kv_heads, width]` to multiples of a step for each channel.
 
-        The power follows from the largest value that a normed input and the bias can lead to. So only rounding can
-        make a value exceed `_VALUE_STEPS` steps, and this excess is clipped. Rounded weights add up to at most
-        `_WEIGHT_STEPS` and half a step for each column. So `max_steps` keeps every sum of weighted values below
-        `2**_EXACT_BITS`, for more columns than a manifest allows.
+        The step is a power of two. It follows from the largest value that a normalised input and the bias can give, so
+        only rounding can make a value exceed the maximum, and the excess is clipped. Rounded attention weights add up
+        to at most `_WEIGHT_STEPS` and half a step for each column. So `max_steps` keeps every sum of weighted values
+        below `2**_EXACT_BITS`, for more columns than a manifest allows.
         """
         ops = self.graph
         shape = (self.config.num_kv_heads, self.config.head_dim)
@@ -265,7 +283,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
 def write_rms_norm(
     ops: ExportGraphWriter, x: str, name: str, weight: Tensor, eps: float, output_name: str | None = None
 ) -> str:
-    """Write `x / rms(x) * weight`.
+    """Write an RMS norm: `x / sqrt(mean(x ** 2) + eps) * weight`.
 
     Args:
         ops: graph to write to.
@@ -273,7 +291,7 @@ def write_rms_norm(
         name: name of the weight in the graph.
         weight: the weight, `[width]`.
         eps: number added to the mean square.
-        output_name: name of the result, None for any.
+        output_name: name of the result; None: a new name.
 
     Returns:
         Name of the result.
@@ -284,7 +302,7 @@ def write_rms_norm(
     scale = ops.add_norm_weight(name, weight)
     scaled = ops.op("Mul", normed, scale, name=None if cast else output_name)
     scaled = ops.cast(scaled, "float16" if ops.is_float16 else "float32", output_name) if cast else scaled
-    if ops.int8_matmul:  # no normed number exceeds the root of the width, before its weight
+    if ops.int8_matmul:  # a normalised number is at most sqrt(width) times its weight, which gives a fixed step
         ops.steps[scaled] = compute_tensor(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
     return scaled
 
@@ -296,10 +314,10 @@ def _write_rms(ops: ExportGraphWriter, x: str, eps: float) -> str:
 
 
 def _write_softmax(ops: ExportGraphWriter, scores: str) -> str:
-    """Write a softmax over the last axis with no weight, hidden columns included, below e^-70 of the largest.
+    """Write a softmax over the last axis in which every weight is at least e^-70 times the largest.
 
-    Smaller weights would not change a sum in float32, but processors take a hundred times as long for numbers below
-    1e-38: forward passes of `scenes` with 8 nodes took 30 % longer.
+    This includes the weights of masked columns. Smaller weights would not change a sum in float32. But processors take
+    a hundred times as long for numbers below 1e-38: forward passes of `scenes` with 8 nodes took 30 % longer.
     """
     largest = ops.op("ReduceMax", scores, ops.int_vector(-1), keepdims=1)
     lowest = ops.op("Sub", largest, ops.add_number("least_weight", _MAX_LOG_GAP))
@@ -307,9 +325,10 @@ def _write_softmax(ops: ExportGraphWriter, scores: str) -> str:
 
 
 def _write_fixed_point_softmax(ops: ExportGraphWriter, scores: str, max_columns: int) -> str:
-    """Write a softmax over the last axis whose weights are integers, in units of 1 / `_WEIGHT_STEPS`.
+    """Write a softmax over the last axis whose weights are integers in units of 1 / `_WEIGHT_STEPS`.
 
-    Numerators are integers, too, as large as an exact sum over all columns allows, so that the denominator is exact.
+    The numerators are rounded to integers, so that their sum, the denominator, is exact. They are as large as an exact
+    sum over `max_columns` columns allows.
     """
     finest = float(2 ** (_EXACT_BITS - math.ceil(math.log2(max_columns))))
     largest = ops.op("ReduceMax", scores, ops.int_vector(-1), keepdims=1)
@@ -322,10 +341,11 @@ def _write_fixed_point_softmax(ops: ExportGraphWriter, scores: str, max_columns:
 
 
 def _write_round(ops: ExportGraphWriter, x: str) -> str:
-    """Round numbers in 0 .. 2^22 to integers, as `Round` does, by adding and subtracting a number without fractions.
+    """Write the rounding of numbers in 0 .. 2^22 to integers, with the same results as `Round`.
 
-    ONNX Runtime's `Round` runs in one thread: a pass of SimpleAR-0.5B with 8 nodes on 2,048 tokens took 5 % longer with
-    it, on 4,096 tokens 32 %.
+    Adding 1.5 * 2^23 removes the fraction, because float32 has no fractions at this size. ONNX Runtime's `Round` uses
+    only one thread: a forward pass of SimpleAR-0.5B with 8 nodes took 5 % longer after 2,048 tokens and 32 % longer
+    after 4,096 tokens.
     """
     whole = ops.add_number("whole", 1.5 * 2**23)
     return ops.op("Sub", ops.op("Add", x, whole), whole)

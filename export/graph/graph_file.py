@@ -1,9 +1,9 @@
-"""Graph files, written with little memory: weights are rounded and written one at a time, in chunks.
+"""Graph files, which are written with little memory: weights are rounded and written one at a time, in chunks.
 
-If a weight is stored in another type than the graph computes in, a node decodes the weight right before its first use.
-The node is `Cast` for float16 and bfloat16, `DequantizeLinear` for integers. Runtimes fold or fuse these nodes when
-they load the graph. Of a float16 table, only the rows that are looked up are decoded. Large weights are in one file
-beside the graph, aligned for mapping.
+If a weight is stored in another type than the graph computes in, a node decodes the weight directly before its first
+use: `Cast` for float16 and bfloat16, `DequantizeLinear` for integers. Runtimes fold or fuse these nodes when they load
+the graph. Of a float16 embedding table, only the rows that are looked up are decoded. Large weights are in one file
+beside the graph, aligned so that they can be memory-mapped.
 """
 
 from __future__ import annotations
@@ -35,13 +35,19 @@ from .precision import (
     resolve_storage_type,
 )
 
-_MIN_EXTERNAL = 1 << 20  # bytes of all weights above which they are written to a separate file
+_MIN_EXTERNAL = 1 << 20  # total bytes of weights above which the weights are written to a separate file
 _MAX_INLINE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
 _ALIGNMENT = 4096
 
 
 class Initializer(NamedTuple):
-    """An initializer of the graph: a weight, or the integers or scales of a weight."""
+    """Initializer of an ONNX graph: a weight, or the integers or scales of a weight.
+
+    Args:
+        name: name of the initializer.
+        dtype: name of the stored type, such as `float16` or `int4`.
+        shape: shape of the array.
+    """
 
     name: str
     dtype: str
@@ -49,22 +55,23 @@ class Initializer(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file, in bytes."""
+        """Size in the file in bytes; two int4 numbers take one byte."""
         numbers = int(np.prod(self.shape, dtype=np.int64))
         return (numbers + 1) // 2 if self.dtype == "int4" else numbers * int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass
 class GraphFile:
-    """A graph that is described but not written.
+    """Plan of a graph file that has not been written yet.
 
     Args:
         model: the graph without its weights.
-        weights: weights by name, perhaps deferred.
-        storage_types: storage by name of the floating-point weights, which may change to float32 while they are
-            written.
+        weights: weights by name; they may be deferred.
+        storage_types: stored type of each floating-point weight, by name. A type may change to float32 during writing,
+            if the planned type cannot hold the numbers.
         matrix_names: names of the weights of linear layers, `[in, out]`.
-        compute_type: type that the graph computes in, and of the scales of blocks.
+        storage_rule: rule by which the stored types were chosen.
+        compute_type: type in which the graph computes, and the type of the scales of blocks.
     """
 
     model: onnx.ModelProto
@@ -80,7 +87,7 @@ class GraphFile:
         return sum(part.num_bytes for name in self.weights for part in self.list_initializers(name))
 
     def list_initializers(self, name: str) -> list[Initializer]:
-        """Return the initializers that a weight is stored as."""
+        """Return the initializers in which a weight is stored."""
         weight = self.weights[name]
         kind = self.storage_types.get(name)
         shape = tuple(weight.shape)
@@ -97,9 +104,10 @@ class GraphFile:
         return [Initializer(f"{name}.{kind}", kind, shape), scales]
 
     def write(self, path: Path, progress: Callable[[int], None] = lambda count: None) -> list[Path]:
-        """Write `path`, and `path.data` if the weights are larger than a megabyte.
+        """Write the graph to `path`, and its weights to `<path>.data` if they are larger than a megabyte.
 
         Args:
+            path: path of the graph file.
             progress: callback, called with the number of bytes of each chunk of weights.
 
         Returns:
@@ -112,9 +120,8 @@ class GraphFile:
                     weight = self.weights[name]
                     kind = self.storage_types[name]
                     self.storage_types[name] = resolve_storage_type(name, weight, kind, self.storage_rule)
-                    if (
-                        self.compute_type == "float16" and kind in MAX_INTEGER
-                    ):  # dequantized weights must fit float16, too
+                    if self.compute_type == "float16" and kind in MAX_INTEGER:
+                        # This raises an error if the numbers, which the graph dequantizes to float16, exceed its range.
                         resolve_storage_type(name, weight, "float16", "fp16")
                 self._write_weight(name, file, progress)
         self._insert_decode_nodes()
@@ -141,7 +148,7 @@ class GraphFile:
                 progress(len(data))
 
     def _iter_weight_chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
-        """Yield the bytes of a weight's first initializer, and add the scales of integers to `scales`."""
+        """Yield the bytes of a weight's first initializer in chunks; append the bytes of its scales to `scales`."""
         weight = self.weights[name]
         kind = self.storage_types.get(name)
         if kind is None:
@@ -161,9 +168,9 @@ class GraphFile:
                 yield integers.numpy().tobytes() if kind == "int8" else _pack_int4(integers.numpy())
 
     def _insert_decode_nodes(self) -> None:
-        """Insert the node that decodes a weight right before its first use.
+        """Insert a node that decodes a weight directly before the weight's first use.
 
-        Runtimes that fold nothing then hold one decoded weight at a time.
+        Without constant folding, a runtime then holds only one decoded weight at a time.
         """
         nodes = list(self.model.graph.node)
         undecoded = {"float32", "columns"} | ({"float16"} if self.compute_type == "float16" else set())
@@ -188,7 +195,7 @@ class GraphFile:
             self.model.opset_import[0].version = BLOCK_OPSET
 
     def _make_lookup_decode_nodes(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Return a look-up in a float16 table, and the node that decodes the rows."""
+        """Return two nodes: a look-up in a float16 or bfloat16 table, and the cast of the rows to float32."""
         (table,) = self.list_initializers(node.input[0])
         (output,) = node.output
         node.input[0] = table.name
@@ -218,7 +225,7 @@ def _to_bytes(numbers: Tensor, dtype: str) -> bytes:
 
 
 def _pack_int4(integers: NDArray[np.int8]) -> bytes:
-    """Store two 4-bit integers in each byte, the first in the low half."""
+    """Return bytes with two 4-bit integers each; the first integer is in the low half of a byte, as ONNX requires."""
     flat = integers.reshape(-1).view(np.uint8) & 15
     flat = np.pad(flat, (0, flat.size % 2))
     return (flat[0::2] | (flat[1::2] << 4)).tobytes()

@@ -1,8 +1,8 @@
-"""Graphs before they are written: a torch module, its inputs and outputs by name, and test cases.
+"""Graphs before they are written: a PyTorch module, its inputs and outputs by name, and test cases.
 
 Decoders and large conditions have a function that writes their graph; any other module is traced. `check_graph_parity`
-compares the graph file with the module. Attention masks are added to scores: `HIDDEN` hides a column. It is finite, so
-that a node that attends to no column gets finite numbers instead of NaN.
+compares the graph file with the module. Attention masks are added to scores, and the number `HIDDEN` masks a column.
+This number is finite, so that a node that attends to no column gets finite numbers instead of NaN.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ from .precision import ComputeType, StorageRule, choose_storage_types
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # tolerance of graphs that compute in float16; see docs/exporting.md
 
-_MAX_CASE_NODES = 128  # nodes of a test case: longer prefixes show nothing new
-_MAX_CASE_NUMBERS = 1 << 20  # keys and values, or logits, of a row of a test case, which is shorter for large models
+_MAX_CASE_NODES = 128  # maximum number of nodes in a test case; longer prefixes would test nothing else
+_MAX_CASE_NUMBERS = 1 << 20  # maximum count of keys and values, or of logits, per row of a test case, to save memory
 
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of a bundle.
+    """Graph of a bundle, with the PyTorch module that defines its results.
 
     Args:
-        role: role of the graph in the bundle.
-        module: module that takes the inputs in order and returns the outputs in order, one tensor or a tuple.
-        test_cases: inputs to compare file and module on, by name of the case. A module without `write` is traced with
-            the first case: its named axes need sizes other than 0 and 1. Large graphs run the first and the last case
-            only.
-        write_nodes: function that writes the graph, None to trace the module.
-        tolerance: maximum difference of outputs from the module's, None for a multiple of float32's rounding errors.
-        compute_type: type that the graph computes in; cases and module stay float32.
+        role: role of the graph in the bundle, such as `target`.
+        module: PyTorch module with the same inputs and outputs; it returns one tensor or a tuple.
+        inputs: names, shapes and types of the inputs.
+        outputs: names, shapes and types of the outputs.
+        test_cases: inputs on which file and module are compared, by name of the test case. Without `write_nodes`, the
+            module is traced with the first case, whose variable axes need sizes other than 0 and 1. Large graphs run
+            only the first and the last case.
+        write_nodes: function that writes the graph; None: the module is traced.
+        tolerance: maximum difference between the outputs of file and module; None: a multiple of the rounding errors of
+            float32.
+        compute_type: type in which the graph computes. Test cases and module stay float32.
     """
 
     role: str
@@ -66,7 +69,7 @@ class Graph:
 
 
 def convert_to_float16(graph: Graph) -> Graph:
-    """Return a decoder's graph with inputs, weights and outputs in float16, apart from norms and logits."""
+    """Return a decoder's graph with inputs, weights and outputs in float16; norms and logits stay float32."""
 
     def convert_values(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
@@ -77,7 +80,7 @@ def convert_to_float16(graph: Graph) -> Graph:
 
 
 def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
-    """Describe a graph's file without writing it or reading weights."""
+    """Return the plan of a graph's file, without writing the file or reading weights."""
     if graph.write_nodes is None:
         model, weights = _trace_module(graph)
         storage_types = choose_storage_types(weights, set(weights), set(), storage_rule)
@@ -90,7 +93,7 @@ def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
     graph.write_nodes(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
-    # Without the first part of names, too: another module may contain the module that is written.
+    # The names also without their first part, because another module may contain the module that is written.
     stored = names | {name.partition(".")[2] for name in names}
     matrix_names = {name for name in ops.matrix_names if ops.int8_matmul or not name.startswith("head.")}
     storage_types = choose_storage_types(ops.weights, stored, matrix_names, storage_rule, graph.compute_type)
@@ -102,9 +105,11 @@ def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
 
 
 def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> list[Path]:
-    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights.
+    """Write a graph to `<role>.onnx`, and its weights to `<role>.onnx.data` if they are larger than a megabyte.
 
     Args:
+        graph: the graph.
+        folder: folder for the files.
         storage_rule: storage rule of the weights.
 
     Returns:
@@ -114,7 +119,7 @@ def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") 
 
 
 def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
-    """Return test cases by name; names tell the number of batch rows, the first axis of the first input."""
+    """Return test cases by name. A name is the number of batch rows, such as `2 rows`: the first input's first axis."""
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
@@ -122,9 +127,10 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
     """Return the graph of a target.
 
     Args:
-        code_embeddings: embeddings from which inputs of test cases are chosen, `[codes, hidden_size]`.
-        prompt_embeddings: embeddings of a prompt, `[nodes, hidden_size]`, the input of test cases of as many nodes: a
-            trained model may be far more sensitive to rounding on inputs that no prompt leads to.
+        decoder: the target.
+        code_embeddings: embeddings from which the inputs of test cases are chosen, `[codes, hidden_size]`.
+        prompt_embeddings: embeddings of a real prompt, `[nodes, hidden_size]`, used in test cases with as many nodes. A
+            trained model may be far more sensitive to rounding on inputs that no prompt gives.
     """
 
     def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
@@ -154,8 +160,10 @@ def make_decoder_graph(
 
     Args:
         role: `target` or `drafter`.
-        leading_inputs: inputs besides positions, mask and past.
-        make_inputs: function of a generator, number of rows and number of nodes that makes `leading_inputs`.
+        module: the target or drafter.
+        leading_inputs: inputs before positions, attention mask and past.
+        make_inputs: function that returns arrays for `leading_inputs`, from a random generator, a number of batch rows
+            and a number of nodes.
         write_nodes: function that writes the graph.
     """
     config = module.config
@@ -180,7 +188,7 @@ def _iter_decoder_cases(
     past_inputs: Sequence[TensorSpec],
     config: DecoderConfig,
 ) -> Iterator[tuple[str, Arrays]]:
-    """Yield test cases of a decoder, by name."""
+    """Yield the names and inputs of a decoder's test cases."""
     generator = np.random.default_rng(0)
     heads = (config.num_kv_heads, config.head_dim)
     max_nodes = _MAX_CASE_NUMBERS // max(len(past_inputs) * math.prod(heads), config.num_logits)
@@ -190,6 +198,7 @@ def _iter_decoder_cases(
         """Make a test case.
 
         Args:
+            name: name of the test case.
             past_lengths: past length of each batch row.
             node_mask: attention mask among the new nodes, `[nodes, nodes]`.
         """
@@ -226,16 +235,16 @@ def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     """Return the attention mask of a draft tree, `[nodes, nodes]`: each node attends to itself and its ancestors.
 
     Args:
-        parents: index of each node's parent, -1 for the root.
+        parents: index of each node's parent; -1 for the root.
     """
     return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).tree_structure.ancestor_mask
 
 
 def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-    """Export a module of float32 weights by tracing; return the model, and the weights by name, not copied.
+    """Export a module to ONNX by tracing; return the model without weights, and the weights by name.
 
-    PyTorch's TorchScript-based exporter takes a twentieth of the newer one's time on these modules, and gives the same
-    ops.
+    PyTorch's older exporter, which is based on TorchScript, is used. For these modules it is twenty times as fast as
+    the newer exporter and gives the same ops.
     """
     values = (*graph.inputs, *graph.outputs)
     example = next(iter(graph.test_cases.values()))
@@ -243,7 +252,7 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
         torch.onnx.export(
-            graph.module.eval(),  # the exporter sets all of it to the mode of its outermost module
+            graph.module.eval(),  # the exporter sets all submodules to the mode of the outermost module
             tuple(torch.from_numpy(example[value.name]) for value in graph.inputs),
             buffer,  # type: ignore[arg-type]  # the annotation knows paths only
             input_names=[value.name for value in graph.inputs],
@@ -251,7 +260,7 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
             dynamic_axes={v.name: {i: axis for i, axis in enumerate(v.axes) if isinstance(axis, str)} for v in values},
             opset_version=OPSET,
             export_params=False,
-            do_constant_folding=False,  # weights would lose their names; runtimes do it when they load
+            do_constant_folding=False,  # folding would rename weights; runtimes fold constants when they load a graph
             dynamo=False,
         )
     model = onnx.load_from_string(buffer.getvalue())
@@ -271,7 +280,7 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
 
 
 def _convert_model_to_float16(model: onnx.ModelProto) -> None:
-    """Convert a traced graph to compute in float16, apart from the sums of norms, with outputs in float32."""
+    """Convert a traced graph to float16; instance norms compute in float32, and outputs stay float32."""
     nodes = list(model.graph.node)
     outputs = {value.name for value in model.graph.output}
     del model.graph.node[:]
@@ -297,8 +306,11 @@ def _convert_model_to_float16(model: onnx.ModelProto) -> None:
 
 
 def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None:
-    """Store weights transposed that the graph only uses transposed, and remove aliases of weights."""
-    names: dict[str, str] = {}  # weight by alias
+    """Remove transposes and aliases of weights from a graph.
+
+    A weight that the graph only uses transposed is stored transposed instead.
+    """
+    names: dict[str, str] = {}  # name of the weight by name of the alias
     uses = Counter(name for node in model.graph.node for name in node.input)
     remaining = []
     for node in model.graph.node:

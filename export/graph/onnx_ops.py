@@ -1,4 +1,4 @@
-"""A writer of ONNX graphs, op by op, for export: weights are tensors, often deferred or mapped."""
+"""Writer of ONNX graphs for export, op by op; its weights are tensors, which may be deferred or memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,52 +17,61 @@ from ..checkpoints.deferred import defer_transpose
 
 OPSET = 20
 IR_VERSION = 10
-BLOCK_OPSET = 21  # the first with 4-bit integers and block scales
-MAX_INT8_ACTIVATION = 127  # activations are uint8 with this zero point, -127 .. 127 around it
-_ZERO_POINT = 128
-# The inputs of these matrices have outliers, so each activation is the sum of two integers, the second for the rounding
-# error of the first. The target of `scenes`, its weights rounded to nearest, lost 0.05 nats per token with one integer
-# and 0.02 with two.
+BLOCK_OPSET = 21  # the first opset with 4-bit integers and block scales
+MAX_INT8_ACTIVATION = 127  # activations are rounded to integers in -127 .. 127
+_ZERO_POINT = 128  # added to these integers, which are stored as uint8
+# The inputs of these matrices have outliers. So each activation is the sum of two integers; the second one represents
+# the rounding error of the first. With weights rounded to nearest, the target of `scenes` lost 0.05 nats per token with
+# one integer and 0.02 with two.
 TWO_INTEGERS = (".qkv.weight", ".down.weight")
-_SECOND_STEPS = 128  # steps of the second integer in a step of the first, whose rounding error is at most half of it
+_SECOND_STEPS = 128  # a step of the first integer has this many steps of the second
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input or output; `axes` are sizes, or names of sizes that vary between calls."""
+    """Description of a graph's input or output.
+
+    Args:
+        name: name of the tensor.
+        axes: size of each axis, or a name for a size that varies between calls.
+        dtype: type of the numbers, such as `float32` or `int64`.
+    """
 
     name: str
     axes: tuple[int | str, ...]
     dtype: str = "float32"
 
     def to_proto(self) -> onnx.ValueInfoProto:
-        """Return the ONNX description."""
+        """Return the description as an ONNX `ValueInfoProto`."""
         return helper.make_tensor_value_info(self.name, TYPES[self.dtype], list(self.axes))
 
 
 class ExportGraphWriter(GraphWriter):
-    """A graph being written for export.
+    """Writer of an ONNX graph for export.
 
     Args:
         is_float16: whether the graph computes in float16; weights in `float32_names` stay float32.
-        int8_matmul: whether `linear` multiplies int8, with a weight scale per output and an activation scale per node.
+        int8_matmul: whether `write_linear` multiplies 8-bit integers. Weights have a scale per output, and activations
+            have a scale per node.
     """
 
     def __init__(self, is_float16: bool = False, int8_matmul: bool = False) -> None:
         super().__init__({"": BLOCK_OPSET if int8_matmul else OPSET})
         self.is_float16 = is_float16
         self.int8_matmul = int8_matmul
-        self.matrix_names: set[str] = set()  # names of the weights of `linear`
+        self.matrix_names: set[str] = set()  # names of the weights that `write_linear` added
         self.float32_names: set[str] = set()  # names of weights that stay float32 in a float16 graph
-        self.quantized: dict[str, tuple[str, str | None, str]] = {}  # integers and node scales of activations by name
-        # Steps of activations by name, the same for all nodes, where the maximum is known.
+        self.quantized: dict[str, tuple[str, str | None, str]] = {}  # results of `_write_quantize` by activation name
+        # Fixed steps of activations by name. Only activations with a known maximum have a fixed step.
         self.steps: dict[str, Tensor] = {}
 
     def add_weight(self, name: str, tensor: Tensor, keep_float32: bool = False) -> str:
-        """Add a constant and return its name; a name may be added twice.
+        """Add a weight and return its name. If the name was added before, the first tensor is kept.
 
         Args:
-            keep_float32: whether it stays float32 in a float16 graph.
+            name: name of the weight.
+            tensor: the weight.
+            keep_float32: whether the weight stays float32 in a float16 graph.
         """
         self.weights.setdefault(name, tensor.detach())
         if keep_float32:
@@ -74,7 +83,7 @@ class ExportGraphWriter(GraphWriter):
         return self.add_weight(name, torch.tensor(value))
 
     def add_norm_weight(self, name: str, tensor: Tensor) -> str:
-        """Add a constant of a norm and return its name in the type of `cast_for_norm`."""
+        """Add a weight of a norm, and return the name of the weight in the type in which norms compute."""
         stored = self.add_weight(name, tensor, keep_float32=True)
         return self.cast(stored, "float64") if self.int8_matmul else stored
 
@@ -96,8 +105,9 @@ class ExportGraphWriter(GraphWriter):
 
         Args:
             x: name of the input, `[..., in]`.
-            weight: weight of a torch layer, `[out, in]`, stored transposed.
-            output_name: name of the result, None for any.
+            name: name of the weight.
+            weight: weight of a PyTorch layer, `[out, in]`; it is stored transposed.
+            output_name: name of the result; None: a new name.
         """
         self.matrix_names.add(name)
         stored = self.add_weight(name, defer_transpose(weight.detach()))
@@ -106,9 +116,10 @@ class ExportGraphWriter(GraphWriter):
         return self.op("MatMul", x, stored, name=output_name)
 
     def _write_int8_matmul(self, x: str, weight: str, with_residual: bool, output_name: str | None) -> str:
-        """Write a product of integers, whose sums are exact in any order, times the scales of both.
+        """Write a matrix product of 8-bit integers, multiplied by the scales of activations and weight.
 
-        The graph multiplies dequantized floats, which ONNX Runtime fuses to a product of integers.
+        Sums of integers are exact in any sequence. The graph dequantizes both factors and multiplies floats; ONNX
+        Runtime fuses these nodes to a product of integers.
         """
         if x not in self.quantized:
             self.quantized[x] = self._write_quantize(x, with_residual)
@@ -120,23 +131,28 @@ class ExportGraphWriter(GraphWriter):
             kernel,
             name=None if scale or with_residual else output_name,
         )
-        if with_residual:  # one product for both, which reads the weight once
+        if with_residual:  # one matrix product for both integers, so that the weight is read only once
             first, second = self.add_node("Split", [sums], [f"{sums}.first", f"{sums}.second"], axis=0, num_outputs=2)
             second = self.op("Mul", second, self.add_number("second_step", 1 / _SECOND_STEPS))
             sums = self.op("Add", first, second, name=None if scale else output_name)
         return self.op("Mul", sums, scale, name=output_name) if scale else sums
 
     def _write_quantize(self, x: str, with_residual: bool) -> tuple[str, str | None, str]:
-        """Write activations `[nodes, rows, width]` as 8-bit integers, one or two for each.
+        """Write the conversion of activations to 8-bit integers, one or two per activation.
 
-        Second integers stand behind all first integers, as if there were twice as many nodes.
+        The second integers follow all first integers along the first axis, as if there were twice as many nodes.
 
-        No scale depends on other nodes of the pass: each node has its scale, unless there are two integers and
-        `steps` has a fixed step. A node of zeros has scale 0, which makes its integers, of a division by 0, irrelevant.
+        No scale depends on other nodes of the forward pass. Each node has a scale, unless there are two integers
+        and `steps` has a fixed step for the activations. A node of zeros has scale 0. Its integers are the result of a
+        division by 0, but do not matter, because they are multiplied by the scale.
+
+        Args:
+            x: name of the activations, `[nodes, rows, width]`.
+            with_residual: whether to write two integers per activation.
 
         Returns:
-            Names of the integers, of the scale `[nodes, rows, 1]` by which to multiply results, None for a fixed step,
-            and of the step of the first integers.
+            Three names: the integers; the scale `[nodes, rows, 1]` by which results must be multiplied, None with a
+            fixed step; the step of the first integers.
         """
         scale = None
         step = self.steps.get(x) if with_residual else None
@@ -164,7 +180,7 @@ class ExportGraphWriter(GraphWriter):
         return self.add_weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
     def model(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> onnx.ModelProto:
-        """Return the graph without its weights."""
+        """Return the ONNX model without its weights."""
         model = onnx.load_from_string(self.to_bytes((), (), name))
         model.ir_version = IR_VERSION
         model.producer_name = "lantern-rt"

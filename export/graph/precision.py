@@ -1,8 +1,9 @@
-"""Precisions that the user may choose, and the storage of each weight.
+"""Precisions that the user may choose, and the stored type of each weight.
 
-Only weights are rounded, never logits or caches, and activations only with `int8`. Matrices of the layers may be
-integers, with a scale for each block along the input axis; other weights (embeddings, head) have float16 at least. With
-`int8`, all matrices, the head included, have a scale for each output and are multiplied as integers.
+Only weights are rounded; logits and caches are not. Only `int8` also rounds activations. The matrices of the layers may
+be stored as integers with a scale for each block along the input axis. Other weights (embeddings, head) are stored as
+float16 or float32. With `int8`, all matrices, the head included, have a scale for each output and are multiplied as
+integers.
 """
 
 from __future__ import annotations
@@ -20,39 +21,41 @@ from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import compute_tensor
 from .onnx_ops import MAX_INT8_ACTIVATION
 
-# `int8` and `int4` have a scale for each block along the inputs, and are dequantized; `columns` is int8 with a scale
-# for each output, and is multiplied as integers.
+# `int8` and `int4` have a scale for each block along the input axis and are dequantized before the product. `columns`
+# is int8 with a scale for each output and is multiplied as integers.
 StorageType = Literal["float32", "float16", "bfloat16", "int8", "int4", "columns"]
 ComputeType = Literal["float32", "float16", "bfloat16"]
 VQPrecision = Literal["fp32", "fp16", "int8"]
-# `lossless`: float16 where it holds the weight exactly. Recorded as fp32, since the results are the same.
+# `lossless` stores float16 if this changes no number. The manifest records fp32, because the results are the same.
 StorageRule = Precision | Literal["lossless"]
 
 # Default precision by compute type.
 _DEFAULTS: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _INTEGER_STORAGE: dict[StorageRule, StorageType] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
-# The lowest integer of each type is unused, so that a scale serves both signs. Without VNNI, processors add two
-# products of an int8 matmul in 16 bits, which hold 2 x 255 x 64. With 127 instead of 64, the KL of the scenes target
-# was 2e-2 on these processors, and on others 3e-3 instead of 4e-3.
+# Maximum integer of each stored type. The lowest integer of a type is not used, so that one scale suits both signs.
+# Processors without VNNI add two products of an int8 matmul in 16 bits, which hold 2 x 255 x 64. With 127 instead of
+# 64, the KL divergence of the target of `scenes` was 2e-2 on these processors; on others it was 3e-3 instead of 4e-3.
 MAX_INTEGER = {"int8": 127, "int4": 7, "columns": 64}
-# Sizes of blocks, the preferred first. ONNX Runtime fuses powers of two from 16 on; smaller blocks have smaller errors
-# and larger files. With float32 scales, int8 has 1.0625 bytes per weight and int4 0.625; with the float16 scales of
-# graphs that compute in float16, 1.03 and 0.5625.
+# Possible block sizes, the preferred size first. ONNX Runtime fuses block sizes that are powers of two from 16 on.
+# Smaller blocks give smaller errors and larger files. With float32 scales, int8 takes 1.0625 bytes per weight and int4
+# 0.625. With float16 scales, in graphs that compute in float16, they take 1.03 and 0.5625.
 _BLOCKS: dict[StorageType, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16)}
-# Maximum error of float16, relative to a weight's norm. Float16 has 11 bits: only numbers out of its range exceed this.
+# Maximum error of float16, relative to a weight's norm. Float16 has 11 bits of precision, so the error is larger only
+# if numbers are out of its range.
 _MAX_HALF_ERROR = 2.0**-10
-_INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp"}  # add products of int8
-CHUNK_NUMBERS = 1 << 23  # numbers held as float32 at a time
+_INT8_INSTRUCTIONS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp"}  # processor features for products of int8
+CHUNK_NUMBERS = 1 << 23  # maximum count of numbers that are converted to float32 at a time
 
 
 @dataclass(frozen=True)
 class Precisions:
-    """The precisions that the user chose.
+    """Precisions that the user chose.
 
     Args:
-        drafter: precision of the drafter, None for the target's.
-        compute_type: type that target and drafter compute in, and store weights in that are not integers.
-        lossless: whether graphs that are not rounded store weights in float16 where it holds them exactly.
+        target: precision of the target.
+        drafter: precision of the drafter; None: that of the target.
+        compute_type: type in which target and drafter compute, and in which they store weights that are not integers.
+        lossless: whether graphs without rounding store a weight as float16 if this changes no number.
         vq: precision of the image decoder's weights and products.
     """
 
@@ -63,7 +66,7 @@ class Precisions:
     vq: VQPrecision = "fp32"
 
     def precision_of(self, role: str) -> Precision:
-        """Return the precision of a graph; image tokenizers are small and sensitive, and stay float32."""
+        """Return the precision of the graph `role`; image tokenizers stay fp32, as they are small and sensitive."""
         if role == "drafter":
             return self.drafter or self.target
         if role == "condition" and self.target != "fp32":
@@ -71,7 +74,7 @@ class Precisions:
         return self.target if role == "target" else "fp32"
 
     def storage_rule(self, role: str) -> StorageRule:
-        """Return the storage rule of a graph's weights."""
+        """Return the rule by which the weights of the graph `role` are stored."""
         precision = self.precision_of(role)
         return "lossless" if self.lossless and precision == "fp32" else precision
 
@@ -82,11 +85,11 @@ def parse_precisions(
     """Check the precisions that a user gives by name.
 
     Args:
-        target: precision of the target; None stores weights in the type of `compute`. `auto` is `int8` where this
-            processor has instructions for it, with which it was the fastest at every size and number of nodes that was
-            measured (docs/exporting.md), and `fp32` elsewhere.
-        drafter: precision of the drafter, None for the target's.
-        compute: type that target and drafter compute in.
+        target: precision of the target; None: weights are stored in the type `compute`. `auto` is `int8` if this
+            processor has instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in all
+            measurements (docs/exporting.md).
+        drafter: precision of the drafter; None: that of the target.
+        compute: type in which target and drafter compute.
         vq: precision of the image decoder.
 
     Raises:
@@ -121,12 +124,12 @@ def choose_storage_types(
     storage_rule: StorageRule,
     compute_type: ComputeType = "float32",
 ) -> dict[str, StorageType]:
-    """Choose the storage of each floating-point weight of a graph by the shape alone.
+    """Choose the stored type of each floating-point weight of a graph, by the weight's shape alone.
 
     Args:
         weights: weights by name.
-        checkpoint_names: names of the checkpoint's weights. Others, such as rotary tables, are computed, and rounded
-            only where nothing is lost.
+        checkpoint_names: names of the checkpoint's weights. Other weights, such as rotary tables, are computed, and are
+            stored in a smaller type only if this loses nothing.
         matrix_names: names of the weights of linear layers, `[in, out]`.
         storage_rule: storage rule of the graph.
         compute_type: type that the graph computes in.
@@ -146,11 +149,13 @@ def choose_storage_types(
 def choose_storage_type(
     weight: Tensor, is_matrix: bool, storage_rule: StorageRule, compute_type: ComputeType = "float32"
 ) -> StorageType:
-    """Return the storage of one weight by its shape; `resolve_storage_type` looks at the numbers.
+    """Return the stored type of one weight by its shape. `resolve_storage_type` also checks the numbers.
 
     Args:
-        is_matrix: whether it belongs to a linear layer, `[in, out]`.
-        compute_type: type that the graph computes in.
+        weight: the weight.
+        is_matrix: whether the weight belongs to a linear layer, `[in, out]`.
+        storage_rule: storage rule of the graph.
+        compute_type: type in which the graph computes.
     """
     if storage_rule == "fp32" or weight.ndim < 2:
         return "float32"
@@ -162,14 +167,16 @@ def choose_storage_type(
 def resolve_storage_type(
     name: str, weight: Tensor, planned_type: StorageType, storage_rule: StorageRule
 ) -> StorageType:
-    """Return the planned storage, or float32 for numbers that float16 does not hold.
+    """Return the stored type of a weight: the planned type, or float32 if float16 cannot represent the numbers.
 
     Args:
-        name: name of the weight, for the error.
-        planned_type: its storage by `choose_storage_type`.
+        name: name of the weight, for the error message.
+        weight: the weight.
+        planned_type: stored type that `choose_storage_type` returned.
+        storage_rule: storage rule of the graph.
 
     Raises:
-        CheckpointError: float16 does not hold the numbers, and the rule is fp16.
+        CheckpointError: float16 cannot represent the numbers, and the rule `fp16` allows no other type.
     """
     if planned_type != "float16":
         return planned_type
@@ -180,7 +187,7 @@ def resolve_storage_type(
         largest = max(largest, float(chunk.abs().max()))
         error += float(torch.linalg.vector_norm(chunk.half().float() - chunk)) ** 2
         norm += float(torch.linalg.vector_norm(chunk)) ** 2
-    if error <= _MAX_HALF_ERROR**2 * norm:  # false for infinity, which too large numbers become
+    if error <= _MAX_HALF_ERROR**2 * norm:  # false if the error is infinite, because numbers exceed float16
         return "float16"
     if storage_rule == "fp16":
         raise CheckpointError(
@@ -193,7 +200,12 @@ def resolve_storage_type(
 
 
 def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yield a weight in float32 in chunks of a multiple of `row_multiple` rows, never the whole in float32."""
+    """Yield a weight as float32 chunks, so that the whole weight is never in memory as float32.
+
+    Args:
+        weight: the weight, which may be deferred.
+        row_multiple: number of which the rows of each chunk are a multiple, such as a block size.
+    """
     weight = compute_tensor(weight)
     if weight.ndim == 0:
         yield weight.float()
@@ -204,7 +216,7 @@ def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tenso
 
 
 def find_block_size(storage_type: StorageType, num_inputs: int) -> int | None:
-    """Return how many numbers along an axis of `num_inputs` share a scale, None if no block size divides it."""
+    """Return how many numbers along the input axis share a scale; None if no block size divides `num_inputs`."""
     return (
         num_inputs
         if storage_type == "columns"
@@ -219,9 +231,9 @@ def quantize(
 
     Args:
         weight: the weight, `[in, out]`, float32.
-        storage_type: integer storage.
-        scales: scales `[1, out]` of the whole weight, where `weight` is a chunk of its inputs; None computes them.
-        compute_type: type whose precision scales are rounded to.
+        storage_type: stored type, which must be an integer type.
+        scales: scales `[1, out]` of the whole weight, if `weight` is a chunk of its inputs; None: they are computed.
+        compute_type: type to whose precision the scales are rounded.
 
     Returns:
         Integers `[in, out]`, int8, and scales `[in / block, out]`, float32.
@@ -243,9 +255,9 @@ def fake_quantize(
 
     Args:
         weight: a module's weight; a matrix is `[out, in]`.
-        storage_type: storage of the weight.
-        is_matrix: whether it belongs to a linear layer; other weights are never integers.
-        compute_type: type whose precision scales are rounded to.
+        storage_type: stored type of the weight.
+        is_matrix: whether the weight belongs to a linear layer; other weights are never integers.
+        compute_type: type to whose precision the scales are rounded.
     """
     weight = compute_tensor(weight)
     if storage_type == "float32" or (storage_type in MAX_INTEGER and not is_matrix):
@@ -263,6 +275,6 @@ def fake_quantize(
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """Round activations `[..., inputs]` as int8 matmul does, each node to 127 steps on either side of 0."""
+    """Round activations `[..., inputs]` as int8 matmul does: each node to integers -127 .. 127 times a scale."""
     scale = x.abs().amax(-1, keepdim=True) / MAX_INT8_ACTIVATION
     return (x / torch.where(scale > 0, scale, 1.0)).round_() * scale

@@ -1,1 +1,1 @@
-"""The networks in PyTorch."""
+"""PyTorch modules of the networks that are exported."""

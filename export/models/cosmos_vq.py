@@ -1,15 +1,15 @@
-"""NVIDIA's Cosmos tokenizer of discrete codes (DV8x16x16), reduced to single images.
+"""NVIDIA's Cosmos tokenizer with discrete codes (DV8x16x16), reduced to single images.
 
-The published network is a VQGAN for videos. It works on the bands of two Haar wavelets and has finite scalar
+The published network is a VQGAN for videos. It reads the bands of two Haar wavelets and uses finite scalar
 quantisation. For a single image, most of its operations in time are linear maps of channels:
 
 - Convolutions in time repeat the first frame before it, so the kernel's taps add up.
 - Attention in time returns the values, since a frame attends only to itself.
 - Wavelets are a matrix product within patches of 4 x 4 pixels.
 
-These maps and the skips around resizing become part of the convolutions next to them, so that LlamaGen's modules
-remain, in two dimensions. One 1 x 1 convolution stays separate, before the second doubling: its bias must not reach
-the zero padding around the image.
+These maps and the skip connections around resizing are merged into the neighbouring convolutions. The result has the
+2D modules of LlamaGen's tokenizer. One 1 x 1 convolution before the second doubling stays separate, because its bias
+must not reach the zero padding around the image.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _SkipConnection(nn.Sequential):
 
 
 class CosmosVQ(LlamaGenVQ):
-    """Encoder and decoder for images, which they read and write in patches."""
+    """Cosmos tokenizer for images; its encoder reads patches of pixels, and its decoder writes patches."""
 
     def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__(config)
@@ -54,9 +54,10 @@ class CosmosVQ(LlamaGenVQ):
 
 
 def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
-    """Load the tokenizer from a folder with its encoder and decoder.
+    """Load the Cosmos tokenizer from a folder with its encoder and decoder.
 
-    The FSQ levels come from the weights, else from config.json, else they are the published tokenizer's.
+    The FSQ levels come from the weights. If the weights lack them, they come from config.json, otherwise from the
+    published tokenizer.
 
     Raises:
         CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
@@ -64,7 +65,7 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     checkpoint.read_weights(name_filter=lambda name: not any(part in name for part in _UNUSED))
     stored = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
     levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), None)
-    if levels is None:  # NVIDIA's config.json has no levels, and a comma too many to be JSON
+    if levels is None:  # NVIDIA's config.json has no levels, and is not valid JSON because of an extra comma
         has_config = (checkpoint.path / "config.json").is_file()
         levels = tuple(checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS)
     if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
@@ -85,17 +86,20 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
 
 
 def _fold_3d_convolutions(checkpoint: Checkpoint) -> None:
-    """Replace 3D convolutions, wavelets and skips by as few 2D convolutions, for a single frame."""
+    """Replace 3D convolutions, wavelets and skip connections in the checkpoint by 2D convolutions for one frame."""
     weights = checkpoint.weights
 
     def pop_conv(name: str) -> Conv:
-        """Remove a 3D convolution and return it in 2D: all frames are equal, so its taps in time add up."""
+        """Remove a 3D convolution from the weights and return it in 2D.
+
+        All frames are equal, so the kernel's taps in time can be added.
+        """
         parts = (f"{name}.conv3d.weight", 5), (f"{name}.conv3d.bias", 1)
         weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.shape(part, sizes))
         return weight.sum(2), bias
 
     def store_conv(name: str, base_conv: Conv, *pointwise_convs: Conv) -> None:
-        """Store a convolution, merged with the 1 x 1 convolutions that follow it."""
+        """Store one convolution that equals `base_conv` followed by the 1 x 1 convolutions `pointwise_convs`."""
         weight, bias = base_conv
         for matrix, added in pointwise_convs:
             rows = matrix.flatten(1)  # [out, in]
@@ -129,17 +133,24 @@ def _fold_3d_convolutions(checkpoint: Checkpoint) -> None:
 
 
 def _add_skip_kernel(conv: Conv, taps: slice = slice(None), factor: float = 1.0) -> Conv:
-    """Add a skip connection to a convolution: its input at some taps of the kernel, times `factor`."""
+    """Return a convolution that also adds its input to its output, as a skip connection does.
+
+    Args:
+        conv: weight and bias; the weight is changed.
+        taps: rows and columns of the kernel that read the added input.
+        factor: factor of the added input.
+    """
     weight, bias = conv
     weight[:, :, taps, taps] += factor * torch.eye(len(weight))[:, :, None, None]
     return weight, bias
 
 
 def compute_haar_matrices() -> tuple[Tensor, Tensor]:
-    """Compute the matrices from a patch's pixels to the bands of two Haar wavelets, and back.
+    """Compute the matrices that convert a patch's pixels to the bands of two Haar wavelets, and back.
 
     Pixels are ordered by colour, row, column, like the result of `pixel_unshuffle`. Bands are ordered by band of the
-    second wavelet, band of the first wavelet, colour; bands of a wavelet by time, row, column, the low band first.
+    second wavelet, then by band of the first wavelet, then by colour. The bands of one wavelet are ordered by time,
+    row, column, with the low band first.
 
     Returns:
         Matrix `[bands, pixels]` for an image repeated as equal frames, whose bands that are high in time are 0.

@@ -1,8 +1,8 @@
-"""The decoder of all families: a Llama-style transformer with tree attention masks and an explicit KV cache.
+"""Decoder of all families: a Llama-style transformer with tree attention masks and an explicit KV cache.
 
-`Decoder.forward` defines the target graph. The position is the first axis of keys and values; past keys and values are
-inputs, and only new keys and values are outputs. `Decoder.forward_sequences` computes the same without a cache, for
-training and checks.
+`Decoder.forward` defines the target graph. The position is the first axis of keys and values. Past keys and values are
+inputs; only the new keys and values are outputs. `Decoder.forward_sequences` computes the same hidden states without a
+cache, for training and checks.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from torch import Tensor, nn
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
 from .output_heads import Head, RightBelowHeads, TwoLayerHead
 
-HEAD_EPSILON = 1e-5  # epsilon of Chameleon's norms of heads, which no configuration contains
+HEAD_EPSILON = 1e-5  # epsilon of Chameleon's query and key norms, which no configuration contains
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and conventions of a decoder. `Architecture` describes the fields that are not described here.
 
-    Checkpoints of `recipes/scenes` contain the names of these fields.
+    Checkpoints of `recipes/scenes` contain the names of these fields, so the names must not change.
 
     Args:
         hidden_size: width of the hidden states.
+        num_layers: number of layers.
         num_heads: number of query heads.
         num_kv_heads: number of key and value heads.
-        vocab_size: number of codes, the outputs of the head.
-        grid: rows and columns of codes of the default image.
+        vocab_size: number of codes, for each of which the head computes a logit.
+        grid: number of grid rows and columns of the default image.
         prefix: maximum number of positions of a prompt.
-        spare_positions: rows of the rotary table after an image, for draft nodes past the last cell.
+        spare_positions: number of rows of the rotary table after an image, for draft nodes after the last cell.
         query_key_norm: whether queries and keys are normalised in each head (Chameleon, Qwen3).
         qkv_bias: whether the projections to queries, keys and values have a bias (Qwen2).
-        max_image_tokens: maximum number of tokens of an image (Lumina-mGPT), 0 for `grid * grid`.
-        grids: rows and columns of the first and of the second grid of codes, for each image size.
+        max_image_tokens: maximum number of tokens of an image (Lumina-mGPT); 0: `grid * grid`.
+        grids: rows and columns of the first grid, then of the second grid of codes, for each image size.
         rope_sections: number of pairs that are rotated by time, by row and by column, in this order; the other pairs
             are not rotated.
-        head_width: width of a head (Qwen3), 0 for `hidden_size / num_heads`.
+        head_width: width of an attention head (Qwen3); 0: `hidden_size / num_heads`.
     """
 
     hidden_size: int
@@ -74,34 +75,34 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Width of an attention head."""
         return self.head_width or self.hidden_size // self.num_heads
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the products of queries and keys in a graph: 1 / sqrt(head_dim), or 1 if weights include that.
+        """Factor by which a graph multiplies the products of queries and keys.
 
-        A power of two is folded into the query weights, which it does not round. Where queries are normalised, the
-        norm's weights include the scale.
+        The factor is 1 / sqrt(head_dim), or 1 if the weights include it. Query weights include a factor that is a power
+        of two, because multiplying by it does not round them. If queries are normalised, the norm's weights include it.
         """
         scale = self.head_dim**-0.5
         return 1.0 if self.query_key_norm or math.log2(scale).is_integer() else scale
 
     @property
     def head_norm_eps(self) -> float | None:
-        """Epsilon of the norms of queries and keys."""
+        """Epsilon of the norms of queries and keys; None if they are not normalised."""
         if not self.query_key_norm:
             return None
         return self.norm_eps if self.rms_head_norm else HEAD_EPSILON
 
     @property
     def architecture(self) -> Architecture:
-        """The entry of the decoder in a manifest, besides its sizes."""
+        """Conventions of the decoder, for the manifest."""
         return Architecture(**{name: getattr(self, name) for name in Architecture.model_fields})
 
     @property
     def num_logits(self) -> int:
-        """Number of logits of a node, from all heads."""
+        """Number of logits of a node, from all output heads."""
         return self.vocab_size * (1 + self.two_heads)
 
     @property
@@ -111,12 +112,12 @@ class DecoderConfig:
 
     @property
     def num_rope_positions(self) -> int:
-        """Number of rows of the rotary table, which has the rows of a sequence for each image size in `grids`."""
+        """Number of rows of the rotary table, which has `max_sequence_length` rows for each image size in `grids`."""
         return self.max_sequence_length * max(1, len(self.grids))
 
 
 def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return sizes and architecture of a decoder as fields of the manifest."""
+    """Return the sizes and the architecture of a decoder as manifest fields, by name."""
     names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
     return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
@@ -124,9 +125,9 @@ def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
 def compute_rope_table(config: DecoderConfig) -> Tensor:
     """Compute the cosines and sines of the rotary embedding, `[positions, head_dim / 2, 2]`.
 
-    On a grid, the first half of the pairs is rotated by the row of the cell and the second half by its column. Both
-    halves have frequencies base^(-2k / (head_dim / 2)). In a sequence, pair k is rotated by the position, with
-    frequency base^(-2k / head_dim). See `_compute_two_grid_rope_table` for `grids`.
+    With `rotary="grid"`, the first half of the pairs is rotated by the cell's row and the second half by its column.
+    Pair k of each half has the frequency base^(-2k / (head_dim / 2)). With `rotary="sequence"`, pair k is rotated by
+    the position, with the frequency base^(-2k / head_dim). `_compute_two_grid_rope_table` describes `rotary="grids"`.
     """
     if config.rotary == "grids":
         return _compute_two_grid_rope_table(config)
@@ -151,10 +152,11 @@ def compute_rope_table(config: DecoderConfig) -> Tensor:
 def _compute_two_grid_rope_table(config: DecoderConfig) -> Tensor:
     """Compute the rotary table of sequences with two grids, `[positions, head_dim / 2, 2]`.
 
-    Each image size has `config.max_sequence_length` rows. A position has three coordinates: time, row and column. All
-    three are equal in a prompt. A grid that starts at p has coordinates (p, p + row, p + column). The next grid starts
-    as far behind p as the larger side of the grid. The second grids of all image sizes start at the same coordinates,
-    and the prompt of the first size at 0. Pair k has frequency base^(-k / n), where n pairs are rotated.
+    Each image size has `config.max_sequence_length` rows of the table. A position has three coordinates: time, row and
+    column. In a prompt, all three are equal. A grid that starts at p has the coordinates (p, p + row, p + column). The
+    next grid starts at p plus the larger of the grid's numbers of rows and columns. The second grids of all image sizes
+    start at the same coordinates; the prompt of the first image size starts at 0. Pair k has the frequency
+    base^(-k / n), where n is the number of rotated pairs.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
@@ -183,7 +185,7 @@ def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tens
     Args:
         x: queries or keys, `[rows, nodes, heads, head_dim]`.
         rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
-        rope_style: pairs of numbers; see `DecoderConfig`.
+        rope_style: which numbers form a pair. `half`: i and i + head_dim / 2. `interleaved`: 2 i and 2 i + 1.
     """
     cos = rope[:, :, None, :, 0]
     sin = rope[:, :, None, :, 1]
@@ -195,7 +197,13 @@ def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tens
 
 
 class RMSNorm(nn.Module):
-    """RMS norm: x / rms(x), scaled; `heads` have different scales."""
+    """RMS norm: `x / sqrt(mean(x ** 2) + eps) * weight` over the last axis.
+
+    Args:
+        width: size of the last axis.
+        eps: number added to the mean square.
+        heads: number of attention heads with different weights, or empty for one weight.
+    """
 
     def __init__(self, width: int, eps: float, heads: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -207,7 +215,7 @@ class RMSNorm(nn.Module):
 
 
 class PerHeadLayerNorm(nn.Module):
-    """Layer norm of each head; each head has different scales and shifts."""
+    """Layer norm of each attention head; the heads have different weights and biases."""
 
     def __init__(self, num_heads: int, width: int) -> None:
         super().__init__()
@@ -264,8 +272,8 @@ class Attention(nn.Module):
         Args:
             x: normalised hidden states, `[rows, nodes, hidden_size]`.
             rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
-            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`, None for causal attention without a past.
-            past: past keys and values, each `[past, rows, num_kv_heads, head_dim]`, empty without a past.
+            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`; None: causal attention without a past.
+            past: past keys and values, each `[past, rows, num_kv_heads, head_dim]`; empty without a past.
 
         Returns:
             The output, and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
@@ -296,7 +304,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer: attention and feed-forward network, each with a norm before and a skip connection around it."""
+    """Decoder layer: attention and feed-forward network, each with a norm before it and a residual connection."""
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
@@ -313,13 +321,16 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer; see `Attention.forward` for arguments and results.
+        """Apply the layer to new nodes; the shapes are as in `Attention.forward`.
 
         Args:
             x: hidden states, not normalised.
             rope: cosines and sines.
-            mask: additive attention mask, or None.
-            past: past keys and values, or nothing.
+            mask: additive attention mask; None: causal attention.
+            past: past keys and values; empty without a past.
+
+        Returns:
+            The hidden states, the new keys and the new values.
         """
         attended, key, value = self.attention(self.attention_norm(x), rope, mask, past)
         x = x + self.attention_post_norm(attended)
@@ -327,7 +338,7 @@ class DecoderLayer(nn.Module):
 
 
 class LayerStack(nn.Module):
-    """The layers of a target or drafter, with their rotary table."""
+    """Layers of a target or drafter, with their rotary table."""
 
     rope: Tensor
 
@@ -344,7 +355,7 @@ class LayerStack(nn.Module):
 
         Args:
             x: input of the first layer, `[rows, nodes, hidden_size]`.
-            position_ids: positions, see `look_up_rope`, `[rows, nodes]`.
+            position_ids: rows of the rotary table, `[rows, nodes]`; see `look_up_rope`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
             layers: layers to apply, by default all.
@@ -360,11 +371,11 @@ class LayerStack(nn.Module):
         return x, new_kv
 
     def look_up_rope(self, position_ids: Tensor) -> Tensor:
-        """Return cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
+        """Look up cosines and sines by position, `[rows, nodes, head_dim / 2, 2]`.
 
         Args:
-            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids, position p + s * rows of the table
-                is that of row p moved back by s in time, row and column.
+            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids, the id p + s * n, where n is the
+                number of rows of the table, means row p moved back by s in time, row and column.
         """
         if self.config.rotary != "grids":
             return self.rope[position_ids]
@@ -374,7 +385,7 @@ class LayerStack(nn.Module):
 
 
 class Decoder(LayerStack):
-    """A stack of layers with an output head over the codes."""
+    """Target: decoder layers and an output head that computes the logits of the codes."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -399,7 +410,7 @@ class Decoder(LayerStack):
             Logits `[rows, nodes, num_logits]`, hidden states `[rows, nodes, hidden_size]`, and the new keys and values
             of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        before = len(self.layers) - self.config.two_heads
+        before = len(self.layers) - self.config.two_heads  # the last layer of two heads serves the cell below only
         x, new_kv = self.run_layers(embeds, position_ids, mask, past, slice(before))
         hidden = self.norm(x)
         if not self.config.two_heads:

@@ -1,8 +1,9 @@
-"""EAGLE drafters in LANTERN's layout: a folder of config.json and weights, and their graph.
+"""EAGLE drafters in LANTERN's layout (a folder with config.json and weights), and their graph.
 
-A linear map of a token's embedding and the target's hidden state before that token is the input of a drafter's layers,
-which are layers of the shared decoder. A drafter has an embedding table, no final norm, and the head of its target.
-The slot of a token has the position before the token's. So the rotary table of LlamaGen's drafters starts a row later.
+A drafter combines the embedding of a token and the target's hidden state before this token by a linear map. The result
+is the input of its layers, which have the same modules as the target's layers. A drafter has an embedding table, no
+final norm, and the output head of its target. The slot of a token has the position before the token's position. So the
+prefix of a drafter is one position shorter than the target's.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from .llama import read_layer_sizes, rename_llama_weights, rope_base
 
 
 class EagleDrafter(LayerStack):
-    """A drafter: predicts the target's next hidden state from its last hidden state and the token sampled there.
+    """EAGLE drafter: predicts the target's next hidden state from a token and the hidden state before the token.
 
     Args:
-        config: configuration of the layers; norm and form of the target's head are ignored.
-        bias: whether the input map has a bias.
-        num_tokens: rows of the embedding table, None for the number of codes.
+        config: configuration of the layers; its fields about the final norm and the output head are ignored.
+        head: output head of the target.
+        bias: whether the linear map of the input has a bias.
+        num_tokens: number of rows of the embedding table; None: the number of codes.
     """
 
     def __init__(self, config: DecoderConfig, head: nn.Linear, bias: bool, num_tokens: int | None = None) -> None:
@@ -50,7 +52,8 @@ class EagleDrafter(LayerStack):
 
         Args:
             input_ids: tokens of the slots, `[rows, nodes]`.
-            target_hidden: hidden states before the tokens, of the target or predicted, `[rows, nodes, hidden_size]`.
+            target_hidden: hidden states before the tokens, `[rows, nodes, hidden_size]`. They come from the target, or
+                from the drafter for draft tokens.
             position_ids: rows of the rotary table, `[rows, nodes]`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
@@ -64,12 +67,13 @@ class EagleDrafter(LayerStack):
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter that was read from its folder.
+    """Drafter that was read from its folder.
 
     Args:
-        sources: its files with their roles.
+        drafter: the drafter.
+        sources: roles and paths of its files.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
-        target_sha256: sha256 of the target weights that the drafter was trained on, None if unknown.
+        target_sha256: sha256 of the target weights that the drafter was trained on; None if unknown.
     """
 
     drafter: EagleDrafter
@@ -91,8 +95,11 @@ def read_drafter(
 
     Args:
         folder: folder with config.json and weights in LANTERN's layout.
-        num_tokens: number of tokens that the drafter embeds, None for the target's number of codes.
-        allowed_config_values: values that fit the target, by name of a field of config.json; each field may be missing.
+        target_decoder: target of the drafter.
+        num_tokens: number of tokens that the drafter embeds; None: the target's number of codes.
+        allowed_config_values: values that a field of config.json may have if the drafter belongs to the target, by name
+            of the field. Each field may be missing.
+        progress: progress callback.
         spec_fields: fields of `DrafterSpec` in the manifest that are not sizes.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Layers that are computed at export, into a table of the bundle, with the same bits on every processor.
+"""Layers that the export evaluates to make a table of the bundle, with the same bits on every processor.
 
-Matrix products add integers, which is exact in any order; all other operations of float64 run one after another.
+Matrix products add integers, which is exact in any sequence. All other operations in float64 compute each number
+separately, so their results do not depend on the processor.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-_BITS = 20  # Size of a part: the sum of 8,192 products of two parts is an integer below 2**53, as in float64
+_BITS = 20  # bits of a part; a sum of 8,192 products of two parts is at most 2**53, up to which float64 is exact
 _TERMS = [(-0.5) ** n / (math.factorial(n) * (2 * n + 1) * math.sqrt(2 * math.pi)) for n in range(80)]
-_LIMIT = 6.0  # beyond it GELU is its argument or 0, up to the rounding of float32
+_LIMIT = 6.0  # GELU of a larger number is the number itself, and of a number below -6 it is 0, as far as float32 shows
 
 
 class SplitMatrix(NamedTuple):
-    """A matrix `[rows, columns]` as `(high + low / 2**20) * scale`: two of integers, and powers of two `[rows, 1]`."""
+    """Matrix that is split into two matrices of integers; its value is `(high + low / 2**20) * scale`.
+
+    Args:
+        high: integers, `[rows, columns]`.
+        low: integers, `[rows, columns]`.
+        scale: powers of two, `[rows, 1]`.
+    """
 
     high: Array
     low: Array
@@ -28,7 +35,8 @@ class SplitMatrix(NamedTuple):
 def split_matrix(matrix: NDArray[Any]) -> SplitMatrix:
     """Split a matrix into two matrices of integers, so that products of these parts are exact in float64.
 
-    The matrix `[rows, columns]` has at most 8,192 columns. A value changes by `2**-40` of its row's largest value.
+    The matrix `[rows, columns]` must have at most 8,192 columns. A value changes by at most `2**-40` of the largest
+    value in its row.
     """
     values = matrix.astype(np.float64)
     exponents = np.frexp(np.abs(values).max(1, keepdims=True))[1]
@@ -39,21 +47,21 @@ def split_matrix(matrix: NDArray[Any]) -> SplitMatrix:
 
 
 def apply_exact_linear(inputs: NDArray[Any], weight: SplitMatrix, bias: NDArray[Any]) -> Array:
-    """Compute a linear layer.
+    """Compute a linear layer from exact products of integers.
 
     Args:
-        inputs: matrix `[rows, columns]`.
-        weight: parts of the matrix `[outputs, columns]`.
-        bias: vector `[outputs]`.
+        inputs: inputs, `[rows, columns]`.
+        weight: weight `[outputs, columns]`, split into integers.
+        bias: bias, `[outputs]`.
     """
     parts = split_matrix(inputs)
-    small = parts.high @ weight.low.T + parts.low @ weight.high.T
+    small = parts.high @ weight.low.T + parts.low @ weight.high.T  # low times low is too small to matter
     outputs: Array = (parts.high @ weight.high.T + small / 2**_BITS) * parts.scale * weight.scale.T + bias
     return outputs
 
 
 def gelu(values: Array) -> Array:
-    """Compute GELU by the series of the normal distribution's integral: libraries' functions differ in last bits."""
+    """Compute GELU with a power series, because the `erf` of different libraries differs in the last bits."""
     clipped = values.clip(-_LIMIT, _LIMIT)
     squares = clipped * clipped
     series = np.zeros_like(values)

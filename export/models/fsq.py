@@ -1,8 +1,8 @@
-"""Finite scalar quantisation: a code is a number whose digits are the entries of its vector, without a codebook.
+"""Finite scalar quantisation (FSQ), which needs no codebook: the digits of a code give the entries of its vector.
 
-Digit i of a code has `fsq_levels[i]` values, and the first digit is the least significant. Digit d of n values stands
-for (d - n // 2) / (n // 2). To quantise an encoder's output, `tanh` squeezes each number into the range of its digit,
-and the result is rounded, half to even.
+Digit i of a code has `fsq_levels[i]` values; the first digit is the least significant. Digit d of n values means the
+entry (d - n // 2) / (n // 2). To quantise the output of an encoder, `tanh` maps each number to the range of its digit,
+and the result is rounded (half to even).
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ from math import atanh, prod
 import torch
 from torch import Tensor
 
-_RANGE_FACTOR = 1.001  # makes the range of tanh wider than the lowest to the highest level, so that both can be reached
+_RANGE_FACTOR = 1.001  # widens the range of tanh, so that rounding can reach the lowest and the highest level
 
 
 def decode_fsq_codes(codes: Tensor, fsq_levels: tuple[int, ...]) -> Tensor:
-    """Return the vectors `[images, width, ...]` of `codes`, int64 `[images, ...]`."""
+    """Return the vectors of codes.
+
+    Args:
+        codes: codes, int64 `[images, ...]`.
+        fsq_levels: number of values of each digit, from the least significant.
+
+    Returns:
+        Vectors, float32 `[images, width, ...]`, where width is the number of digits.
+    """
     digits = (
         torch.div(codes, prod(fsq_levels[:i]), rounding_mode="trunc") % n - n // 2 for i, n in enumerate(fsq_levels)
     )
@@ -24,11 +32,19 @@ def decode_fsq_codes(codes: Tensor, fsq_levels: tuple[int, ...]) -> Tensor:
 
 
 def quantize_fsq_latents(latents: Tensor, fsq_levels: tuple[int, ...]) -> Tensor:
-    """Return the codes, int64 `[images, cells]`, of an encoder's `latents [images, width, rows, columns]`."""
+    """Convert the output of an encoder to codes.
+
+    Args:
+        latents: output of the encoder, `[images, width, rows, columns]`.
+        fsq_levels: number of values of each digit, from the least significant.
+
+    Returns:
+        Codes, int64 `[images, cells]`.
+    """
     digits = []
     for i, (level, column) in enumerate(zip(fsq_levels, latents.flatten(2).unbind(1), strict=True)):
         half = (level - 1) * _RANGE_FACTOR / 2
-        offset = 0.0 if level % 2 else 0.5
+        offset = 0.0 if level % 2 else 0.5  # an even number of levels has no level in the middle of the range
         steps = torch.round(torch.tanh(column + atanh(offset / half)) * half - offset)
         digits.append((steps.long() + level // 2) * prod(fsq_levels[:i]))
     return torch.stack(digits).sum(0)

@@ -1,7 +1,7 @@
-"""Weights and sizes of Llama-style decoders in the layout of transformers, checked against config.json.
+"""Readers of weights and sizes of Llama-style decoders in the layout of transformers, checked against config.json.
 
-Chameleon, the language model of Janus, and LANTERN's targets and drafters have this layout. LlamaGen's files have other
-names.
+Chameleon, the language model of Janus, and LANTERN's targets and drafters have this layout. LlamaGen's official files
+have other names of weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from .decoder import Decoder, DecoderConfig
 
-_MAX_PROMPT = 2048  # tokens; the prompt of a request has at most 2000 characters
+_MAX_PROMPT = 2048  # maximum number of prompt tokens, since a request's prompt has at most 2000 characters
 _LAYER = "layers.0.attention"
 _KINDS = ("weight", "bias")
-# Names in transformers by name in the decoder, both after the number of the layer.
+# Names of weights in transformers by the decoder's names; both follow the number of the layer.
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     **{f"attention.{p}.weight": f"self_attn.{p[0]}_proj.weight" for p in ("query", "key", "value", "out")},
@@ -35,18 +35,19 @@ LAYER_NAMES = {
 
 
 def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mapping[str, str]) -> None:
-    """Rename the weights of layers and final norm to the decoder's names.
+    """Rename the weights of the layers and of the final norm to the decoder's names.
 
-    Projections to queries, keys and values, `[heads * head_dim, hidden_size]`, are joined to one weight, and their
-    biases to one bias. A row of a query or key norm, `[rows, head_dim]`, may belong to several heads (Lumina-mGPT); it
-    is repeated for each of them.
+    The projections to queries, keys and values, `[heads * head_dim, hidden_size]`, are joined to one weight, and their
+    biases to one bias. A row of a query or key norm, `[rows, head_dim]`, may belong to several heads (Lumina-mGPT). The
+    row is then repeated for each of these heads.
 
     Args:
+        checkpoint: weights that are renamed.
         prefix: prefix of the names in the files.
-        other_names: names in the files of other weights, such as the head, by the decoder's names.
+        other_names: names in the files of further weights, such as the head, by the decoder's names.
 
     Raises:
-        CheckpointError: a projection is missing, or shapes do not fit together.
+        CheckpointError: a projection is missing, or shapes do not match.
     """
     layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in LAYER_NAMES.items()}
     checkpoint.rename_weights({"norm.weight": f"{prefix}norm.weight", **layers, **other_names})
@@ -73,7 +74,7 @@ def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mappi
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
                 norm = checkpoint.weights.get(name)
-                norm = norm[None] if norm is not None and norm.ndim == 1 else norm  # all heads share a row (Qwen3)
+                norm = norm[None] if norm is not None and norm.ndim == 1 else norm  # one row for all heads (Qwen3)
                 if norm is not None and norm.ndim == 2 and norm.numel() and width % norm.numel() == 0:
                     checkpoint.weights[name] = norm.repeat_interleave(width // norm.numel(), 0)
 
@@ -86,8 +87,8 @@ def read_layer_sizes(
     Args:
         checkpoint: weights with the decoder's names.
         config: configuration with transformers' names of fields.
-        num_heads: number of query heads, None if the configuration does not have it.
-        head_dim_multiple: number that the width of a head must be a multiple of.
+        num_heads: number of query heads; None if the configuration does not have it, which is an error.
+        head_dim_multiple: number of which the width of a head must be a multiple.
         num_extra_layers: number of layers that the configuration does not count.
 
     Raises:
@@ -146,10 +147,10 @@ def make_decoder_config(
         checkpoint: weights with the decoder's names.
         config: configuration with transformers' names of fields.
         vocab_size: number of codes.
-        grid: rows and columns of codes of the default image.
-        head_hidden: width of the head's hidden layer, 0 for a linear head.
-        max_image_tokens: maximum number of tokens of an image, 0 for `grid * grid`.
-        has_position_limit: whether prompt and image together have at most `max_position_embeddings` tokens. A prompt
+        grid: number of grid rows and columns of the default image.
+        head_hidden: width of the head's hidden layer; 0: a linear head.
+        max_image_tokens: maximum number of tokens of an image; 0: `grid * grid`.
+        has_position_limit: whether `max_position_embeddings` limits the tokens of prompt and image together. A prompt
             has at most 2048 tokens in any case.
 
     Raises:
@@ -182,8 +183,8 @@ def load_llama_decoder(
     Args:
         checkpoint: weights with the decoder's names, and `embed.weight`.
         config: sizes of the decoder.
-        code_token_range: tokens of the codes in a vocabulary with other tokens, whose rows of the head are left out;
-            None for a head of codes only.
+        code_token_range: token ids of the codes, if the vocabulary has other tokens too. The head's rows of the other
+            tokens are left out. None: the head has rows of codes only.
 
     Raises:
         CheckpointError: weights are missing, unexpected or have another shape.
@@ -200,7 +201,7 @@ def load_llama_decoder(
 
 
 def rope_base(config: Config) -> float:
-    """Return the base of the rotary frequencies, which newer configurations have under `rope_parameters`.
+    """Return the base of the rotary frequencies. Newer configurations store it in the section `rope_parameters`.
 
     Raises:
         CheckpointError: the configuration scales positions, or the base is not a positive number.

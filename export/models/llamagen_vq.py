@@ -1,11 +1,11 @@
-"""LlamaGen's VQ image tokenizer: an encoder from images to codes, a decoder from codes to images.
+"""LlamaGen's VQ image tokenizer: an encoder from images to codes, and a decoder from codes to images.
 
-Both are convolutional networks; their levels differ in resolution by a factor of two. Their sizes come from the
-weights: widths from shapes, numbers of levels and residual blocks from names. The groups of the norms (32) and their
-epsilon are constants of the published model.
+Encoder and decoder are convolutional networks with levels; the resolution changes by a factor of two from level to
+level. The shapes of the weights give the widths, and their names give the numbers of levels and residual blocks. The
+number of groups of the norms (32) and their epsilon are constants of the published model.
 
-The tokenizers of Chameleon and Janus are the same modules with other settings (`VQTokenizerConfig`). In Emu3's decoder,
-norms also read the code vectors (`norm_inputs`). Cosmos has no codebook (`fsq_levels`).
+The tokenizers of Chameleon and Janus are the same modules with other settings (`VQTokenizerConfig`). The norms in
+Emu3's decoder also read the code vectors (`norm_inputs`). Cosmos has no codebook (`fsq_levels`).
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ Norm = Callable[[int], nn.Module]  # builds a norm for a number of channels
 
 @dataclass(frozen=True)
 class VQTokenizerConfig:
-    """Sizes and settings of the tokenizer.
+    """Sizes and settings of a VQ tokenizer.
 
     Args:
+        num_codes: number of codes.
+        code_width: width of codebook vectors.
         latent_width: channels between the encoder and `quant_conv`, and between `post_quant_conv` and the decoder.
         encoder_stem_width: channels of the encoder's first convolution.
         encoder_widths: channels of the encoder's levels, from the finest to the coarsest.
         decoder_widths: channels of the decoder's levels, from the coarsest to the finest.
         num_blocks: residual blocks per encoder level; a decoder level has one more.
-        has_attention: whether cells attend to each other at the coarsest level, in addition to the middle.
+        has_attention: whether the coarsest level has attention between cells, in addition to the middle blocks.
         normalize_for_decoder: whether the decoder gets codebook vectors scaled to length 1.
         normalize_for_encoder: whether codebook and latents are scaled to length 1 to find the nearest code.
-        match_by_product: whether the code of a cell is that with the largest product of latent and codebook vector
-            (Emu3.5), which is not the nearest.
-        fsq_levels: number of levels of each digit of a code, for finite scalar quantisation; empty with a codebook.
-        patch: pixels along each side of a patch, which the finest level treats as one pixel.
-        num_groups: groups of channels that norms normalise over.
+        match_by_product: whether a cell gets the code with the largest dot product of latent and codebook vector
+            (Emu3.5) instead of the nearest code.
+        fsq_levels: number of values of each digit of a code, for finite scalar quantisation; empty with a codebook.
+        patch: height and width in pixels of a patch, which the finest level treats as one pixel.
+        num_groups: number of groups of channels in the group norms.
     """
 
     num_codes: int
@@ -63,17 +65,17 @@ class VQTokenizerConfig:
 
     @property
     def pixels_per_cell(self) -> int:
-        """Number of pixels per cell, along each side."""
+        """Height and width of a cell in pixels."""
         return self.patch * int(2 ** (len(self.decoder_widths) - 1))
 
 
 def make_group_norm(width: int, num_groups: int = NORM_GROUPS) -> nn.Module:
-    """Build a group norm of `width` channels."""
+    """Return a group norm of `width` channels in `num_groups` groups."""
     return nn.GroupNorm(num_groups, width, eps=_EPS)
 
 
 class ResidualBlock(nn.Module):
-    """A residual block: twice norm, swish and convolution, with a skip connection."""
+    """Residual block: twice a norm, swish and convolution, with a skip connection around them."""
 
     def __init__(self, in_channels: int, out_channels: int, make_norm: Norm) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class ResidualBlock(nn.Module):
 
 
 class _SpatialAttention(nn.Module):
-    """Attention of all cells to all cells, with one head."""
+    """Attention with one head, in which every cell attends to all cells."""
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
@@ -108,9 +110,13 @@ class _SpatialAttention(nn.Module):
 
 
 class ResizeConv(nn.Module):
-    """A convolution that halves or doubles the resolution.
+    """Convolution that halves or doubles the resolution.
 
-    For halving, a column and a row of zeros are added at the right and bottom, as in taming-transformers.
+    To halve it, a column of zeros on the right and a row of zeros at the bottom are added, as in taming-transformers.
+
+    Args:
+        width: number of channels.
+        is_downsampling: whether the resolution is halved; otherwise it is doubled.
     """
 
     def __init__(self, width: int, is_downsampling: bool) -> None:
@@ -125,9 +131,10 @@ class ResizeConv(nn.Module):
 
 
 class _ResolutionLevel(nn.Module):
-    """Residual blocks of one resolution, with attention after each if `has_attention`, and an optional `ResizeConv`.
+    """Level of one resolution: residual blocks, attention after each block if `has_attention`, and resizing.
 
-    The attribute of the `ResizeConv` has the name `resize`, `downsample` or `upsample`.
+    The convolution that resizes is an attribute with the name `resize` (`downsample` or `upsample`), as in checkpoints.
+    If `resize` is None, the level does not resize.
     """
 
     def __init__(
@@ -152,7 +159,7 @@ class _ResolutionLevel(nn.Module):
 
 
 class ConvStack(nn.Module):
-    """The network of an encoder or a decoder.
+    """Convolutional network of an encoder or a decoder.
 
     Args:
         in_channels: number of input channels.
@@ -161,7 +168,8 @@ class ConvStack(nn.Module):
         out_channels: number of output channels.
         num_blocks: residual blocks per level.
         has_attention: whether the coarsest level has attention after each residual block.
-        resize: `downsample` for an encoder, whose middle blocks run last, or `upsample` for a decoder.
+        resize: `downsample` for an encoder, whose middle blocks run last; `upsample` for a decoder, whose middle blocks
+            run first.
         make_norm: function that builds a norm; `forward` passes `norm_inputs` to all norms.
     """
 
@@ -211,7 +219,7 @@ class ConvStack(nn.Module):
 
 
 class LlamaGenVQ(nn.Module):
-    """Encoder, codebook and decoder; the codebook is not normalised, as in the checkpoint."""
+    """VQ image tokenizer: encoder, codebook and decoder. The codebook is that of the checkpoint, not normalised."""
 
     codebook: Tensor
 
@@ -238,8 +246,9 @@ class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
     Args:
-        grid_size: rows and columns of codes of all images, whose `codes` are `[images, cells]` in raster order. None
-            for images of any size, whose `codes` are `[images, rows, columns]`.
+        vq: image tokenizer.
+        grid_size: number of grid rows and columns of every image; the codes are then `[images, cells]` in raster order.
+            None: images of any size; the codes are then `[images, rows, columns]`.
     """
 
     vectors: Tensor
@@ -267,7 +276,11 @@ class VQDecoder(nn.Module):
 
 
 class VQEncoder(nn.Module):
-    """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation."""
+    """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation.
+
+    Args:
+        vq: image tokenizer.
+    """
 
     vectors: Tensor
 
@@ -289,6 +302,6 @@ class VQEncoder(nn.Module):
             return quantize_fsq_latents(latents, self.fsq_levels), latents
         cells = F.normalize(latents, dim=1) if self.normalize else latents
         similarity = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
-        if not self.by_product:  # -|cell - code|^2 / 2 without the term of the cell, which all codes share
+        if not self.by_product:  # this gives -|cell - code|^2 / 2 up to a term of the cell that all codes share
             similarity = similarity - self.vectors.square().sum(-1) / 2
         return similarity.argmax(-1), latents

@@ -1,9 +1,10 @@
-"""MoVQGAN: an image tokenizer whose decoder's norms are scaled and shifted by functions of the code vectors.
+"""MoVQGAN: an image tokenizer in whose decoder the code vectors determine the scale and shift of each norm.
 
-Emu3's tokenizer is a MoVQGAN for videos, reduced here to single images, so that all convolutions are in 2D. One grid of
-codes stands for several frames. The decoder decodes only the first frame, which is the image. Its convolutions in time
-read earlier frames, which are zero, so only the last slice of each kernel acts. The encoder encodes the image as a
-video of equal frames. Here these are groups of channels, until the last convolution in time has merged them.
+Emu3's tokenizer is a MoVQGAN for videos. Here it is reduced to single images, so that all convolutions are in 2D. In
+the video, one grid of codes stands for several frames. The decoder here decodes only the first frame, which is the
+image. Its convolutions in time would read earlier frames, which are zero, so only the last slice of each kernel is
+used. The encoder encodes the image as a video of equal frames. Frames are groups of channels here, until the last
+convolution in time has merged them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ..progress import ignore_progress
 from .llamagen_vq import ConvStack, LlamaGenVQ, ResidualBlock, VQTokenizerConfig, make_group_norm
 from .vq_checkpoints import CODEBOOK, load_vq_tokenizer, rename_vqgan_weights
 
-_TAPS = 4  # frames that a convolution reads which halves the number of frames
-_PADDING = 2  # zero frames before the first frame
+_TAPS = 4  # number of frames that a convolution in time reads to halve the number of frames
+_PADDING = 2  # number of zero frames before the first frame
 _MAX_FRAMES = 16  # maximum number of frames per grid of codes; the published model has 4
 _HALVING = "encoder.time_conv."
 _MOVQGAN = "movqgan_270M.ckpt"
@@ -45,7 +46,7 @@ _PATTERNS = (
 
 
 class _SpatialNorm(nn.Module):
-    """A group norm that is scaled and shifted by linear maps of the code vector of each pixel's cell."""
+    """Group norm whose scale and shift at each pixel are linear maps of the code vector of the pixel's cell."""
 
     def __init__(self, code_width: int, width: int) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class _TemporalConv(nn.Conv2d):
 
 
 def _make_temporal_residual_blocks(config: VQTokenizerConfig) -> nn.Sequential:
-    """Build residual blocks whose norms use the mean and variance of each channel that training recorded."""
+    """Return residual blocks with batch norms, which use the mean and variance that training recorded."""
     width = config.latent_width
     return nn.Sequential(*(ResidualBlock(width, width, nn.BatchNorm2d) for _ in range(config.num_blocks)))
 
@@ -96,7 +97,7 @@ class _VideoEncoder(ConvStack):
 
 
 class _MoVQDecoder(ConvStack):
-    """A decoder that reads code vectors twice: through `post_quant_conv`, and in its norms."""
+    """Decoder that reads the code vectors twice: through `post_quant_conv`, and in its norms."""
 
     def __init__(self, config: VQTokenizerConfig) -> None:
         width = config.latent_width
@@ -122,7 +123,7 @@ class _VideoDecoder(_MoVQDecoder):
 
 
 class MoVQ(LlamaGenVQ):
-    """Encoder and decoder of images whose decoder's norms also read the code vectors."""
+    """Image tokenizer whose decoder also reads the code vectors in its norms."""
 
     def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__(config)
@@ -131,7 +132,12 @@ class MoVQ(LlamaGenVQ):
 
 
 class Emu3VQ(MoVQ):
-    """Encoder and decoder of images, as the first of `2 ** num_doublings` video frames that share a grid of codes."""
+    """Emu3's image tokenizer. An image is the first of `2 ** num_doublings` video frames that share a grid of codes.
+
+    Args:
+        num_doublings: number of convolutions in time that double the number of frames.
+        config: sizes of the tokenizer.
+    """
 
     def __init__(self, num_doublings: int, config: VQTokenizerConfig) -> None:
         super().__init__(config)
@@ -144,10 +150,11 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
     """Read a MoVQGAN from its file.
 
     Args:
-        path: a .ckpt file, or a folder with `movqgan_270M.ckpt`.
+        path: .ckpt file, or folder with `movqgan_270M.ckpt`.
+        progress: progress callback.
 
     Returns:
-        The tokenizer, and its file with its role.
+        The tokenizer, and the role and path of its file.
 
     Raises:
         CheckpointError: the file cannot be read, or has no tokenizer in this layout.
@@ -165,7 +172,7 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
-    """Load the tokenizer from weights in the published layout or the layout of transformers.
+    """Load Emu3's image tokenizer from weights in the published layout or in the layout of transformers.
 
     Raises:
         CheckpointError: a weight is missing, unexpected or of another shape.
@@ -197,7 +204,7 @@ def _load_unnormalized_vq(checkpoint: Checkpoint, make_vq: Callable[[VQTokenizer
 
 
 def _stack_frames_as_channels(weight: Tensor, frames: int) -> Tensor:
-    """Return a 3D convolution that halves the number of frames as a 2D convolution with frames as channels.
+    """Convert a 3D convolution that halves the number of frames to a 2D convolution with frames as channels.
 
     Args:
         weight: kernel, `[out, in, taps, 3, 3]`.

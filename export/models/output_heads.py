@@ -1,4 +1,4 @@
-"""Output heads of decoders, from hidden states to logits, besides a linear layer."""
+"""Output heads of decoders, from hidden states to logits, for decoders whose head is not one linear layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class TwoLayerHead(nn.Module):
-    """A head with one hidden layer and GELU; both layers have a bias."""
+    """Output head with one hidden layer and GELU; both layers have a bias."""
 
     def __init__(self, hidden_size: int, inner_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -21,7 +21,10 @@ class TwoLayerHead(nn.Module):
 
 
 class RightBelowHeads(nn.Module):
-    """Linear heads for the cell to the right of a code and for the cell below; the latter reads other states."""
+    """Two linear output heads, for the cell to the right of a code and for the cell below it.
+
+    The head for the cell below reads the hidden states of an additional layer.
+    """
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The image encoder of GLM-Image: a vision transformer over patches, then the code nearest to each state."""
+"""Image encoder of GLM-Image: a vision transformer over patches, whose output is quantised to the nearest codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYERS = {
     "fc1": "mlp.fc1",
     "fc2": "mlp.fc2",
 }
-# names of transformers by the names here
+# Names of weights in transformers by the names in `SourceImageEncoder`.
 _NAMES = {
     "positions": "visual.embeddings.position_embedding.weight",
     "codebook": "vqmodel.quantize.embedding.weight",
@@ -42,10 +42,10 @@ class SourceImageEncoder(nn.Module):
         num_blocks: number of blocks.
         num_heads: number of attention heads.
         mlp_width: width of the hidden layers of feed-forward networks.
-        patch_size: pixels along each side of a patch, which is a cell.
-        num_positions: number of learned positions, of a square that is scaled to the grid of the image.
+        patch_size: height and width of a patch in pixels; a patch is a cell of the grid.
+        num_positions: number of learned position embeddings. They form a square, which is resized to the image's grid.
         num_codes: number of codes.
-        code_width: width of the codes.
+        code_width: width of codebook vectors.
         norm_eps: epsilon of the norms.
         color_stats: mean and standard deviation of red, green and blue, 0 .. 1, by which images are normalised.
     """
@@ -123,16 +123,16 @@ class _TransformerBlock(nn.Module):
 def load_source_image_encoder(
     checkpoint: Checkpoint, config: Config, color_mean: list[float], color_std: list[float]
 ) -> SourceImageEncoder:
-    """Load the encoder, with sizes from the shapes and names of its weights.
+    """Load the image encoder; its sizes come from the shapes and names of its weights.
 
     Args:
         checkpoint: weights `visual.*` and `vqmodel.*`, without the weights of the decoder.
         config: the section `vision_config` of config.json.
-        color_mean: mean of red, green and blue, 0 .. 1.
-        color_std: their standard deviation.
+        color_mean: means of red, green and blue, 0 .. 1.
+        color_std: standard deviations of red, green and blue.
 
     Raises:
-        CheckpointError: weights are missing, unexpected or of another shape, or a setting does not fit.
+        CheckpointError: weights are missing, unexpected or of another shape, or a setting is not supported.
     """
     config.check_value("hidden_act", "gelu")
     num_codes, code_width = checkpoint.shape("vqmodel.quantize.embedding.weight")

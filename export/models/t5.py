@@ -1,8 +1,8 @@
 """T5 text encoders of version 1.1, such as flan-t5-xl: the module from transformers, and its graph.
 
-T5 adds to attention scores a learned bias per head and distance between tokens, which all layers share. Absolute
-positions do not matter, so padding on either side, hidden by the mask, does not change the states of other tokens.
-Everything is computed in float32, since activations of these encoders exceed the range of float16.
+T5 adds a learned bias to attention scores, which depends on the head and on the distance between two tokens. All layers
+share this bias. Absolute positions do not matter, so masked padding on either side does not change the states of other
+tokens. All computations are in float32, because activations of these encoders exceed the range of float16.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TIED_TABLE = "encoder.embed_tokens.weight"  # second name of the embedding tabl
 
 
 class LoadedTextEncoder(NamedTuple):
-    """A text encoder that was read from its folder.
+    """Text encoder that was read from its folder.
 
     Args:
-        encoder: the `T5Stack`.
+        encoder: the T5 encoder, a `T5Stack` of transformers.
         tokenizer: content of `tokenizer.json`.
-        sources: the files with their roles.
+        sources: roles and paths of the files.
     """
 
     encoder: Any
@@ -43,14 +43,15 @@ class LoadedTextEncoder(NamedTuple):
 
 @convert_to_checkpoint_error
 def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = ignore_progress) -> LoadedTextEncoder:
-    """Read the encoder of a folder such as flan-t5-xl's, which may contain a whole T5 or the encoder alone.
+    """Read the text encoder of a folder such as flan-t5-xl, which may contain a whole T5 or only the encoder.
 
     Args:
         folder: folder with config.json, tokenizer.json and weights, as transformers saves it.
         caption_dim: width of the text embeddings that the target takes.
+        progress: progress callback.
 
     Raises:
-        CheckpointError: the folder has no T5, a T5 of another width, or a tokenizer that does not fit.
+        CheckpointError: the folder has no T5, a T5 of another width, or the tokenizer of another model.
         EngineError: transformers is not installed.
     """
     checkpoint = Checkpoint(folder, "text_encoder", progress)
@@ -105,11 +106,11 @@ def _read_t5_encoder(checkpoint: Checkpoint, config: Config) -> Any:
 
 
 def write_t5_encoder(ops: ExportGraphWriter, encoder: Any, max_tokens: int) -> tuple[str, str]:
-    """Write an encoder that reads the graph inputs `token_ids` and `token_mask`, `[rows, tokens]`.
+    """Write the graph of a T5 encoder, whose inputs are `token_ids` and `token_mask`, `[rows, tokens]`.
 
     Args:
         ops: graph to write to.
-        encoder: the `T5Stack`.
+        encoder: the T5 encoder, a `T5Stack` of transformers.
         max_tokens: maximum number of tokens of a text.
 
     Returns:

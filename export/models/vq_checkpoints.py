@@ -32,14 +32,15 @@ _VQGAN_PATTERNS = (
 def read_llamagen_vq(
     path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read a tokenizer with LlamaGen's names of weights.
+    """Read an image tokenizer from a checkpoint with LlamaGen's names of weights.
 
     Args:
         path: checkpoint file.
-        averaged: whether to prefer averaged weights; see `read_weights`.
+        progress: progress callback.
+        averaged: whether to prefer averaged weights (`ema`) in a file that has both.
 
     Returns:
-        The tokenizer, and its files with their roles.
+        The tokenizer, and the roles and paths of its files.
 
     Raises:
         CheckpointError: the file cannot be read, or has no tokenizer with these names.
@@ -58,13 +59,13 @@ def load_vq_tokenizer(
     num_groups: int = NORM_GROUPS,
     **settings: Any,
 ) -> LlamaGenVQ:
-    """Load a tokenizer, with sizes from the shapes and names of its weights.
+    """Load an image tokenizer; its sizes come from the shapes and names of its weights.
 
     Args:
         checkpoint: weights with LlamaGen's names.
         make_vq: function that builds the tokenizer without weights.
-        num_groups: groups of channels of its norms.
-        settings: other fields of `VQTokenizerConfig` that shapes and names do not tell.
+        num_groups: number of groups of channels in the group norms.
+        settings: other fields of `VQTokenizerConfig`, which do not follow from shapes and names.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape.
@@ -93,17 +94,18 @@ def load_vq_tokenizer(
         vq = make_vq(VQTokenizerConfig(*sizes, num_groups=num_groups, **settings))
     checkpoint.rename_weights({"codebook": CODEBOOK})
     numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
-    checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # it is small
+    checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # small enough to copy
     checkpoint.load_strict(vq)
     return vq
 
 
 class LoadedVQGAN(NamedTuple):
-    """A tokenizer that was read from its files.
+    """Image tokenizer that was read from its files.
 
     Args:
-        grid: rows of codes of its training images, None without vqgan.yaml.
-        sources: its files with their roles.
+        vq: the tokenizer.
+        grid: number of grid rows of its training images; None without vqgan.yaml.
+        sources: roles and paths of its files.
     """
 
     vq: LlamaGenVQ
@@ -113,10 +115,11 @@ class LoadedVQGAN(NamedTuple):
 
 @convert_to_checkpoint_error
 def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
-    """Read a tokenizer in the layout of taming-transformers.
+    """Read an image tokenizer in the layout of taming-transformers.
 
     Args:
         path: folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file.
+        progress: progress callback.
 
     Raises:
         CheckpointError: a file cannot be read, or has no tokenizer in this layout.
@@ -137,10 +140,10 @@ def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
 
 
 def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
-    """Read and load the weights of a tokenizer in the layout of taming-transformers.
+    """Read and load the weights of an image tokenizer in the layout of taming-transformers.
 
     Args:
-        checkpoint: the file or folder.
+        checkpoint: file or folder of the tokenizer.
         settings: other fields of `VQTokenizerConfig`, as in `load_vq_tokenizer`.
 
     Raises:
@@ -157,12 +160,13 @@ def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
 def rename_vqgan_weights(
     checkpoint: Checkpoint, coarsest_first: bool = False, patterns: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Rename weights from the names of taming-transformers to LlamaGen's.
+    """Rename weights from the names of taming-transformers to LlamaGen's names.
 
     Args:
-        coarsest_first: whether the decoder's levels are numbered in the order in which they run. In taming-transformers
-            the order is reversed.
-        patterns: regular expressions and replacements that first translate other names to taming-transformers'.
+        checkpoint: weights that are renamed.
+        coarsest_first: whether level 0 of the decoder is the coarsest, which runs first. In taming-transformers, level
+            0 is the finest, which runs last.
+        patterns: regular expressions and replacements that first convert other names to taming-transformers' names.
     """
     last = max(map(checkpoint.count_layers, ("decoder.up.", "decoder.up_block.up."))) - 1
     file_names: dict[str, str] = {}  # names in the file by new name

@@ -1,4 +1,4 @@
-"""The condition of an image in a manifest: a class, words, text, or text embeddings."""
+"""Manifest entry of the condition from which images are generated: a class, words, text, or text embeddings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .numbers import Count, TokenId
 
 
 class TokenLayout(FrozenModel):
-    """Layout of the token ids of a prompt's conditional and unconditional row, for kind `tokens`.
+    """Layout of the token ids in the conditional and the unconditional row of a prompt, for kind `tokens`.
 
-    The text is tokenized without special tokens. The conditional row is `before`, the text's ids, and `after`. Both
-    rows end with the tokens of the image's `Size`. A negative prompt's conditional row replaces the unconditional row.
+    The text is tokenized without special tokens. The conditional row has `before`, the ids of the text, and `after`.
+    Both rows end with the tokens of the image's `Size`. If there is a negative prompt, a conditional row made from it
+    replaces the unconditional row.
 
     Args:
         template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
@@ -23,7 +24,7 @@ class TokenLayout(FrozenModel):
         strip: whether white space around the prompt is dropped; new in format 3.7.
         uncond: ids of the unconditional row.
         uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
-        negative: template of negative prompts, None for `template`.
+        negative: template of negative prompts; None: `template`.
     """
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
@@ -35,7 +36,11 @@ class TokenLayout(FrozenModel):
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
     def surrounding_tokens(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids before and behind the text in the conditional row of an image size."""
+        """Return the ids before the text and the ids after the text in a conditional row.
+
+        Args:
+            size_tokens: ids of the image size, with which the row ends.
+        """
         return self.before, (*self.after, *size_tokens)
 
     @model_validator(mode="after")
@@ -46,9 +51,10 @@ class TokenLayout(FrozenModel):
 
 
 class ConditionSpec(FrozenModel):
-    """The condition of an image, and the graph that converts it to prefix embeddings.
+    """Kind of the condition of a bundle's images, which the graph `condition` converts to prefix embeddings.
 
-    The graph returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. Its inputs by kind:
+    The graph returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. It has these inputs for each
+    kind:
 
     - `class`: `class_ids [rows]` int64.
     - `words`, captions of known words: `token_ids [rows, prefix]` int64, right-padded with 0.
@@ -59,10 +65,12 @@ class ConditionSpec(FrozenModel):
       both at most `prefix` long. The outputs have the same lengths.
 
     Args:
+        kind: kind of the condition.
         prefix: maximum number of prefix positions.
-        caption_dim: size of a text embedding.
-        cleaning: cleaning of prompts before tokenization.
-        layout: layout of the token ids.
+        classes: number of classes, for kind `class`.
+        caption_dim: size of a text embedding, for kind `embeddings`.
+        cleaning: rules by which prompts are cleaned before tokenization, for kind `text`; None: no cleaning.
+        layout: layout of the token ids, for kind `tokens`.
     """
 
     kind: Literal["class", "words", "embeddings", "text", "tokens"]

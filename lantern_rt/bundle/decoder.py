@@ -1,4 +1,4 @@
-"""The architecture of target and drafter in a manifest."""
+"""Manifest entry of the architecture of target and drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
 class Architecture(FrozenModel):
-    """The parts and conventions of a decoder, from which its graphs for devices are written and drafters are trained.
+    """Parts and conventions of a decoder. They are needed to write graphs for GPUs and to train drafters.
 
     Args:
         intermediate_size: hidden width of the feed-forward networks.
@@ -34,9 +34,10 @@ class Architecture(FrozenModel):
             queries and keys by 0 (LlamaGen).
         input_norm: whether the first layer normalises its input; LANTERN's drafters for LlamaGen do not.
         final_norm: whether hidden states are normalised after the last layer.
-        post_norms: whether the outputs of attention and feed-forward network are normalised, too (GLM-Image).
-        head_hidden: width of the head's hidden layer (Janus), 0 for a linear head.
-        two_heads: whether a second head has logits for the cell below a code; the last layer belongs to it alone (NAR).
+        post_norms: whether the outputs of attention and feed-forward network are also normalised (GLM-Image).
+        head_hidden: width of the head's hidden layer (Janus); 0: a linear head.
+        two_heads: whether a second head gives logits for the cell below a code (NAR). Only this head uses the last
+            layer.
     """
 
     intermediate_size: Count

@@ -1,7 +1,7 @@
-"""Bundles: folders that contain a model, checked before any file is used.
+"""Opening of bundles, which are folders with a model. All files are checked before they are used.
 
 The checks cover `bundle.json`, the path, size and hash of every file, the external files of graphs, and the shapes and
-ranges of tables. Arrays are read without pickle.
+value ranges of tables. Arrays are read without pickle, so a hostile bundle cannot run code.
 """
 
 from __future__ import annotations
@@ -49,14 +49,20 @@ _EXPORT_AGAIN = "copy or export the bundle again"
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle. `digest` is the sha256 of its `bundle.json`, which contains the hashes of all other files."""
+    """Opened bundle.
+
+    Args:
+        folder: folder of the bundle.
+        manifest: contents of `bundle.json`.
+        digest: sha256 of `bundle.json`. The file contains the hashes of all other files, so it identifies the bundle.
+    """
 
     folder: Path
     manifest: Manifest
     digest: str
 
     def path(self, file_role: str) -> Path:
-        """Return the file of a role (`target`, `vq_decoder`, ...)."""
+        """Return the path of the file with a role, such as `target`. Raises: BundleError: no file has it."""
         entry = self.manifest.files.get(file_role)
         if entry is None:
             expected = f"one of {', '.join(sorted(self.manifest.files))}"
@@ -71,7 +77,7 @@ class Bundle:
 
     @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:
-        """The target's input embeddings of codes, row end and learned vectors, float32 `[tokens, hidden_size]`."""
+        """Input embeddings of the target, float32 `[tokens, hidden_size]`: codes, then row end or learned vectors."""
         path = self.path("code_embeddings")
         tokens = self.manifest.num_embeddings
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32", "float16"))
@@ -81,7 +87,7 @@ class Bundle:
 
     @cached_property
     def draft_heads(self) -> DraftHeads | None:
-        """The draft heads, None if the bundle has none.
+        """Draft heads of the bundle; None if it has none.
 
         Raises:
             BundleError: the file is damaged.
@@ -100,7 +106,7 @@ class Bundle:
 
     @cached_property
     def neighbor_table(self) -> NDArray[np.unsignedinteger[Any]]:
-        """The k nearest other codes of each code, `[codes, k]`, nearest first.
+        """Nearest other codes of each code, `[codes, k]`, the nearest first.
 
         Raises:
             BundleError: the bundle has no table of neighbours, or the table is damaged.
@@ -120,7 +126,7 @@ class Bundle:
 
     @cached_property
     def example_prompts(self) -> list[str]:
-        """Example prompts, empty if the bundle has none."""
+        """Example prompts of the bundle; an empty list if it has none."""
         if "prompts" not in self.manifest.files:
             return []
         with _convert_parse_errors(self.path("prompts"), "a text file of prompts"):
@@ -128,7 +134,7 @@ class Bundle:
 
 
 def list_embedded_names() -> list[str]:
-    """Return the names of the bundles in this package."""
+    """Return the names of the bundles that are installed with this package."""
     return sorted(file.parent.name for file in EMBEDDED.glob(f"*/{MANIFEST_FILE}"))
 
 
@@ -147,8 +153,8 @@ def open_bundle(
         verify: whether to compare the sha256 of every file. Sizes, paths and external files of graphs are always
             checked.
         skipped_roles: roles of files whose sha256 is not compared, because engines replace them.
-        progress: progress callback: bytes compared so far, and their total.
-        digest: sha256 that `bundle.json` must have; None: any.
+        progress: callback, called with the number of hashed bytes and the number of all bytes.
+        digest: sha256 that `bundle.json` must have; None: any sha256.
 
     Returns:
         The opened bundle.
@@ -263,9 +269,11 @@ def _check_file_path(folder: Path, file_role: str, path: str) -> None:
 
 
 def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
-    """Raise BundleError unless a file is a plain file in the bundle's folder with the listed size and sha256.
+    """Raise BundleError unless a file is a regular file in the bundle's folder with the listed size and sha256.
 
     Args:
+        folder: folder of the bundle.
+        file_role: role of the file, for error messages.
         entry: the file's entry in the manifest.
         progress: callback with the number of bytes hashed. None: the sha256 is not checked.
     """
@@ -305,7 +313,14 @@ def _check_external_files(path: Path, subfolder: PurePosixPath, listed_files: se
 
 
 def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> NDArray[Any]:
-    """Map an .npy, or read the array `name` of an .npz unless its size exceeds the limit for `shape`."""
+    """Read an array from an .npy file (memory-mapped), or the array `name` from an .npz file.
+
+    Args:
+        path: path of the file.
+        name: name of the array in an .npz file; None: the file is an .npy file.
+        shape: shape that the array must have. It also limits the size of a compressed array.
+        dtypes: names of the allowed dtypes.
+    """
     array: NDArray[Any]
     if name is None:
         with _convert_parse_errors(path, "a NumPy array without pickled objects"):

@@ -1,4 +1,4 @@
-"""Downloads from the model hub, by references `hf:owner/name[/file][@revision]`.
+"""Downloads from the Hugging Face Hub, by references `hf:owner/name[/file][@revision]`.
 
 All access uses `huggingface_hub`, its cache, progress bars and settings (HF_ENDPOINT, HF_HOME, HF_TOKEN,
 HF_HUB_OFFLINE). Downloaded code is never executed. Responses of the hub cannot name files outside the cache.
@@ -33,7 +33,12 @@ _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
 def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
-    """Split a reference into repository, file and revision; raise `error_class` if it is malformed."""
+    """Split a hub reference into repository, file and revision; file and revision may be None.
+
+    Args:
+        reference: text such as `hf:owner/name/file@revision`.
+        error_class: class of the error that a malformed reference raises.
+    """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         expected = "hf:owner/name, hf:owner/name/file, either with @revision, or a path on this machine"
@@ -42,7 +47,10 @@ def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tupl
 
 
 def is_hub_rejection(error: BaseException) -> bool:
-    """Return whether the hub rejected a request: the name is wrong, terms are not accepted, or there is no token."""
+    """Return whether an error means that the hub rejected a request.
+
+    The reasons are a wrong name, terms that the user has not accepted, or a missing access token.
+    """
     response = getattr(_find_http_error(error), "response", None)
     return response is not None and 400 <= response.status_code < 429
 
@@ -56,10 +64,12 @@ def _find_http_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert errors of `huggingface_hub`, of its network client, and of its cache.
+    """Convert errors of `huggingface_hub`, its network client and its cache to `error_class`.
 
     Args:
-        remedy: remedy of the error if the hub cannot be reached.
+        field: subject of the error message, such as the hub reference.
+        error_class: class of the raised error.
+        remedy: remedy in the error message if the hub cannot be reached.
     """
     try:
         yield
@@ -80,9 +90,10 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
 
 
 def download_files(repository: str, file_names: Iterable[str], revision: str | None) -> Path:
-    """Download files that are not in the hub's cache, all from the commit of the first file.
+    """Download files that are not in the hub's cache. All files come from the commit of the first file.
 
     Args:
+        repository: owner/name of the repository.
         file_names: names of one or more files, without `..`.
         revision: branch, tag or commit; None: the default branch.
 
@@ -100,7 +111,10 @@ def download_files(repository: str, file_names: Iterable[str], revision: str | N
 
 
 def _run_interruptibly(function: Callable[[], str]) -> str:
-    """Return the result of a call in a thread. Signals end the wait at once, but not the call, which may be in Rust."""
+    """Call a function in a thread and return its result.
+
+    A signal such as Ctrl-C ends the waiting at once. It does not end the call, which may run Rust code.
+    """
     result: Future[str] = Future()
 
     def store_result() -> None:
@@ -117,7 +131,10 @@ def _run_interruptibly(function: Callable[[], str]) -> str:
 
 
 def _install_digest_check() -> None:
-    """Make the client of `huggingface_hub`, which names files by digests in headers, drop invalid digests."""
+    """Make the network client of `huggingface_hub` drop invalid digests in response headers.
+
+    The library names cache files by these digests, so an invalid digest could name a file outside the cache.
+    """
     from huggingface_hub import get_session, set_client_factory
     from huggingface_hub.utils import _http
 
@@ -140,7 +157,7 @@ def _drop_invalid_headers(response: Any) -> None:
 
 
 def list_allowed_link_folders(folder: Path) -> list[Path]:
-    """Return the folders that links in a bundle may lead to: the bundle's, and folders of files in the hub's cache."""
+    """Return the folders to which links in a bundle may point: the bundle's folder and folders of the hub's cache."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]
     repository = folder.parents[1]
@@ -151,10 +168,10 @@ def fetch_bundle(reference: str, manifest_name: str, list_files: Callable[[Path]
     """Download the files of a bundle that are not in the hub's cache.
 
     Args:
-        reference: reference without a file.
+        reference: hub reference without a file.
         manifest_name: name of the manifest file.
-        list_files: function from the folder of the manifest to the names of all other files, which are downloaded
-            from the same commit.
+        list_files: function that returns the names of all other files, from the folder of the downloaded manifest.
+            These files are downloaded from the same commit.
 
     Returns:
         The bundle's folder in the cache.

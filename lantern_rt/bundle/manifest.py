@@ -25,7 +25,12 @@ Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-w
 
 
 def file_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the sha256 of a file as hex digits; call `progress` with the size of every block."""
+    """Compute the sha256 of a file as hex digits.
+
+    Args:
+        path: path of the file.
+        progress: callback, called with the number of bytes of each hashed block.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_BLOCK):
@@ -35,7 +40,13 @@ def file_sha256(path: Path, progress: Callable[[int], None] = lambda size: None)
 
 
 class FileEntry(FrozenModel):
-    """A file of the bundle; `path` is relative to the bundle's folder, with forward slashes."""
+    """Manifest entry of a file.
+
+    Args:
+        path: path relative to the bundle's folder, with forward slashes.
+        sha256: sha256 of the file as hex digits.
+        bytes: size of the file.
+    """
 
     path: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -43,12 +54,20 @@ class FileEntry(FrozenModel):
 
     @classmethod
     def from_file(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
-        """Create the entry of a file in the top folder of a bundle; `progress` as in `file_sha256`."""
+        """Create the entry of a file that lies directly in the bundle's folder.
+
+        Args:
+            path: path of the file.
+            progress: callback, called with the number of bytes of each hashed block.
+        """
         return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
 
 
 class _DecoderFields(FrozenModel):
-    """Target or drafter; `architecture` is new in format 3.6. Caches are `[past, rows, num_kv_heads, head_dim]`."""
+    """Fields that target and drafter share. Their KV caches are `[past, rows, num_kv_heads, head_dim]`.
+
+    The field `architecture` is new in format 3.6.
+    """
 
     hidden_size: Count
     num_layers: SmallCount
@@ -64,13 +83,13 @@ class _DecoderFields(FrozenModel):
         return heads or self.hidden_size // self.head_dim
 
     def require_architecture(self, graph_path: Path) -> Architecture:
-        """Return the architecture.
+        """Return the architecture of the decoder.
 
         Args:
-            graph_path: file of the decoder's graph, for the error.
+            graph_path: file of the decoder's graph, for the error message.
 
         Raises:
-            BundleError: the bundle has none.
+            BundleError: the manifest has no architecture.
         """
         if self.architecture is None:
             raise BundleError(field=str(graph_path), found="no `architecture` in bundle.json", remedy=EXPORT_AGAIN)
@@ -78,12 +97,12 @@ class _DecoderFields(FrozenModel):
 
 
 class DecoderSpec(_DecoderFields):
-    """The target decoder.
+    """Manifest entry of the target.
 
     Args:
         max_positions: maximum number of positions of a sequence.
-        dtype: type of the cache and of the computation in target and drafter. For `bfloat16`, the graphs use float32
-            for CPUs, and decoders on devices with bfloat16 use that.
+        dtype: dtype of the KV cache and of the computation in target and drafter. With `bfloat16`, graphs for CPUs use
+            float32, and only devices that support bfloat16 use it.
         precision: precision of the stored weights.
     """
 
@@ -94,16 +113,18 @@ class DecoderSpec(_DecoderFields):
 
 
 class DrafterSpec(_DecoderFields):
-    """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
+    """Manifest entry of an EAGLE drafter. Slot p of a drafter reads token p + 1 and the target's hidden state p.
 
     Args:
         position_shift: position of a slot minus the target position of its token.
         masks_prefix: whether the drafter's attention mask hides padded prefix slots, unlike in LANTERN's LlamaGen
             drafter.
-        prefix_token: token of prefix slots, unless the condition is of kind `tokens`; the slots then read the prompt.
-        code_offset: token id of code 0 in a drafter whose vocabulary contains text, too.
+        prefix_token: token that the prefix slots read. If the condition is of kind `tokens`, they read the prompt's
+            tokens instead.
+        code_offset: token id of code 0, in a drafter whose vocabulary also contains text tokens.
         precision: precision of the stored weights.
-        head_codes: number of codes that the drafter scores, None for all. The logits of all others are very low.
+        head_codes: number of codes for which the drafter computes logits; None: all codes. The logits of all other
+            codes are very low.
     """
 
     position_shift: Annotated[int, Field(ge=-1, le=1024)] = -1
@@ -115,9 +136,10 @@ class DrafterSpec(_DecoderFields):
 
 
 class DraftHeadsSpec(FrozenModel):
-    """Draft heads of windows and of trees with `drafter=heads`, see `runtime/heads.py`.
+    """Manifest entry of draft heads, which propose tokens for windows and trees; see `runtime/heads.py`.
 
     Args:
+        rank: rank of the corrections of logits.
         units: number of hidden units of the predictions.
     """
 
@@ -126,16 +148,17 @@ class DraftHeadsSpec(FrozenModel):
 
 
 class Size(FrozenModel):
-    """An image size.
+    """Image size that a bundle can generate.
 
     Args:
-        name: width x height in pixels, as in requests and templates.
+        name: width and height in pixels, such as `512x384`.
         rows: number of grid rows.
         columns: number of grid columns.
-        tokens: ids at the end of both rows of a prompt that tell the model the size.
-        first_grid: rows and columns of a smaller grid, whose codes come before the codes of the image.
-        first_position: position of the first code, where prompts end before it; None: a prompt begins at position 0.
-        source_tokens: ids in place of `tokens` in prompts with a source image; new in format 3.8.
+        tokens: token ids that describe the size to the model, at the end of both rows of a prompt.
+        first_grid: rows and columns of a smaller grid whose codes come before the codes of the image; None: no
+            smaller grid.
+        first_position: position of the first code; prompts end directly before it. None: prompts begin at position 0.
+        source_tokens: token ids that replace `tokens` in prompts with a source image; new in format 3.8.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -147,7 +170,7 @@ class Size(FrozenModel):
     source_tokens: tuple[TokenId, ...] = ()
 
     def with_source(self) -> Size:
-        """Return the size of images that are generated from a source image: without the first grid."""
+        """Return this size for images that are generated from a source image, which have no first grid."""
         first = (self.first_position or 0) + self.first_codes
         return self.model_copy(update={"tokens": self.source_tokens, "first_grid": None, "first_position": first})
 
@@ -163,14 +186,14 @@ class Size(FrozenModel):
 
 
 class SourceImageSpec(FrozenModel):
-    """Prompts with a source image, whose codes come before the ids of the text.
+    """Layout of prompts with a source image. The codes of the image come before the token ids of the text.
 
-    The graph `vq_encoder` computes the codes of the image at a smaller size.
+    The graph `vq_encoder` computes the codes from the image at a smaller size.
 
     Args:
-        before: ids before the codes of the source.
-        after: ids after them.
-        pixels_per_cell: pixels of the encoder's image along each side of a cell.
+        before: token ids before the codes of the source image.
+        after: token ids after the codes of the source image.
+        pixels_per_cell: height and width of a cell in pixels of the smaller image.
     """
 
     before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
@@ -178,12 +201,12 @@ class SourceImageSpec(FrozenModel):
     pixels_per_cell: SmallCount
 
     def count_prompt_tokens(self, size: Size) -> int:
-        """Return the number of ids before the text, for a source of a size."""
+        """Return the number of token ids before the text, for a source image of a size."""
         return len(self.before) + size.rows * size.columns + len(self.after)
 
 
 class DecodingDefaults(FrozenModel):
-    """Default parameters of methods that differ from `methods.py`."""
+    """Default parameters of decoding methods that differ from the defaults in `methods.py`."""
 
     methods: tuple[Method, ...] = ()
 
@@ -214,12 +237,13 @@ class PresetMeasurements(FrozenModel):
 
 
 class Preset(FrozenModel):
-    """The method of a quality.
+    """Decoding method that a quality (`strict`, `balanced` or `fast`) selects.
 
     Args:
-        devices: for `strict`, the method on GPUs and other devices, where more nodes per pass cost little. None: the
-            same method.
-        figures: measurements of the method, None if it was not measured.
+        method: decoding method.
+        devices: method on GPUs and other devices, only for `strict`. There, more nodes per forward pass cost little.
+            None: the same method.
+        figures: measurements of the method; None if it was not measured.
     """
 
     method: Method
@@ -237,7 +261,14 @@ def _add_strict_preset(presets: dict[Quality, Preset]) -> dict[Quality, Preset]:
 
 
 class CheckpointFileRecord(FrozenModel):
-    """A checkpoint file that was exported; `origin` is the repository and revision it was downloaded from."""
+    """Record of a checkpoint file that was exported.
+
+    Args:
+        role: role of the file, such as `target`.
+        name: name of the file.
+        sha256: sha256 of the file as hex digits.
+        origin: hub reference from which the file was downloaded; None if it was a local file.
+    """
 
     role: str
     name: str
@@ -246,12 +277,13 @@ class CheckpointFileRecord(FrozenModel):
 
 
 class Provenance(FrozenModel):
-    """The origin of a bundle.
+    """Origin of a bundle.
 
     Args:
         exporter: name and version of the exporter.
         sources: exported checkpoint files.
-        weights: weights that were chosen, if a checkpoint contains both.
+        licence: licence of the weights.
+        weights: set of weights that was chosen, if a checkpoint contains `model` and `ema`.
         calibration: calibration data of an image decoder in int8.
     """
 
@@ -263,17 +295,17 @@ class Provenance(FrozenModel):
 
 
 class Manifest(FrozenModel):
-    """The contents of `bundle.json`. `docs/bundle-format.md` describes all fields.
+    """Contents of `bundle.json`. `docs/bundle-format.md` describes all fields.
 
     Args:
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
         row_end: token after every grid row except the last, which is not sampled; an index of `code_embeddings`.
-        order: order in which groups of cells are drawn; None: one code after another, in raster order.
+        order: groups of cells that are sampled together; None: one code after another, in raster order.
         source: layout of prompts with a source image, new in format 3.8; None: images are generated from text alone,
             and `vq_encoder` is for edits.
-        neighbors: number of neighbours per code in the table `neighbors`, 0 without the table.
+        neighbors: number of neighbours per code in the table `neighbors`; 0 without the table.
         vq_precision: precision of the image decoder's matrix products.
-        presets: methods of qualities: `strict`, by default `STRICT`, and others that `eval --write-presets` added.
+        presets: decoding methods by quality. `strict` is `STRICT` by default; `eval --write-presets` adds others.
         files: files by role: `target`, `condition` and `code_embeddings`; `drafter`, `heads`, `neighbors` and
             `tokenizer` if the bundle has them; optionally `vq_decoder`, `vq_encoder`, and `prompts` for comparisons.
             Other roles are external data of a graph (`target.data`, ...).
@@ -307,7 +339,7 @@ class Manifest(FrozenModel):
 
     @property
     def drafters(self) -> list[str]:
-        """Available drafters of trees, of `heads` and `eagle`, the default first."""
+        """Names of the drafters that can make draft trees, `heads` and `eagle`, the default first."""
         return [name for name, spec in (("heads", self.heads), ("eagle", self.drafter)) if spec is not None]
 
     @model_validator(mode="after")
@@ -342,7 +374,7 @@ class Manifest(FrozenModel):
         return self
 
     def _check_group_order(self) -> None:
-        """Raise ValueError if an order does not fit the image, or stands beside parts for another order."""
+        """Raise ValueError if `order` does not match the image, or the bundle has parts that need raster order."""
         if self.order is None:
             return
         self.order.check_cells(self.codes_per_image, self.grid_columns)
@@ -375,7 +407,7 @@ class Manifest(FrozenModel):
             raise ValueError("`uncond` and the tokens of a size are empty, but the unconditional row needs a token")
 
     def _check_first_grids(self) -> None:
-        """Raise ValueError if first grids or positions of sizes do not fit the target or other parts."""
+        """Raise ValueError if the target or other parts do not support the first grids or first positions of sizes."""
         sizes = [size for size in self.sizes if (size.first_grid, size.first_position) != (None, None)]
         decoder = self.files.get("vq_decoder")
         parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
@@ -401,7 +433,7 @@ class Manifest(FrozenModel):
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
 
     def size(self, name: str | None = None) -> Size:
-        """Return a size by name, by default the size of the grid; raise KeyError if the bundle does not have it."""
+        """Return an image size by name; None: the default size. Raises: KeyError: the bundle lacks this size."""
         default = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
         by_name = {size.name: size for size in self.sizes or (default,)}
         return next(filter(self._is_default_size, by_name.values())) if name is None else by_name[name]
@@ -416,7 +448,7 @@ class Manifest(FrozenModel):
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
     def layout(self, size: Size | None = None) -> ImageLayout:
-        """Return the layout of the images of a size, by default of the size of the grid."""
+        """Return the layout of the tokens of an image of a size; None: the default size."""
         grid = size or self.size()
         if self.order is not None:
             return self.order.layout(self.codebook_size, grid.columns)
@@ -426,12 +458,12 @@ class Manifest(FrozenModel):
 
     @property
     def max_image_tokens(self) -> int:
-        """Maximum number of tokens of an image: a token per cell, and the ends of all rows except the last."""
+        """Maximum number of tokens of an image: one per cell, and the end-of-row tokens of all rows except the last."""
         return max(self.layout(size).num_tokens for size in self.all_sizes)
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows of `code_embeddings`: the codes, then tokens up to the row end, or learned vectors."""
+        """Number of rows of `code_embeddings`, which has codes, then tokens up to the row end or learned vectors."""
         vectors = 0 if self.order is None else self.order.vectors
         return max(self.codebook_size + vectors, (self.row_end or 0) + 1)
 
@@ -442,7 +474,7 @@ class Manifest(FrozenModel):
 
     @property
     def makes_images(self) -> bool:
-        """Whether the bundle has an image decoder; without it, results are codes for another program's decoder."""
+        """Whether the bundle has an image decoder. Without it, the results are codes for another program."""
         return "vq_decoder" in self.files
 
     @property
@@ -452,7 +484,10 @@ class Manifest(FrozenModel):
 
 
 def explain_unsupported(manifest: Manifest, method: MethodConfig) -> str | None:
-    """Return why a bundle cannot run a method, as the end of a sentence that begins with the bundle; None if it can."""
+    """Return the reason why a bundle cannot run a decoding method, or None if it can.
+
+    The text completes a sentence such as `bundle scenes <reason>`.
+    """
     requirements = method.requirements
     if requirements.order != (manifest.order is not None):
         return (

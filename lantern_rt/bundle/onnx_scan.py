@@ -1,8 +1,8 @@
-"""Readers of external files and weights of an ONNX graph, without a runtime.
+"""Readers of the external files and the weights of an ONNX graph, without ONNX libraries.
 
-A tensor may store its data in another file, which the `location` entry of its `external_data` names. A runtime opens
-any file, so a bundle is only safe if its manifest lists all of them. This module parses the protobuf messages
-itself, since the base install has no onnx. It visits only messages that can contain tensors, and skips tensor data.
+A tensor may store its data in another file, which the entry `location` of its `external_data` names. A runtime would
+open any named file. So a bundle is safe only if its manifest lists all these files. This module parses the protobuf
+messages itself, because the base install has no `onnx`. It visits only messages that can contain tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPES = {  # Data types of weights in bundles, by number in TensorProto.
 
 
 def list_external_files(path: Path) -> set[str]:
-    """Return the external data files of an ONNX graph, as the graph names them.
+    """Return the names of the external data files of an ONNX graph, as they are written in the graph.
 
     Raises:
         ValueError: the file is not an ONNX graph, or has precompiled parts that cannot be checked.
@@ -70,11 +70,13 @@ def list_external_files(path: Path) -> set[str]:
 
 
 class StoredTensor(NamedTuple):
-    """An initialiser of a graph.
+    """Initialiser of an ONNX graph.
 
     Args:
-        name: name of the initialiser, which ends in the type of its storage.
-        dtype: name of the NumPy type or `int4`, empty for other types.
+        name: name of the initialiser; it may end in the stored type, such as `.int8`.
+        tensor_message: bytes of the protobuf message.
+        shape: shape of the array.
+        dtype: name of the NumPy type, `bfloat16` or `int4`; empty for other types.
         external_data: name of the file beside the graph, offset and length in bytes. None: the data are in
             `tensor_message`.
     """
@@ -86,7 +88,7 @@ class StoredTensor(NamedTuple):
     external_data: tuple[str, int, int] | None
 
     def read_array(self, folder: Path) -> NDArray[Any]:
-        """Read the values; int4 values are returned as int8, bfloat16 values as float32.
+        """Read the values of the initialiser; int4 values are returned as int8, bfloat16 values as float32.
 
         Raises:
             ValueError: the data do not match shape or type.
@@ -147,14 +149,21 @@ def _open_memory_mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
 def _iter_nested_fields(
     data: mmap.mmap | bytes, message: slice, first_number: int, *nested_numbers: int
 ) -> Iterator[slice]:
-    """Yield the fields with number `first_number`, or the fields nested in them with the path `nested_numbers`."""
+    """Yield the byte ranges of fields in a protobuf message, addressed by a path of field numbers.
+
+    Args:
+        data: bytes of the file.
+        message: byte range of the outer message.
+        first_number: number of the fields in the outer message.
+        nested_numbers: numbers of the fields inside these fields, from the outside in.
+    """
     for number, value in _iter_fields(data, message):
         if number == first_number:
             yield from _iter_nested_fields(data, value, *nested_numbers) if nested_numbers else (value,)
 
 
 def _iter_fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slice]]:
-    """Yield number and bytes of each field of a message, without fields of fixed size."""
+    """Yield the number and the byte range of each field of a protobuf message; fields of fixed size are skipped."""
     offset = message.start
     end = message.stop
     while offset < end:

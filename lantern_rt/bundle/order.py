@@ -1,4 +1,4 @@
-"""The order of a bundle in which a pass draws several cells."""
+"""Manifest entry for models that sample several cells of the grid in one forward pass (PAR, NAR)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..methods import FrozenModel
 from ..runtime.groups import GroupLayout, TwoHeadLayout
 from ..runtime.layout import ImageLayout
 
-MAX_GROUP = 64  # maximum number of cells of a group: the nodes of one image in a pass
+MAX_GROUP = 64  # maximum number of cells of a group, which are the nodes of one image in a forward pass
 Cell = Annotated[int, Field(ge=0, le=65_535)]
 Group = Annotated[tuple[Cell, ...], Field(min_length=1, max_length=MAX_GROUP)]
 
 
 class GroupOrderSpec(FrozenModel):
-    """An order in which an image is drawn in groups of cells, one group in a pass; see `runtime/groups.py`.
+    """Groups of cells that are sampled together, one group per forward pass; see `runtime/groups.py`.
 
     Args:
-        groups: cells of each group, counted in raster order. The prefill draws the first group, a single cell. Groups
-            do not shrink, except with two heads.
-        vectors: number of learned vectors, the rows of `code_embeddings` behind the codes. A pass reads the codes of
-            the previous group and, if its group has more cells than that, a vector for each further cell.
-        two_heads: whether the target has logits for two cells after each code: for the cell to its right, and for the
-            cell below. A cell is drawn from the mean of the logits after its left and its upper neighbour.
+        groups: cells of each group, numbered in raster order. The first group has a single cell, which the prefill
+            samples. No group is smaller than the previous group, except with two heads.
+        vectors: number of learned vectors, which follow the codes in `code_embeddings`. A forward pass reads the codes
+            of the previous group. If the new group has more cells, it also reads a vector for each further cell.
+        two_heads: whether the target gives logits for two cells after each code: the cell to the right and the cell
+            below. A cell is sampled from the mean of the logits after its left and its upper neighbour.
     """
 
     groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=65_536)]
@@ -48,10 +48,10 @@ class GroupOrderSpec(FrozenModel):
         return self
 
     def layout(self, codebook_size: int, columns: int) -> ImageLayout:
-        """Return the layout of images that are drawn in this order.
+        """Return the layout of the tokens of images that are sampled in these groups.
 
         Args:
-            codebook_size: number of codes, behind which the learned vectors are tokens.
+            codebook_size: number of codes; the learned vectors are the tokens after the codes.
             columns: number of columns of the grid.
         """
         if self.two_heads:
@@ -59,7 +59,14 @@ class GroupOrderSpec(FrozenModel):
         return GroupLayout(self.groups, codebook_size)
 
     def check_cells(self, num_cells: int, columns: int) -> None:
-        """Raise ValueError unless the groups hold every cell of the image once, with two heads after its neighbours."""
+        """Raise ValueError unless the groups contain every cell of the image once.
+
+        With two heads, the neighbours of a cell must be in the group before the cell's group.
+
+        Args:
+            num_cells: number of cells of the image.
+            columns: number of columns of the grid.
+        """
         drawn: set[int] = set()
         for cell in (cell for group in self.groups for cell in group):
             if cell >= num_cells:
@@ -79,5 +86,5 @@ class GroupOrderSpec(FrozenModel):
 
 
 def left_and_upper_neighbors(cell: int, columns: int) -> list[int]:
-    """Return the left and the upper neighbour of a cell, as far as the grid has them."""
+    """Return the left and the upper neighbour of a cell; a neighbour outside the grid is left out."""
     return [cell - 1] * (cell % columns > 0) + [cell - columns] * (cell >= columns)

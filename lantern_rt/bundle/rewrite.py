@@ -20,18 +20,19 @@ from .manifest import FORMAT_VERSION, DraftHeadsSpec, FileEntry, Manifest, Prese
 
 
 def check_bundle_writable(bundle: Bundle) -> None:
-    """Raise OutputError if the bundle is in the hub's cache, which must stay as downloaded."""
+    """Raise OutputError if the bundle is in the hub's cache, because files in the cache must not be changed."""
     path = bundle.folder / MANIFEST_FILE
     if path.is_symlink():
         raise OutputError("is in the hub's cache", field=str(path), remedy="copy the bundle to another folder")
 
 
 def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
-    """Add presets to a bundle, or replace the presets of the same qualities, atomically.
+    """Add presets to a bundle; presets of the same qualities are replaced. The manifest is written atomically.
 
-    The bundle's digest changes, so that engine folders and recipes of images no longer match it.
+    The bundle's digest changes, so engine folders and recipes of images no longer match the bundle.
 
     Args:
+        bundle: bundle to change.
         presets: presets by quality.
 
     Returns:
@@ -47,11 +48,13 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
 
 
 def write_draft_heads(bundle: Bundle, head_arrays: Mapping[str, NDArray[np.float16]]) -> Bundle:
-    """Add draft heads to a bundle, or replace its draft heads, atomically. The bundle's digest changes.
+    """Add draft heads to a bundle; existing draft heads are replaced. The files are written atomically.
 
-    All presets except `strict` are removed, since relaxed windows generate different images with other draft heads.
+    The bundle's digest changes. All presets except `strict` are removed, because relaxed windows generate different
+    images with other draft heads.
 
     Args:
+        bundle: bundle to change.
         head_arrays: arrays of `DraftHeads` by name.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The weights that a graph file stores, whatever the type of their storage."""
+"""Weights that a graph file stores, converted from their stored types to float32."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STORAGE = re.compile(r"\.(half|bfloat16|int8|int4)$")  # end of a stored weight
 
 
 class StoredWeights(dict[str, StoredTensor]):
-    """Weights of a graph by the names that its module gives them; numbers are read on demand.
+    """Weights of a graph, by their names in the PyTorch module. The numbers are read on demand.
 
-    Scales of an integer weight are the weight `{name}.scales`.
+    The scales of an integer weight are stored as another weight with the name `<name>.scales`.
 
     Args:
         path: graph file, in the folder of its weights.

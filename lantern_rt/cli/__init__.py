@@ -1,1 +1,1 @@
-"""The program `lantern-rt`: a file a command."""
+"""The command-line program `lantern-rt`, with one module per command."""

@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from ..errors import LanternError, RequestError
 
 PROGRAM = "lantern-rt"
-# By command: the module that runs it, whose function has the same name, and its line in the list of commands. A module
-# with `STEPS` has subcommands instead: `STEPS` has their examples by the names of their functions.
+# Commands by name: the module and function name of each command, and its line in the list of commands. A module that
+# has a dict `STEPS` has subcommands; `STEPS` maps the names of their functions to usage examples.
 COMMANDS = {
     "run": ("run", "Generate PNG images from prompts, class ids or text embeddings."),
     "edit": ("edit", "Regenerate a part of an image."),
@@ -34,10 +34,10 @@ _REMEDIES = {"seed": "without it, a seed is drawn and printed", "size": "--scale
 
 
 class _CliCommand(TyperCommand):
-    """A command with a help section per group of options, whose errors name options.
+    """Command whose help has a section for each group of options, and whose error messages name options.
 
-    It replaces typer's panels, which import every command for the list of commands and read square brackets in help
-    texts as markup.
+    This class replaces typer's help panels. They would import every command to list the commands, and would read square
+    brackets in help texts as markup.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -83,7 +83,7 @@ class _CliCommand(TyperCommand):
 
 
 class _CliGroup(TyperGroup):
-    """The program, which imports the module of a command only when the command is used."""
+    """Group of all commands, which imports the module of a command only when the command is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

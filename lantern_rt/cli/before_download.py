@@ -1,4 +1,4 @@
-"""Checks of commands that download a published model, as far as the command and the table of models allow."""
+"""Checks of a command's options before it downloads a published model, as far as the table of models allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import RequestError
 from ..inputs import format_value
 from ..output.names import choose_output_paths
 from ..published import find_published_model
-from ..requests import SUBJECTS, check_options
+from ..requests import INPUT_DESCRIPTIONS, check_options
 
 
 def check_run_options(
@@ -20,32 +20,37 @@ def check_run_options(
     """Check the options of `run` before a published model is downloaded.
 
     Args:
-        options: options of a request, without None; `embeddings` and `token_ids` are paths.
+        name: name of the published model.
+        options: options of a request that are not None; `embeddings` and `token_ids` are paths.
         output: file or folder of the images; None: the current folder.
         force: whether existing files may be replaced.
         suffix: ending of the files.
 
     Returns:
-        A path for each image, which has the right folder and ending.
+        A path for each image. Its folder and its ending are final; the file name may still change.
 
     Raises:
         LanternError: no bundle of the model takes an option, or a file cannot be read or written.
     """
     model = find_published_model(name)
-    present = [subject for subject in SUBJECTS if subject in options]
+    present = [subject for subject in INPUT_DESCRIPTIONS if subject in options]
     if present != [model.subject] and (present, model.subject) != (["token_ids"], "prompts"):
         wrong = next((subject for subject in present if subject != model.subject), None)
-        actual = SUBJECTS[wrong] if wrong else "nothing to generate"
-        raise RequestError(field=model.subject, found=actual, expected=f"{SUBJECTS[model.subject]}, as {name} requires")
+        actual = INPUT_DESCRIPTIONS[wrong] if wrong else "nothing to generate"
+        raise RequestError(
+            field=model.subject, found=actual, expected=f"{INPUT_DESCRIPTIONS[model.subject]}, as {name} requires"
+        )
     if "negative_prompt" in options and model.subject != "prompts":
-        raise RequestError(f"{name} takes {SUBJECTS[model.subject]}", field="negative_prompt", remedy="omit it")
+        raise RequestError(
+            f"{name} takes {INPUT_DESCRIPTIONS[model.subject]}", field="negative_prompt", remedy="omit it"
+        )
     size = options.get("size")
     others = "," in model.sizes  # the table does not list all sizes
     if size is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}" if others else model.sizes, size, re.ASCII):
         raise RequestError(field="size", found=format_value(size), expected=model.sizes)
     subject = options[present[0]]
     count = len(subject) if isinstance(subject, list) else 1
-    settings = {key: value for key, value in options.items() if key not in (*SUBJECTS, "negative_prompt")}
+    settings = {key: value for key, value in options.items() if key not in (*INPUT_DESCRIPTIONS, "negative_prompt")}
     method = check_options(count, **settings)
     if method is not None and (
         method.requirements.order or (method.requirements.drafters and "drafter" not in model.files)

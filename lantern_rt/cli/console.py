@@ -1,4 +1,4 @@
-"""Output of commands: progress and notes on stderr, results and JSON on stdout. Commands print only through here.
+"""Output of commands: progress and notes on stderr, results and JSON on stdout. Commands print only with this module.
 
 Names and texts may come from untrusted files, so control characters are printed as escapes.
 """
@@ -24,7 +24,7 @@ Facts = dict[str, dict[str, str]]  # section -> name -> value
 
 
 def print_stderr(line: str) -> None:
-    """Print one line to stderr, and ignore errors of writing."""
+    """Print one line to stderr; errors of writing are ignored."""
     with suppress(OSError):
         print(escape_unprintable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
 
@@ -46,7 +46,7 @@ def print_text(*parts: object) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object. NaN or infinity in it is a bug."""
+    """Print one JSON object, which must not contain NaN or infinity, to stdout."""
     print_text(json.dumps(value, allow_nan=False))
 
 
@@ -104,7 +104,7 @@ def print_warnings() -> Iterator[None]:
 
 @contextmanager
 def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
-    """Show tasks on stderr with `[done/total]` and the remaining time.
+    """Show the progress of tasks on stderr, with finished and total steps and the remaining time.
 
     A terminal shows bars. Other outputs get a line every five seconds, after the first two seconds.
 
@@ -150,7 +150,7 @@ class _ProgressPrinter:
 
 
 def format_bytes(size: int) -> str:
-    """Format a size, such as `1.20 GB` or `20.5 MB`."""
+    """Format a number of bytes as text, such as `1.20 GB` or `20.5 MB`."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

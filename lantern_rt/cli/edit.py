@@ -94,13 +94,13 @@ def edit(
     from ..edits import check_supports_edits
     from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
-    from ..requests import IMAGES_LIMIT, check_request, draw_seed
+    from ..requests import IMAGES_LIMIT, check_request, choose_random_seed
     from .replay import png_contains_image
 
     engine = EngineOptions()
     opened = engine.open_bundle(bundle)
     check_supports_edits(opened.manifest)
-    seed = draw_seed() if seed is None else seed
+    seed = choose_random_seed() if seed is None else seed
     chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if prompt is not None and opened.manifest.condition.kind == "class" and prompt.isdecimal():

@@ -26,7 +26,11 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program and exit. arguments: command line without the program; None: that of the process."""
+    """Run the program and exit the process.
+
+    Args:
+        arguments: command line without the name of the program; None: the command line of the process.
+    """
     signal.signal(signal.SIGTERM, _handle_sigterm)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed; the next file opened must not get its number

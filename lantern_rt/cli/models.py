@@ -89,5 +89,5 @@ def _describe_model(name: str) -> dict[str, Any]:
 
 
 def format_count(num_parameters: int) -> str:
-    """Format a number of parameters, such as `111 M` or `7.0 B`."""
+    """Format a number of parameters as text, such as `111 M` or `7.0 B`."""
     return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.0f} M"

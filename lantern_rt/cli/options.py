@@ -114,7 +114,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 
 
 def make_sampling_option(name: str) -> Any:
-    """Return the option of a sampling setting, with the help text of the setting's declaration."""
+    """Return the command-line option of the sampling setting `name`, with the help text from the setting's field."""
     field = SAMPLING[name]
     (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSettingMarker))
     text = f"{field.description} [default: the bundle's]"
@@ -126,7 +126,7 @@ def _get_sampling_type(name: str) -> Any:
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
 
-# Options of `run` that a call of the pipeline has, too, by the parameter of the call.
+# Options of `run` that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
     "negative_prompt": Annotated[
         str | None,
@@ -158,7 +158,7 @@ REQUEST_OPTIONS: dict[str, Any] = {
 
 
 def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `**options` of a command by the options of requests, before `output`."""
+    """Replace the parameter `**options` of a command function by `REQUEST_OPTIONS`, before the parameter `output`."""
     parameters: list[inspect.Parameter] = []
     signature = inspect.signature(command, eval_str=True)
     for parameter in signature.parameters.values():
@@ -280,7 +280,12 @@ def download_published_model(name: str, skip_confirmation: bool, force_export: b
 
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
-    """Open a bundle with progress on stderr. skipped_roles: files not to check, as in `bundle.files.open_bundle`."""
+    """Open a bundle, and show the progress of hashing on stderr.
+
+    Args:
+        name: folder, name or hub reference of the bundle.
+        skipped_roles: roles of files whose sha256 is not compared.
+    """
     from ..bundle import files
     from ..published import resolve_bundle_name
     from .console import show_progress

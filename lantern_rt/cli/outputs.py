@@ -16,29 +16,40 @@ if TYPE_CHECKING:
 
 
 class OutputFormat(Protocol):
-    """Kind of the output files. suffix: ending of their names."""
+    """Format of the output files.
+
+    Attributes:
+        suffix: ending of the file names.
+    """
 
     suffix: str
 
     def contains_image(self, request: Request, image_index: int, path: Path) -> bool:
-        """Return whether a file holds image i of a request, and is not to be written again.
+        """Return whether a file already contains an image of a request, so that it need not be written again.
 
         Args:
+            request: request for the images.
+            image_index: index of the image in the request.
             path: path of the file, which exists.
-            image_index: index of the image.
         """
 
     def encode_file(self, request: Request, image_index: int, step: StreamStep) -> bytes:
-        """Return the file of a complete image.
+        """Return the contents of the file of a complete image.
 
         Args:
-            image_index: index of the image.
-            step: step that holds the image.
+            request: request for the images.
+            image_index: index of the image in the request.
+            step: step in which the image is complete.
         """
 
 
 class ImageOutputFormat:
-    """PNG files. scale: factor by which to enlarge the images."""
+    """Output format that writes images as PNG files.
+
+    Args:
+        bundle: bundle that generates the images.
+        scale: factor by which the images are enlarged.
+    """
 
     suffix = ".png"
 
@@ -61,7 +72,12 @@ class ImageOutputFormat:
 
 
 class CodeOutputFormat:
-    """Files of codes, which are always written again. scale: 1."""
+    """Output format that writes codes as .npz files. Existing files are never reused.
+
+    Args:
+        bundle: bundle that generates the codes.
+        scale: must be 1.
+    """
 
     suffix = ".npz"
 
@@ -80,14 +96,14 @@ class CodeOutputFormat:
 def choose_output_format(
     has_image_decoder: bool, bundle_name: str, codes_only: bool, scale: int, trace_path: Path | None
 ) -> type[ImageOutputFormat | CodeOutputFormat]:
-    """Return the kind of the output files.
+    """Choose the class of the output format: images or codes.
 
     Args:
-        has_image_decoder: whether the bundle has an image decoder; without, it gives nothing but codes.
-        bundle_name: name of the bundle in errors.
+        has_image_decoder: whether the bundle has an image decoder. Without it, the bundle generates only codes.
+        bundle_name: name of the bundle for error messages.
         codes_only: whether the user asks for codes.
-        scale: factor by which to enlarge images, 1 .. 16.
-        trace_path: file of a trace, None without.
+        scale: factor by which images are enlarged, 1 .. 16.
+        trace_path: path of the trace file; None: no trace.
 
     Raises:
         RequestError: an option needs images, or `scale` is out of range.
@@ -105,12 +121,13 @@ def choose_output_format(
 
 
 def make_output_format(bundle: Bundle, codes_only: bool, scale: int, trace_path: Path | None) -> OutputFormat:
-    """Return the output files of a bundle, see `choose_output_format`.
+    """Return the output format for a bundle and the user's options. It raises the errors of `choose_output_format`.
 
     Args:
+        bundle: bundle that generates the images or codes.
         codes_only: whether the user asks for codes.
-        scale: factor by which to enlarge images.
-        trace_path: file of a trace, None without.
+        scale: factor by which images are enlarged.
+        trace_path: path of the trace file; None: no trace.
     """
     name = f"bundle {bundle.manifest.name}"
     return choose_output_format(bundle.manifest.makes_images, name, codes_only, scale, trace_path)(bundle, scale)

@@ -1,4 +1,4 @@
-"""Requests from the recipes in PNG files: for `run --from`, and to recognize images that exist already."""
+"""Requests that are restored from the recipes in PNG files, for `run --from` and for finding images that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..bundle.files import Bundle, list_embedded_names
 from ..engines.precisions import INTEGER_WEIGHTS
 from ..errors import BundleError, LanternError, RequestError
 from ..inputs import format_value
-from ..methods import PARAMETERS, SAMPLING
+from ..methods import METHODS_BY_PARAMETER, SAMPLING
 from ..output.recipe import REMEDY, Recipe, read_recipe
 from ..prompts import load_bundle_tokenizer
 from ..published import find_cached_bundle, load_published_models
@@ -55,7 +55,15 @@ def read_recorded_request(
 
 
 def read_replay_recipe(png_path: Path, options: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a PNG. Raises: RequestError: it has none, or `options`, which it records, are not empty."""
+    """Return the recipe of a PNG file.
+
+    Args:
+        png_path: path of the PNG file.
+        options: other options of the user, which must be empty because the recipe records their values.
+
+    Raises:
+        RequestError: the PNG has no recipe, or `options` is not empty.
+    """
     for option in options:
         raise RequestError(
             f"cannot be combined with --from {png_path}, which records it", field=option, remedy="leave it out"
@@ -90,10 +98,11 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
 
 
 def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
-    """Resolve the settings of a recipe. It raises the errors of `restore_recorded_request`.
+    """Resolve the settings of a recipe. Raises the errors of `restore_recorded_request`.
 
     Args:
-        png_path: path of the PNG, for messages.
+        png_path: path of the PNG, for error messages.
+        recipe: recipe of the PNG.
         bundle: bundle that generated the image.
     """
     if bundle.digest != recipe.bundle_digest:
@@ -104,7 +113,7 @@ def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) ->
             remedy="give that bundle before --from",
         )
     recorded = recipe.settings
-    parameters = [f"{name}={recorded[name]}" for name in PARAMETERS if name in recorded]
+    parameters = [f"{name}={recorded[name]}" for name in METHODS_BY_PARAMETER if name in recorded]
     options = {name: recorded[name] for name in ("size", *SAMPLING) if name in recorded}
     options["method"] = ":".join([recipe.method, *parameters])
     try:

@@ -272,7 +272,7 @@ def _open_bundle_and_request(
 ) -> tuple[Bundle, Request]:
     """Open the bundle and check the request. Raises: RequestError, BundleError."""
     from ..prompts import load_bundle_tokenizer
-    from ..requests import check_request, draw_seed
+    from ..requests import check_request, choose_random_seed
     from ..text.embeddings import read_embeddings
 
     if not {"prompts", "class_ids", "token_ids", "embeddings"} & request_options.keys():
@@ -286,7 +286,7 @@ def _open_bundle_and_request(
     if "image" in request_options and bundle.manifest.source is None:
         problem = f"bundle {bundle.manifest.name} takes no source image"
         raise RequestError(problem, field="image", remedy="leave it out; `lantern-rt edit` changes a part of an image")
-    request_options = {"seed": draw_seed()} | request_options
+    request_options = {"seed": choose_random_seed()} | request_options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **request_options)
 
 

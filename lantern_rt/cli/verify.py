@@ -123,7 +123,11 @@ def _compare_with_export(name: str) -> None:
 
 
 def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
-    """Match checkpoints with options of export. Raises: CheckpointError: the bundle has other checkpoints."""
+    """Return the export options for a list of checkpoints, by name of the option.
+
+    Raises:
+        CheckpointError: the bundle was exported from other checkpoints.
+    """
     from ..export.registry import CHECKPOINTS, FAMILIES, load_model_family
 
     if manifest.family not in FAMILIES:
@@ -149,7 +153,11 @@ def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[st
 
 
 def _append_lora_scale(adapter: str, scale: str) -> str:
-    """Return an adapter with the scale of the bundle. Raises: CheckpointError: `adapter` has another scale."""
+    """Return `FOLDER:scale` for an adapter, with the scale that the bundle records.
+
+    Raises:
+        CheckpointError: the user gave another scale.
+    """
     from ..export.checkpoints.lora import split_folder_and_scale
 
     folder, user_scale = split_folder_and_scale(adapter)

@@ -21,7 +21,7 @@ METHODS = ("ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"
 
 
 def list_default_methods(manifest: Manifest) -> list[str]:
-    """Return strings of the methods that a bundle supports."""
+    """Return the method strings, such as `eagle:tree=chain-3`, of all methods that a bundle supports."""
     return supported_methods(manifest, METHODS)
 
 
@@ -36,17 +36,19 @@ def run_bench(
     """Run the methods in turns, after a warm-up turn that is discarded.
 
     Args:
-        methods: the methods, plain decoding first.
+        pipeline: pipeline of the bundle.
+        methods: methods to compare, plain decoding first.
+        prompts: prompts of the images.
         batch_size: number of images per request.
         min_images: minimum number of images per method; every method runs at least three times.
 
     Returns:
-        Runs by method and turn.
+        A list of runs for each method, in the sequence of turns.
     """
     turns = max(MIN_TURNS, -(-min_images // batch_size))
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
     by_turn = [
-        [replace(run, images=[]) for run in runs]  # Images are made to be timed, not to be used.
+        [replace(run, images=[]) for run in runs]  # Images are only decoded so that the time includes it.
         for runs in run_methods_in_turns(
             pipeline, methods, requests, progress=progress, total_images=(turns + 1) * batch_size
         )
@@ -106,7 +108,12 @@ def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Return the ratio of two sums over the same images (at least two), and its standard error."""
+    """Return the ratio of the sums of two scores over the same images, and the standard error of the ratio.
+
+    Args:
+        scores: score of each image, for at least two images.
+        baseline_scores: score of each image by plain decoding.
+    """
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(
         score - ratio * reference for score, reference in zip(scores, baseline_scores, strict=True)

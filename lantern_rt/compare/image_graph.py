@@ -34,7 +34,9 @@ Side = Annotated[int, Field(ge=8, le=4096)]
 
 
 class Preprocessing(BaseModel):
-    """Preprocessing of images for a graph, from the `preprocessor_config.json` beside it. Unknown fields are ignored.
+    """Settings for preparing images for a graph, from the `preprocessor_config.json` in the graph's folder.
+
+    Unknown fields are ignored.
 
     Args:
         size: height and width to which images are resized (bicubic, without cropping). None: images keep their size.
@@ -63,7 +65,7 @@ class Preprocessing(BaseModel):
 
 
 def read_preprocessing(graph_path: Path) -> Preprocessing:
-    """Read the `preprocessor_config.json` beside a graph; or return the defaults if it is missing.
+    """Read the `preprocessor_config.json` in a graph's folder; return the defaults if the file is missing.
 
     Raises:
         RequestError: the file is invalid.
@@ -84,12 +86,13 @@ def _disable_thread_spinning(session_options: Any) -> None:
 
 
 class OnnxImageModel(ABC):
-    """An ONNX graph with one float32 input `[n, 3, height, width]`.
+    """ONNX graph that evaluates images, with one float32 input `[n, 3, height, width]`.
 
     Args:
         path: the graph file.
-        option_name: option that names the graph, `features` or `agreement`.
-        threads: number of threads, by default one per core.
+        option_name: command-line option that gives the graph, `features` or `agreement`, for error messages.
+        preprocessing: settings for preparing images.
+        threads: number of threads; None: one per core.
 
     Raises:
         RequestError: the file is not a graph with this input.
@@ -136,7 +139,7 @@ class OnnxImageModel(ABC):
     def _run_batches(
         self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output_name: str | None = None
     ) -> Floats:
-        """Run the graph in batches and return `_extract_image_rows` of an output.
+        """Run the graph on images in batches, and return one row of an output per image.
 
         Args:
             images: images of one size.
@@ -184,9 +187,10 @@ class OnnxImageModel(ABC):
 
 
 class ImageFeatureModel(OnnxImageModel):
-    """Image features from a graph's first output.
+    """ONNX graph whose first output has features of images.
 
-    The output is `[n, features]`; `[n, tokens, features]` and `[n, features, h, w]` are averaged over tokens or cells.
+    The output may be `[n, features]`, `[n, tokens, features]` or `[n, features, h, w]`. The last two are averaged over
+    tokens or over cells.
 
     Raises:
         RequestError: the graph has other inputs, or its output has another shape.
@@ -242,7 +246,7 @@ def compute_folder_features(
 
 
 class EncoderFeatureModel(ImageFeatureModel):
-    """Image features from a bundle's graph `vq_encoder`.
+    """Graph `vq_encoder` of a bundle, from whose output image features are computed.
 
     Each channel of the vectors before quantisation gives five features: the mean of every quarter of the image, and the
     standard deviation over the whole image. So few features need only a few hundred images.
@@ -267,11 +271,11 @@ class EncoderFeatureModel(ImageFeatureModel):
 
 
 class PromptAgreementModel(OnnxImageModel):
-    """Agreement of images with their prompts, from a graph with an int64 input `[n, length]` of token ids.
+    """ONNX graph that measures the agreement of images with their prompts, such as CLIP.
 
-    The graph may have a second int64 input, an attention mask. Its first output is `[n]`, or `[n, n]` with a row per
-    image and a column per prompt, of which the diagonal is used. Only prompts of equal length share a batch, since
-    padding could change the result.
+    Besides images, the graph has an int64 input `[n, length]` of token ids. It may also have an int64 attention mask.
+    Its first output is `[n]`, or `[n, n]` with a row per image and a column per prompt, of which the diagonal is used.
+    Only prompts of equal length are in the same batch, because padding could change the result.
 
     Args:
         path: the graph file. The `tokenizer.json` beside it, or else the bundle's word list, tokenizes prompts.

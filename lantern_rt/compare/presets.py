@@ -1,4 +1,4 @@
-"""Choice of the method for each quality of a bundle, from the report of an evaluation."""
+"""Choice of the decoding method for each quality (`strict`, `balanced`, `fast`), from the report of an evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..completion import supported_methods
 from ..methods import MethodConfig, Quality
 from ..requests import resolve_settings
 
-ROW_WINDOWS = (8, 6, 4, 3)  # In sixteenths of the number of grid columns.
+ROW_WINDOWS = (8, 6, 4, 3)  # Windows of the method `rows`, in sixteenths of the number of grid columns.
 LAMBDAS = (1.5, 2, 3)
 
 
@@ -31,7 +31,7 @@ LIMITS: dict[Quality, QualityLimit] = {"balanced": QualityLimit(0.04, 0.02), "fa
 
 
 def list_candidate_methods(manifest: Manifest) -> list[str]:
-    """Return strings of relaxed methods that need no drafter: windows and rows, which are fast on every host."""
+    """Return the method strings of relaxed methods that need no drafter (`sjd`, `rows`) and are fast on every host."""
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
     relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS]
     return supported_methods(manifest, [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)])
@@ -65,7 +65,7 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
 
 
 def is_within_limit(metrics: Mapping[str, Any], limit: QualityLimit) -> bool:
-    """Return whether a method's figures are within a limit."""
+    """Return whether a method's metrics are within the limit of a quality."""
     excess = metrics["excess_nll"]["difference_to_ar"]
     if max(-excess["low"], excess["high"]) > limit.max_excess_nll:
         return False

@@ -1,4 +1,4 @@
-"""The prompts and seeds on which methods are compared."""
+"""Prompts and seeds on which decoding methods are compared."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ class Prompts:
 
     @property
     def labels(self) -> list[str]:
-        """A text for each item."""
+        """Text for each item that describes it in reports."""
         if self.input_kind == "embeddings":
             return [f"embedding {i}" for i in range(len(self.items))]
         return [item if isinstance(item, str) else f"class {item}" for item in self.items]
 
     def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
-        """Return keyword arguments of a pipeline call for batch `batch_index`; prompts repeat forever, seeds never do.
+        """Return the keyword arguments of a pipeline call for one batch.
+
+        After the last prompt, the first prompt follows again, with new seeds.
 
         Args:
             batch_index: number of the batch, from 0.
@@ -56,6 +58,7 @@ class Prompts:
         Args:
             batch_size: maximum batch size.
             num_seeds: number of images per prompt.
+            first_seed: seed of the first image.
         """
         count = len(self.items) * num_seeds
         for start in range(0, count, batch_size):

@@ -19,7 +19,13 @@ _MAX_SIDE = 256  # Maximum width and height of an image in the page, in pixels.
 
 
 class ReportColumn(NamedTuple):
-    """A column of the report: heading, number of decimals, and a hint how to read the figure."""
+    """Column of the report.
+
+    Args:
+        heading: heading of the column.
+        num_decimals: number of decimals of the numbers.
+        hint: explanation of the numbers, such as `more is faster`.
+    """
 
     heading: str
     num_decimals: int
@@ -38,9 +44,10 @@ _ESSENTIAL = ("excess_nll", "agreement")
 
 
 def format_text_report(report: Mapping[str, Any], show_frechet: bool = False) -> str:
-    """Return lines of text: speed of every method, and its deviation from `ar`.
+    """Format a report as text: the speed of every method, and the method's deviation from `ar`.
 
     Args:
+        report: report of `evaluate_methods`.
         show_frechet: whether to show the Frechet distances, for users who gave real images.
     """
     wanted = (*_ESSENTIAL, "frechet") if show_frechet else _ESSENTIAL
@@ -91,10 +98,11 @@ def _format_interval(estimate: Mapping[str, float], number_format: str) -> str:
 def format_html_report(
     report: Mapping[str, Any], images_by_method: Mapping[str, list[Image]], setup_facts: Mapping[str, str], title: str
 ) -> str:
-    """Return the HTML page of an evaluation.
+    """Format a report as an HTML page.
 
     Args:
-        images_by_method: images of every method, from `evaluate`.
+        report: report of `evaluate_methods`.
+        images_by_method: images of every method, from `evaluate_methods`.
         setup_facts: descriptions of bundle and host, by name.
         title: heading of the page.
     """

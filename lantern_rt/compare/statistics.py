@@ -1,4 +1,4 @@
-"""Frechet distances between sets of feature vectors, and bootstrap intervals of figures of methods."""
+"""Frechet distances between sets of feature vectors, and bootstrap intervals of the metrics of methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fit_gaussian(features: Floats) -> Gaussian:
     """Fit a Gaussian to feature vectors.
 
     Args:
-        features: `[n, width]`, n >= 2.
+        features: feature vectors `[n, width]`, with n >= 2.
 
     Returns:
         The mean `[width]`, and a matrix X `[min(n, width), width]` with X' X equal to the covariance.
@@ -33,10 +33,11 @@ def fit_gaussian(features: Floats) -> Gaussian:
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
-    """Return the squared Frechet distance between two Gaussians.
+    """Return the squared Frechet distance between two Gaussians, as in FID (Heusel et al. 2017).
 
-    It is |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^1/2, as in FID (Heusel et al. 2017). With S = X' X, the last trace
-    is the sum of the singular values of X1 X2', so no matrix square root is needed and S may be singular.
+    For means m and covariances S, it is |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^1/2. Each covariance is given as
+    S = X' X. The last trace is then the sum of the singular values of X1 X2'. So no matrix square root is needed, and
+    S may be singular.
     """
     mean, root = first
     other_mean, other_root = second
@@ -49,12 +50,12 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 def estimate_interval(
     statistic: Statistic, num_prompts: int, num_resamples: int = RESAMPLES, recenter: bool = False
 ) -> MethodEstimates:
-    """Estimate a figure of every method with 95 % bootstrap intervals over prompts.
+    """Estimate a metric of every method, with 95 % bootstrap intervals over prompts.
 
     All methods use the same resampled prompts, so their differences are paired.
 
     Args:
-        statistic: function from prompt indices to the figure of every method, `ar` first.
+        statistic: function that computes the metric of every method, `ar` first, from prompt indices.
         num_prompts: number of prompts, at least 2.
         num_resamples: number of bootstrap resamples.
         recenter: whether to shift the resampled values so that their mean is the estimate, and clip them at 0. Frechet

@@ -1,7 +1,7 @@
-"""The loop that runs methods in turns on the same prompts and seeds, for `bench`, `eval` and the recipes.
+"""Loop that runs decoding methods in turns on the same prompts and seeds, for `bench`, `eval` and the recipes.
 
-A turn runs every method on one request. Each turn starts with a different method, so that a slow moment of the host
-affects all methods alike. Likelihoods are computed after the timed part.
+A turn runs every method once, on the same request. Each turn starts with a different method, so that a slow moment of
+the host affects all methods equally. Likelihoods are computed after the time was measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLAIN = "ar"
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """A method to compare.
+    """Decoding method to compare.
 
     Args:
         label: method string or name of a quality.
@@ -70,14 +70,16 @@ def parse_methods(
 
 @dataclass(frozen=True)
 class MethodRun:
-    """The result of one pipeline call with one method.
+    """Result of one pipeline call with one method.
 
     Args:
-        settings: the resolved settings of the call.
-        codes: `[cells]` of each image.
-        images: the images, empty if they were not made, or the bundle makes none.
-        seconds: duration of the call, including making the images.
-        likelihoods: likelihood of each image's codes, empty until computed.
+        method: decoding method.
+        settings: resolved settings of the call.
+        codes: codes of each image, `[cells]`.
+        images: decoded images; empty if codes were not decoded or the bundle has no image decoder.
+        statistics: statistics of the call.
+        seconds: duration of the call, including the decoding of images.
+        likelihoods: likelihood of each image's codes; empty until it is computed.
     """
 
     method: ComparedMethod
@@ -95,7 +97,7 @@ class MethodRun:
 
 
 def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
-    """Return the tokens per target pass of every image, prefill included."""
+    """Return for every image the number of tokens per forward pass of the target, prefill included."""
     length = len(runs[0].codes[0])
     return [length / image.target_passes for run in runs for image in run.statistics.per_image]
 
@@ -122,8 +124,9 @@ def add_likelihoods(pipeline: Pipeline, run: MethodRun, request: Mapping[str, An
     """Return a copy of `run` with the target's likelihoods of its codes.
 
     Args:
-        pipeline: the pipeline that made the run.
-        request: keyword arguments that the run was made with.
+        pipeline: pipeline that made the run.
+        run: run of one method.
+        request: keyword arguments of the pipeline call that made the run.
     """
     sampling = {name: getattr(run.settings.sampling, name) for name in SAMPLING}
     return replace(run, likelihoods=pipeline.likelihoods(run.codes, **request, **sampling, method=PLAIN))

@@ -1,7 +1,8 @@
-"""Output files and folders: checks before the work, then all-or-nothing writes.
+"""Writing of output files and folders, completely or not at all, and checks before the work begins.
 
-Data is written under a hidden name beside the output path and then moved into place, so that readers never see partial
-data. A marker file (`bundle.json`, `engine.json`) identifies the kind of a folder; no other folder is ever replaced.
+Data is written under a hidden name beside the output path and then renamed, so that readers never see partial data. A
+marker file (`bundle.json`, `engine.json`) identifies the kind of a folder. A folder without the expected marker file is
+never replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _OTHER_NAME = "give another name, or --force to replace it"
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for compiled kernels: `LANTERN_RT_CACHE`, or the system's default.
+    """Return the user's folder for compiled kernels: the environment variable `LANTERN_RT_CACHE`, or a default folder.
 
     Raises:
         OutputError: the user has no home folder.
@@ -103,10 +104,11 @@ def check_new_folder(output: Path, force: bool, marker_file: str) -> None:
 
 
 def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) -> None:
-    """Check that some folders, which may be on one disk, have room for a number of bytes each.
+    """Check that there is enough free disk space for several folders, which may be on the same disk.
 
     Args:
-        required_bytes: folders, which need not exist, each with a number of bytes.
+        required_bytes: folders, which need not exist, each with the number of bytes to be written.
+        remedy: remedy in the error message.
 
     Raises:
         OutputError: a disk is too full.
@@ -122,10 +124,11 @@ def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) ->
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Create the file's folder and write the file, or leave everything unchanged.
+    """Create the file's folder and write the file atomically; on failure, nothing is changed.
 
     Args:
-        path: the output file.
+        path: path of the output file.
+        data: contents of the file.
         force: whether an existing file may be replaced.
 
     Raises:
@@ -139,7 +142,9 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
 
 @contextmanager
 def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iterator[Path]:
-    """Create a folder that is renamed to `output` on success, and removed with new parent folders on failure.
+    """Create a hidden folder that is renamed to `output` on success.
+
+    On failure, the hidden folder and new parent folders are removed.
 
     Args:
         output: path of the folder.
@@ -170,7 +175,7 @@ def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iter
 
 
 def find_existing_ancestor(path: Path) -> Path:
-    """Return `path` if it exists, also as a link that leads nowhere, or else the innermost existing folder above it."""
+    """Return `path` if it exists (a broken link counts), otherwise the innermost existing folder above `path`."""
     path = path.resolve()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
@@ -228,7 +233,9 @@ def _lock_folder(folder: Path) -> Iterator[bool]:
 
 
 def check_parent_writable(path: Path) -> None:
-    """Try to create a file in the folder of `path`, since permissions alone do not show whether that works.
+    """Check that files can be created in the folder of `path`, by creating a test file.
+
+    Permissions alone do not show whether this works.
 
     Raises:
         OutputError: the folder does not exist.

@@ -17,7 +17,7 @@ GREY = (128, 128, 128)  # Colour of cells that are not decoded yet.
 
 
 class ImageWithRecipe(Image.Image):
-    """An image whose `info` records how it was generated; `save` writes the record into PNG files."""
+    """Image whose `info` records how it was generated (the recipe); `save` writes the recipe into PNG files."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """Save like Pillow, recording the recipe in PNG; `pnginfo=None` writes no record."""
@@ -25,7 +25,7 @@ class ImageWithRecipe(Image.Image):
 
 
 def attach_recipe(image: Image.Image, text_chunks: Mapping[Any, str]) -> ImageWithRecipe:
-    """Return a copy of the image with `text_chunks` as its record."""
+    """Return a copy of an image with a recipe, given as the names and texts of PNG text chunks."""
     copy = ImageWithRecipe()
     copy.__setstate__(image.__getstate__())
     copy.info = {**text_chunks}
@@ -46,12 +46,12 @@ def image_from_pixels(pixels: NDArray[np.float32]) -> Image.Image:
 
 
 def make_blank_image(width: int, height: int) -> Image.Image:
-    """Return the grey image that stands for an image without decoded cells."""
+    """Return a grey image, which is shown before any cell of an image is decoded."""
     return Image.new("RGB", (width, height), GREY)
 
 
 def grey_out_cells(image: Image.Image, decoded_cells: NDArray[np.bool_]) -> Image.Image:
-    """Return the image with the cells grey that are not `decoded_cells [rows, columns]`."""
+    """Return the image with grey in all cells where `decoded_cells [rows, columns]` is False."""
     pixels = np.array(image)
     row, column = (
         np.arange(size) * cells // size for size, cells in zip(pixels.shape, decoded_cells.shape, strict=False)

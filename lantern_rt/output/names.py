@@ -15,7 +15,7 @@ SLUG_LIMIT = 60  # Maximum number of characters.
 
 
 def make_slug(text: str) -> str:
-    """Return the lower-case words of a text joined by hyphens, at most 60 characters."""
+    """Return the words of a text in lower case, joined by hyphens and cut to 60 characters, for a file name."""
     name = "-".join(re.findall(r"[a-z0-9]+", text.lower()))[: SLUG_LIMIT + 1]
     if len(name) > SLUG_LIMIT:
         name = name.rpartition("-")[0] or name[:SLUG_LIMIT]
@@ -32,11 +32,12 @@ def choose_output_paths(
     """Choose the file of each image and check that it can be written.
 
     Args:
-        output: a file with the suffix (for one image), or a folder, which may be new inside an existing folder. None:
-            the current folder.
-        file_stems: file names in a folder, without suffix; -2, -3, ... are appended if another file has the name.
+        output: path of a file with the suffix (only for one image), or of a folder. A new folder must be inside an
+            existing folder. None: the current folder.
+        file_stems: file names in a folder, without suffix. If another file has the name, -2, -3, ... are appended.
         force: whether existing files may be replaced.
-        holds_image: function of i and an existing file that returns whether the file holds image i.
+        holds_image: function that returns whether an existing file holds image i, from i and the path.
+        suffix: ending of the file names.
 
     Returns:
         For each image the file, and whether it already holds the image.

@@ -10,14 +10,17 @@ from ..errors import escape_unprintable
 
 
 class ProgressCallback(Protocol):
-    """Callback for progress: name of the task, steps done, and steps in total (0: unknown)."""
+    """Progress callback. It takes the name of a task, the number of finished steps, and of all steps (0: unknown)."""
 
     def __call__(self, task: str, done: int = 0, total: int = 0) -> None: ...
 
 
 @contextmanager
 def progress_bars() -> Iterator[ProgressCallback]:
-    """Show a bar for each task, on stderr or below a notebook's cell; other outputs get the last state of the bars."""
+    """Show a progress bar for each task, on stderr or below a notebook's cell.
+
+    If stderr is not a terminal, only the last state of the bars is written.
+    """
     from rich import progress as rich
     from rich.console import Console
 

@@ -1,4 +1,7 @@
-"""Recipes: records of generation in PNG files. Files may be hostile: sizes are limited, and pixels are not decoded."""
+"""Recipes, which are records in PNG files of how an image was generated.
+
+Files may be hostile, so sizes are limited and pixels are not decoded.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ REMEDY = "give a PNG that `lantern-rt run` wrote"
 
 
 class Recipe(FrozenModel, strict=True):
-    """The record of how an image was generated, with a field per text chunk of its PNG file.
+    """Record of how an image was generated, with one field per text chunk of the PNG file.
 
     Args:
         prompt: prompt, if the image was generated from text.
-        negative_prompt: negative prompt, None without.
+        negative_prompt: negative prompt; None: no negative prompt.
         class_id: class id, if the image was generated from a class.
         token_ids: token ids, if the image was generated from them.
         embedding: hash of the text embeddings, if the image was generated from embeddings.
@@ -80,7 +83,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_text_chunks(path: Path) -> dict[str, str]:
-    """Return the text chunks of a recipe. Pillow limits their decompressed size to 64 MiB."""
+    """Read the text chunks of a PNG file. Pillow limits their decompressed size to 64 MiB."""
     try:
         with open_regular_file(path) as file:
             image = PngImageFile(BytesIO(_strip_pixel_chunks(file)))

@@ -18,14 +18,17 @@ _STYLE = (
 
 
 def format_text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as indented lines with aligned columns, without control characters."""
+    """Format a table as indented lines with aligned columns; control characters are removed."""
     rows = [[escape_unprintable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
 
 
 def format_csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as CSV: a column for every number or text, with the names of nested fields joined by dots."""
+    """Format rows as CSV, with one column for every number or text.
+
+    Nested fields become columns with names joined by dots, such as `share.target`.
+    """
     flat = [dict(_flatten_row(row)) for row in rows]
     file = io.StringIO()
     writer = csv.DictWriter(file, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
@@ -43,13 +46,13 @@ def _flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def format_html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Return an HTML table; cells and headings are HTML."""
+    """Return an HTML table; `rows` and `header` contain HTML, which is not escaped."""
     lines = ["".join(f"<th>{cell}</th>" for cell in header)] if header else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def format_html_page(title: str, body: str) -> str:
-    """Return an HTML page with `title` as heading; `body` is HTML."""
+    """Return an HTML page. `title`, which is escaped, is the heading; `body` is HTML, which is not escaped."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en">{head}<h1>{escape(title)}</h1>{body}</html>\n'

@@ -53,17 +53,20 @@ _PAPER = (255, 255, 255)
 
 
 class TraceStep(NamedTuple):
-    """Effect of one step on one image. `tree_tokens`, `tree_parents` and `accepted_path` are empty if nothing was
-    drafted.
+    """Effect of one decoding step on one image.
+
+    `tree_tokens`, `tree_parents` and `accepted_path` are empty if the step had no draft.
 
     Args:
-        codes: committed tokens.
+        step_index: number of the step.
+        image_index: number of the image.
+        codes: tokens that the step added to the image.
         tree_tokens: token of each node of the draft tree.
-        tree_parents: parent of each node, -1 for the root.
+        tree_parents: parent of each node; -1 for the root.
         accepted_path: accepted nodes, starting with the root.
-        relaxed: whether exact acceptance would have rejected each accepted node.
-        p: probability of each accepted node under the target.
-        q: probability of each accepted node under the drafter.
+        relaxed_flags: for each accepted node, whether exact acceptance would have rejected it.
+        target_probs: the target's probability of each accepted node's token.
+        draft_probs: the drafter's probability of each accepted node's token.
         seconds: duration of the step.
     """
 
@@ -81,7 +84,7 @@ class TraceStep(NamedTuple):
 
 @dataclass
 class Trace:
-    """Collects the steps of decoding.
+    """Collection of the steps of decoding.
 
     Args:
         grid_rows: number of grid rows.
@@ -159,7 +162,7 @@ class Trace:
         return buffer.getvalue()
 
     def accepted_tokens_per_cell(self) -> Ints:
-        """Return the number of draft tokens accepted by the pass that committed each cell, int64 `[images, cells]`."""
+        """Return for each cell how many draft tokens its forward pass accepted, int64 `[images, cells]`."""
         return self._fill_cells(lambda part: max(len(part.accepted_path) - 1, 0))
 
     def render_image(self) -> Image.Image:
@@ -198,7 +201,7 @@ class Trace:
         return image
 
     def _fill_cells(self, get_value: Callable[[TraceStep], Ints | int]) -> Ints:
-        """Return a value per part, in the cells that the part committed, `[images, cells]`; -1 elsewhere."""
+        """Return an array `[images, cells]`: each step's value in the cells that the step filled, -1 elsewhere."""
         images = 1 + max((part.image_index for part in self.trace_steps), default=-1)
         cells = np.full((images, self.grid_rows * self.grid_columns), -1, np.int64)
         committed = [0] * images

@@ -35,7 +35,7 @@ from .log import RequestRecord
 from .protocol import EditRequest, GenerationStats, HttpError, ImagesRequest
 from .state import ServerState
 
-LINGER_SECONDS = 3.0  # time to drain an unread body, so the client can read the response
+LINGER_SECONDS = 3.0  # time in which the rest of an unread body is received, so that the client reads the response
 PAGE_FOLDER = Path(str(files(__package__) / "page"))
 _SECURITY_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
@@ -101,7 +101,13 @@ def make_app(
 
 
 def normalize_origin(text: str) -> str:
-    """Normalize an origin as browsers do: lower case, without default port and final slash."""
+    """Return an origin such as `https://ui.example` in the form that browsers send.
+
+    The result is in lower case, without default port and without final slash.
+
+    Raises:
+        RequestError: the text is not an origin.
+    """
     with suppress(ValidationError):
         origin = str(AnyUrl(text)).removesuffix("/")
         if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*,;]+", origin):
@@ -165,10 +171,9 @@ class _InfoEndpoints:
 class _RequestGuardMiddleware:
     """Middleware that rejects requests from pages of other sites, and adds request ids and security headers.
 
-    It logs and counts requests for images and rejected requests. Health checks with status 503 are not logged.
-
-    After a response to a request whose body was not read, it closes the connection, but first lets the client read the
-    response.
+    The middleware logs and counts requests for images and rejected requests. Health checks with status 503 are not
+    logged. If a response was sent before the whole body of a request was read, the middleware closes the connection.
+    Before that, it gives the client time to read the response.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Image backends of the server: a pipeline in this process. `ray.py` has the backend of replicas."""
+"""Image backends of the server: their interface, and the backend with a pipeline in this process.
+
+`ray.py` has the backend that forwards requests to replicas.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,23 @@ ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to cli
 
 
 class BackendLoad(NamedTuple):
-    """Number of images being generated and number of queued images."""
+    """Load of a backend.
+
+    Args:
+        num_running: number of images that are being generated.
+        num_queued: number of images that wait in the queue.
+    """
 
     num_running: int
     num_queued: int
 
 
 class ImageBackend(Protocol):
-    """A model that generates images for the server. name: name of the model in the API."""
+    """Model that generates images for the server.
+
+    Attributes:
+        name: name of the model in the API.
+    """
 
     name: str
 
@@ -41,19 +53,20 @@ class ImageBackend(Protocol):
         """Whether the model can generate images."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of the model in `/v1/models`, ready for JSON."""
+        """Return the model's entry in the response of `/v1/models`, as a dict that can be written as JSON."""
 
     def measure_load(self) -> BackendLoad:
-        """Return the current load."""
+        """Return how many images are being generated and how many are queued."""
 
     def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Generate the images of a request within its deadline. Closing the generator cancels the request.
 
         Args:
-            caller: key or address of the caller, for fair sharing.
+            request: request with all defaults set.
+            caller: API key or address of the client; clients share the backend fairly.
 
         Yields:
-            `ADMITTED`, then the events that the request selects, then a `Completion`.
+            `ADMITTED` when the request is queued, then the events that the request asks for, then a `Completion`.
 
         Raises:
             LanternError: the errors of `AsyncPipeline.generate`.
@@ -64,6 +77,7 @@ class LocalBackend:
     """Backend with a pipeline in this process.
 
     Args:
+        pipeline: pipeline that generates the images.
         name: name of the model in the API; empty: the name of its bundle.
     """
 
@@ -108,7 +122,7 @@ class LocalBackend:
         }
 
     def _find_accepted_method(self, **options: str) -> MethodConfig | None:
-        """Return the method that a request with these options gets; None if the request is rejected."""
+        """Return the decoding method of a request with these options; None if the request would be rejected."""
         try:
             method = self.pipeline.pipeline.adapt_settings_to_engines(resolve_settings(self.manifest, options)).method
             self.pipeline.service.check_node_limit(method)
@@ -184,14 +198,14 @@ class LocalBackend:
 
 
 def make_step_event(step: StreamStep, size: Size, preserved_mask: Bools | None = None) -> Event:
-    """Create the event of one step for the first image.
+    """Create the stream event of one decoding step, for the first image of a request.
 
-    `kinds` has one letter per new token. `done` counts all tokens so far, including the new tokens, so a client can
-    place them even after another replica has restarted the image.
+    The field `kinds` has one letter per new token. The field `done` is the number of tokens so far, including the new
+    tokens. So a client knows the cells of the new tokens even after another replica has restarted the image.
 
     Args:
         step: state after the step.
-        size: size of the image, whose smaller first grid comes first in `kinds`.
+        size: size of the image. If it has a smaller first grid, its tokens come first in `kinds`.
         preserved_mask: cells whose tokens an edit preserves, bool `[cells]`; None without an edit.
     """
     part = step.parts[0]

@@ -1,4 +1,4 @@
-"""Kinds of bodies: each endpoint reads a body piece by piece and makes a `ParsedBody` of it."""
+"""Formats of request bodies. Each endpoint receives a body in pieces and converts it to a `ParsedBody`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from .state import ServerLimits
 
 
 class BodyParser(Protocol):
-    """Incremental parser of one body. Its methods raise `HttpError` if the body is malformed or too large."""
+    """Incremental parser of one request body. Its methods raise `HttpError` if the body is malformed or too large."""
 
     def write(self, data: bytes) -> None:
-        """Parse or keep the next bytes."""
+        """Parse the next bytes of the body, or store them for `parse_request`."""
 
     def parse_request(self) -> ParsedBody:
-        """Return the call, once all bytes are there."""
+        """Return the parsed body after all bytes were written."""
 
     def close(self) -> None:
         """Free the received bytes."""
 
 
 class BodyFormat(Protocol):
-    """Kind of the bodies of an endpoint. media_type: their content type."""
+    """Format of the request bodies of an endpoint.
+
+    Attributes:
+        media_type: content type of the bodies.
+    """
 
     media_type: str
 
     def max_bytes(self, server_limits: ServerLimits) -> int:
-        """Return the maximum size of a body."""
+        """Return the maximum size of a body in bytes."""
 
     def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
         """Return the parser of one body."""
@@ -42,12 +46,12 @@ class BodyFormat(Protocol):
 
 @dataclass(frozen=True)
 class JsonBodyFormat:
-    """JSON texts.
+    """Format of bodies that are JSON.
 
     Args:
-        parse: function from a text, the headers and the limits to the call.
-        allows_batch: whether a body may hold as many prompts as a request may have images.
-        may_contain_image: whether a body may hold an image.
+        parse: function that parses a body, from its bytes, the headers and the limits of the server.
+        allows_batch: whether a body may contain several prompts, up to the maximum number of images per request.
+        may_contain_image: whether a body may contain an image.
     """
 
     parse: Callable[[bytes, Headers, ServerLimits], ParsedBody]
@@ -85,7 +89,11 @@ class _JsonParser:
 
 @dataclass(frozen=True)
 class FormBodyFormat:
-    """Forms with files. request_class: class that a form is parsed into."""
+    """Format of bodies that are forms with files.
+
+    Args:
+        request_class: class of the requests that forms are converted to.
+    """
 
     request_class: type[EditRequest]
     media_type = FORM
@@ -102,7 +110,7 @@ def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits
     return parse_json_body(CodesFileRequest if NPZ in accepted else CodesRequest, body)
 
 
-# Bodies of each endpoint by the last part of its path.
+# Format of the request bodies of each endpoint, by the last part of the endpoint's path.
 BODY_FORMATS: dict[str, BodyFormat] = {
     "generations": JsonBodyFormat(lambda body, headers, server_limits: parse_json_body(ImagesRequest, body)),
     "edits": FormBodyFormat(EditRequest),

@@ -48,7 +48,7 @@ class CodesRequest(GenerationRequest):
 
 
 class CodesFileRequest(CodesRequest):
-    """The same with a response of one .npz file, as `lantern-rt run --codes` writes it."""
+    """Request for the codes of one image whose response is an .npz file, as `lantern-rt run --codes` writes it."""
 
     def check_fields(self) -> None:
         super().check_fields()

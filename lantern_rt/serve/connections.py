@@ -10,9 +10,10 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 20.0  # timeout for the headers of a request
-# A chunk costs as much time as thousands of bytes, and one read may hold tens of thousands of chunks.
-MAX_CHUNKS = 1000  # chunks of a body of any size
-CHUNK_BYTES = 64  # mean size of a chunk, at least, in bodies of more chunks
+# Bodies in many small chunks are rejected. Parsing a chunk takes as much time as parsing thousands of bytes, and the
+# server may read tens of thousands of chunks at once.
+MAX_CHUNKS = 1000  # number of chunks that a body of any size may have
+CHUNK_BYTES = 64  # minimum mean size of the chunks, in bodies of more chunks
 _LOG = logging.getLogger(__name__)
 
 
@@ -27,7 +28,7 @@ BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the 
 
 
 class _ChunkLimitedParser(h11.Connection):
-    """Parser of HTTP that rejects a body in many small chunks."""
+    """HTTP parser that rejects a body which is sent in many small chunks, since parsing them takes long."""
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -43,7 +44,10 @@ class _ChunkLimitedParser(h11.Connection):
 
 
 class LimitedConnection(H11Protocol):
-    """HTTP connection. Above the limit, the connection that was idle longest is closed, so health checks get in."""
+    """HTTP connection of a server with a maximum number of connections.
+
+    Above the maximum, the connection that was idle longest is closed, so that health checks can still connect.
+    """
 
     has_warned = False  # whether the log mentions the limit
 
@@ -88,7 +92,7 @@ class LimitedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _check_header_timeout(self) -> None:
-        """Close the connection if headers take too long. Uvicorn's keep-alive timeout applies between requests."""
+        """Close the connection if a request's headers take too long; uvicorn has a timeout only between requests."""
         self._timer = self.loop.call_later(HEADER_SECONDS / 4, self._check_header_timeout)
         awaits_headers = self._is_idle and (self.cycle is None or self.conn.trailing_data[0])
         if awaits_headers and self._idle_since + HEADER_SECONDS < self.loop.time():

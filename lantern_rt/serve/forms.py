@@ -1,4 +1,4 @@
-"""Parser for forms with files (`multipart/form-data`), with time and memory linear in the size of the form."""
+"""Parser of forms with files (`multipart/form-data`). Its time and memory are linear in the size of the form."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class FormBodyParser:
         self._tail = b""
         boundary = parse_options_header(content_type)[1].get(b"boundary") or None
         self._delimiter = b"\r\n--" + (boundary or b"")
-        # No client sends a boundary within a part, after which the parser would slow down to single bytes.
+        # A boundary inside a part would slow the parser down to single bytes. No client sends this, so an error is
+        # raised.
         self._misplaced = re.compile(re.escape(self._delimiter) + rb"(?:[^\r-]|\r[^\n]|-[^-])")
         try:
             self._parser = FormParser(

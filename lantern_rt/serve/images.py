@@ -1,4 +1,4 @@
-"""Endpoints that generate images and codes: each request from its body to the end of its response."""
+"""Endpoints that generate images and codes. They handle a request from its body to the end of its response."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """ASGI application of one endpoint. endpoint_name: a name in `BODY_FORMATS`."""
+    """ASGI application of one endpoint.
+
+    Args:
+        state: state that all requests of the server share.
+        endpoint_name: name of the endpoint in `BODY_FORMATS`.
+    """
 
     def __init__(self, state: ServerState, endpoint_name: str = "generations") -> None:
         self._state = state
@@ -195,7 +200,7 @@ class _RequestHandler:
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
     async def _run_until_disconnect(self, awaitable: Awaitable[T]) -> T:
-        """Return the result of `awaitable`, or cancel it if the client disconnects. Raises: ClientDisconnect."""
+        """Return the result of `awaitable`. If the client disconnects, cancel it and raise ClientDisconnect."""
         result = asyncio.ensure_future(awaitable)
         disconnect = asyncio.create_task(_wait_for_disconnect(self._http_request.receive))
         try:
@@ -217,7 +222,7 @@ def _make_too_large_error(max_bytes: int) -> HttpError:
 
 
 async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Return the results of all works. If one fails, cancel the others before its error is raised."""
+    """Run awaitables at the same time and return their results. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -235,6 +240,6 @@ async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects, after its body was received."""
+    """Wait until the client disconnects. The body of its request must have been received before."""
     while (await receive())["type"] != "http.disconnect":
         pass

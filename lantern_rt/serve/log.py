@@ -1,4 +1,4 @@
-"""Log of the server: the format of its lines, and the line of each HTTP request."""
+"""Log of the server, which has one line for each HTTP request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class RequestRecord:
-    """Facts about one HTTP request, for the log and the metrics.
+    """Record of one HTTP request, for the log and the metrics.
 
     Attributes:
         request_id: id of the request.
@@ -43,7 +43,7 @@ class RequestRecord:
     start_time: float = field(default_factory=time.perf_counter)
 
     def write_to_log(self) -> None:
-        """Print the request to the log, without its prompt."""
+        """Write a line about the request to the log. The line does not contain the prompt."""
         line = {
             "request_id": self.request_id,
             "client": self.client,
@@ -57,7 +57,7 @@ class RequestRecord:
 
 
 class LogFormatter(logging.Formatter):
-    """Formatter that makes one line of a record; in text, a traceback follows on further lines.
+    """Log formatter that writes one line per record. In the text format, a traceback follows on further lines.
 
     Args:
         log_format: one of `FORMATS`.
@@ -84,7 +84,7 @@ class LogFormatter(logging.Formatter):
 
 @contextmanager
 def log_to_stderr(level: str, log_format: str) -> Iterator[None]:
-    """Print the log to stderr while the block runs: of the server, and warnings of all libraries.
+    """Print the server's log, and the warnings of all libraries, to stderr while the `with` block runs.
 
     Args:
         level: lowest level to print, one of `LEVELS`.

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, describe_validation_error
-from ..methods import PARAMETERS, SAMPLING, Quality
+from ..methods import METHODS_BY_PARAMETER, SAMPLING, Quality
 from ..output.images import encode_image
-from ..requests import draw_seed
+from ..requests import choose_random_seed
 from ..text.words import ANY_WORDS
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ else:
 
 
 class GenerationRequest(SamplingFields):
-    """Fields of every request. A subclass converts finished images to a response."""
+    """Request with the fields that all endpoints share. Subclasses convert finished images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -71,16 +71,16 @@ class GenerationRequest(SamplingFields):
 
     @property
     def generation_requests(self) -> list[GenerationRequest]:
-        """Requests to generate at once, here only the request itself."""
+        """Requests whose images are generated at the same time; here only this request."""
         return [self]
 
     @property
     def num_partial_images(self) -> int:
-        """Number of events with partial images."""
+        """Number of stream events with an unfinished image that the client asked for."""
         return 0
 
     def pipeline_options(self) -> dict[str, Any]:
-        """Return the arguments for `AsyncPipeline`."""
+        """Return the keyword arguments for `AsyncPipeline` that the request's fields give."""
         values = {
             "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
             "class_ids": self.class_id,
@@ -111,7 +111,7 @@ class GenerationRequest(SamplingFields):
             )
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
-        """Return the request for a bundle. Raises: LanternError: the bundle cannot answer it."""
+        """Return the request with values that the bundle needs. Raises: LanternError: the bundle cannot answer it."""
         return self
 
     async def encode_file(
@@ -122,8 +122,8 @@ class GenerationRequest(SamplingFields):
         Args:
             pipeline: pipeline that generated the image.
             prepared_request: request of the pipeline.
-            step: step that holds the image.
-            image_index: index of the image.
+            step: step in which the image is complete.
+            image_index: index of the image in the request.
         """
         return b""
 
@@ -132,8 +132,9 @@ class GenerationRequest(SamplingFields):
         """Return the fields of an image in a response.
 
         Args:
+            size: size of the image.
             codes: codes of the image, `[cells]`.
-            file_bytes: file from `encode_file`.
+            file_bytes: contents of the file that `encode_file` returned.
         """
 
     def response_fields(self, size: Size) -> dict[str, str]:
@@ -145,7 +146,9 @@ class GenerationRequest(SamplingFields):
 
         Args:
             kind: `completed` or `partial_image`.
-            size, codes, file_bytes: same as for `image_fields`.
+            size: size of the image.
+            codes: codes of the image, `[cells]`.
+            file_bytes: contents of the file that `encode_file` returned.
         """
         image_fields = self.image_fields(size, codes, file_bytes)
         fields = {"created_at": int(time.time()), **self.response_fields(size)}
@@ -168,7 +171,7 @@ class GenerationRequest(SamplingFields):
 
 
 class ImagesRequest(GenerationRequest):
-    """Body of `POST /v1/images/generations`. A field that is missing or null has the bundle's default."""
+    """Body of `POST /v1/images/generations`. If a field is missing or null, the bundle's default is used."""
 
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
@@ -227,9 +230,9 @@ class ImagesRequest(GenerationRequest):
 
 
 class EditRequest(ImagesRequest):
-    """Form of `POST /v1/images/edits`: an image of which a part is generated again.
+    """Form of `POST /v1/images/edits`, which generates a part of an image again.
 
-    `mask` or `keep_rows` chooses the part. Without them, an edit changes the transparent pixels.
+    `mask` or `keep_rows` selects the part. Without them, the transparent pixels of the image are changed.
     """
 
     image: bytes = b""
@@ -258,7 +261,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class ParsedBody(Protocol):
-    """The content of a body: requests to generate at once, and the response made of their results."""
+    """Content of a request body: one or more generation requests, and the conversion of their results to a response."""
 
     @property
     def generation_requests(self) -> Sequence[GenerationRequest]:
@@ -272,7 +275,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse_json_body(model_class: type[M], body: bytes) -> M:
-    """Parse a JSON body and check it as far as possible without a bundle. Raises: HttpError: a field is invalid."""
+    """Parse a JSON body, and check its fields as far as this is possible without a bundle.
+
+    Raises:
+        HttpError: a field is invalid.
+    """
     try:
         return model_class.model_validate_json(body)
     except ValidationError as error:
@@ -294,13 +301,13 @@ def check_and_set_defaults(request: R, max_deadline: float) -> R:
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
         raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=expected)
-    seed = draw_seed() if request.seed is None else request.seed
+    seed = choose_random_seed() if request.seed is None else request.seed
     return request.model_copy(update={"seed": seed, "deadline": request.deadline or max_deadline})
 
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Method, seeds and costs of a finished request; the field `lantern` of a response.
+    """Method, seeds and costs of a finished request, which a response contains as the field `lantern`.
 
     Args:
         model: name of the model in the API.
@@ -308,7 +315,8 @@ class GenerationStats:
         quality: preset that chose the method; None if the request named the method.
         exact: whether the method samples from the target's distribution.
         tokens_per_forward_pass: tokens per forward pass of an image, averaged over images.
-        target_passes: number of target passes, each counted once for every image in it.
+        target_passes: number of forward passes of the target, added up over images. A pass for a batch of images
+            counts once for each image.
         realised_tvd_per_token: total variation distance per token that relaxed acceptance caused.
         seconds: duration of the request.
         queue_seconds: time before the first forward pass.
@@ -333,7 +341,7 @@ class Completion:
     """Finished images of a request.
 
     Args:
-        encoded_files: one file per image, see `GenerationRequest.encode_file`.
+        encoded_files: contents of one file per image, from `GenerationRequest.encode_file`.
         codes: codes of each image, int64 `[cells]`.
         size: size of every image.
         input_tokens: number of prompt tokens of all images.
@@ -362,9 +370,10 @@ class Completion:
 
 
 class HttpError(LanternError):
-    """An error in the form that OpenAI's clients expect.
+    """Error of an HTTP request, in the form that OpenAI's clients expect.
 
     Args:
+        status: HTTP status.
         problem: problem, as in `LanternError`.
         code: OpenAI's error code; `invalid_value` for status 400.
         retry_after: seconds after which to try again; None if that does not help.
@@ -384,7 +393,7 @@ class HttpError(LanternError):
 
     @classmethod
     def from_exception(cls, error: Exception) -> HttpError:
-        """Convert an exception. The details of a server's fault stay in its log."""
+        """Convert an exception to an HTTP error. If the server is at fault, only its log contains the details."""
         if isinstance(error, HttpError):
             return error
         if isinstance(error, BusyError):
@@ -396,7 +405,7 @@ class HttpError(LanternError):
             parts = error.remedy.split("; ")
             remedy = "; ".join(part for part in parts if part == ANY_WORDS or "lantern-rt " not in part)
             converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
-            converted.param = "method" if field in PARAMETERS else field
+            converted.param = "method" if field in METHODS_BY_PARAMETER else field
             converted.suggestions = error.suggestions
             return converted
         if isinstance(error, LanternError):  # the message may name files of the server
@@ -404,7 +413,7 @@ class HttpError(LanternError):
         return cls(500, "internal server error", remedy="see the server's log")
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object, with valid prompts in `suggestions` if there are any."""
+        """Return the JSON body of the error in OpenAI's form; `suggestions` has valid prompts, if there are any."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         is_field = self.param.isidentifier() and self.param not in ("authorization", "body")

@@ -1,7 +1,8 @@
-"""Replicas on Ray Serve behind one address: `serve run lantern_rt.serve.ray:app`.
+"""Server with several replicas on Ray Serve: `serve run lantern_rt.serve.ray:app`.
 
-Each replica holds a pipeline. The ingress is the application of `lantern-rt serve`, which forwards requests to the
-replicas. An image depends on bundle, seed and settings alone, so after a replica dies another one repeats its requests.
+Each replica is a process with a pipeline. The ingress is the application of `lantern-rt serve`; it receives all
+requests and forwards them to the replicas. An image depends only on bundle, seed and settings. So if a replica dies,
+another replica can repeat its requests with the same result.
 """
 
 # Without `from __future__ import annotations`: Ray reads the annotation of `app`'s argument.
@@ -34,8 +35,8 @@ from .state import ServerLimits, ServerState
 
 _LOG = logging.getLogger(__name__)
 MAX_REPLICAS_LOST = 5  # per request, so that a request that kills its replicas ends
-RETRY_SECONDS = 1.0  # pause of a request that lost its replica, while all others are full
-GRACE_SECONDS = 5.0  # time after a request's deadline, which the ingress enforces, until its replica gives up
+RETRY_SECONDS = 1.0  # pause before a request that lost its replica is sent again, while all other replicas are full
+GRACE_SECONDS = 5.0  # time after a request's deadline until its replica gives up; the ingress enforces the deadline
 
 
 class DeploymentSettings(BaseModel):
@@ -181,7 +182,7 @@ class Ingress:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Create the backends. Ray sends no requests before this has finished."""
+        """Create the backends when the ingress starts. Ray sends no requests before the backends exist."""
         backends: dict[str, ImageBackend] = {}
         for replicas in self._replicas:
             name, description = await replicas.describe.remote()
@@ -211,12 +212,13 @@ class RayBackend:
         return BackendLoad(self._running, self._waiting)
 
     async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Generate the images of a request. If a replica dies, another one starts again and repeats the events.
+        """Generate the images of a request. If a replica dies, another replica starts again and repeats the events.
 
-        The seed of the request makes the images the same.
+        The images are the same, because the request has a seed.
 
         Args:
-            caller: key or address of the caller, for fair sharing.
+            request: request with all defaults set.
+            caller: API key or address of the client; clients share the replicas fairly.
 
         Raises:
             BusyError: all replicas are full.

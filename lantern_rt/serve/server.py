@@ -1,4 +1,4 @@
-"""Server process: uvicorn, loading of models behind an open port, and draining on signals."""
+"""Server process: it runs uvicorn, loads models while the port is open, and finishes requests before it stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        model_loaders: functions that load one pipeline each, by the name of the model, called one after the other.
+        model_loaders: functions that load one pipeline each, by the name of the model. They are called in sequence.
         host: address to listen on.
         port: port to listen on; 0: a free port.
         server_limits: limits of requests; a server that is stopping waits up to the deadline for them.
@@ -85,7 +85,10 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serve until a signal stops the server. Raises: the exception that loading a model raised."""
+        """Serve requests until a signal stops the server.
+
+        If loading a model fails, the server stops and this method raises the exception.
+        """
         _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
         self._uvicorn.run([self._socket])
         if self.failure is not None:
@@ -127,7 +130,7 @@ class Server:
         _LOG.info("ready: %s", ", ".join(self.state.backends), extra={"facts": self.state.version_info})
 
     def _handle_signal(self, signal_number: int) -> None:
-        """Stop the server; on SIGHUP, reload the keys instead. A second Ctrl-C stops without waiting for requests."""
+        """Stop the server, or reload the API keys on SIGHUP. A second Ctrl-C stops without waiting for requests."""
         if signal_number in HANGUP:
             self._reload_api_keys()
         elif self._stopping is None:

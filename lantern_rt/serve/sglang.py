@@ -1,7 +1,8 @@
-"""Protocol by which SGLang asks another server for the codes of GLM-Image, `POST /generate`.
+"""Endpoint `POST /generate`, with which SGLang asks another server for the codes of GLM-Image.
 
-A call has a prompt as token ids, the grid of the image with the small grid that is drawn before it, and sampling
-settings; or a list of each. The answer holds the codes of the small grid, then the codes of the image.
+A request has a prompt as token ids, two grids and sampling settings, or a list of each. The grids are the grid of the
+image and the small grid that is generated before it. The response has the codes of the small grid, then the codes of
+the image.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class TokenPromptRequest(CodesRequest):
     """Request for the codes of one image.
 
     Args:
-        token_ids: token ids of the prompt, the template included.
-        grid_shapes: the grid of the image and its small grid, each as 1, rows, columns.
-        max_tokens: maximum number of ids in the answer.
+        token_ids: token ids of the prompt, including the template's ids.
+        grid_shapes: the grid of the image and the small grid, each as `[1, rows, columns]`.
+        max_tokens: maximum number of token ids in the response.
     """
 
     token_ids: list[int]
@@ -109,13 +110,18 @@ class _BatchRequestBody(BaseModel):
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """Call of SGLang. batch: whether it holds lists, so that the answer is a list."""
+    """Parsed request of SGLang.
+
+    Args:
+        generation_requests: one request per image.
+        is_batch: whether the body had lists of prompts. The response is then a list.
+    """
 
     generation_requests: Sequence[TokenPromptRequest]
     is_batch: bool
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the ids of each image, with its costs in `meta_info`."""
+        """Return a response with the token ids of each image, and the costs of each image in `meta_info`."""
         images = [_make_image_result(completion) for completion in completions]
         return JSONResponse(images if self.is_batch else images[0])
 
@@ -133,11 +139,11 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
 
 
 def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
-    """Parse the body of a call.
+    """Parse the body of a request.
 
     Args:
         body: JSON text.
-        use_bundle_sampling: whether the sampling settings of the bundle replace the settings of the call.
+        use_bundle_sampling: whether the bundle's sampling settings replace the settings in the request.
 
     Raises:
         HttpError: a field is invalid.

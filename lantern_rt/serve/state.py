@@ -77,11 +77,12 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 
 
 def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
-    """Parse API keys: a key, or a name and a key, on each line.
+    """Parse API keys. Each line has a key, or a name and a key.
 
     Empty lines and lines that begin with # are ignored.
 
     Args:
+        text: lines with the keys.
         field: parameter or environment variable that gave the keys, for the error message.
         source_name: place of the keys, for the error message.
 
@@ -102,7 +103,13 @@ def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
 
 
 class BodyMemoryBudget:
-    """Memory budget for request bodies. A caller may hold at most as much as stays free, so others always find room."""
+    """Memory budget for request bodies.
+
+    One client may use at most as much memory as remains free, so that there is always memory for other clients.
+
+    Args:
+        max_bytes: maximum size of all bodies together.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._free = max_bytes
@@ -110,7 +117,15 @@ class BodyMemoryBudget:
 
     @contextmanager
     def reserve(self, caller: Hashable, num_bytes: int) -> Iterator[None]:
-        """Allocate `num_bytes` bytes for a body while the block runs. Raises: HttpError: the caller uses too much."""
+        """Allocate memory for a body while the `with` block runs.
+
+        Args:
+            caller: client that sends the body.
+            num_bytes: size of the body.
+
+        Raises:
+            HttpError: the client uses too much memory.
+        """
         if self._held[caller] + num_bytes > self._free - num_bytes:
             remedy = "try again when other requests are finished"
             raise HttpError(
@@ -162,16 +177,16 @@ class Metrics:
         self._models = Gauge("lantern_model_info", "Models, each with the value 1.", labels, registry=registry)
 
     def count_request(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
+        """Update the metrics with a request that has ended."""
         self.requests.labels(record.model, str(record.status)).inc()
         if record.status in (DISCONNECTED, 504):
             self.aborted.labels(record.model, "deadline" if record.status == 504 else "disconnected").inc()
 
     def count_completion(self, completion: Completion) -> None:
-        """Count the images of a request and their costs."""
+        """Update the metrics with the images of a finished request and their costs."""
         generation_stats = completion.generation_stats
         model = generation_stats.model
-        # Methods are labelled by name alone: parameters would make any number of labels.
+        # The label is only the method's name, because parameters would create an unlimited number of labels.
         self.images.labels(model, generation_stats.method.partition(":")[0]).inc(len(generation_stats.seeds))
         self.tokens.labels(model).inc(completion.output_tokens)
         self.passes.labels(model).inc(generation_stats.target_passes)
@@ -212,7 +227,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`loading`, `ready`, `draining`, or `failed` if a model can no longer generate images."""
+        """Status of the server: `loading`, `ready`, `draining`, or `failed` if a model cannot generate images."""
         if self.draining:
             return "draining"
         if not all(backend.is_alive for backend in self.backends.values()):
@@ -221,7 +236,7 @@ class ServerState:
 
     @property
     def version_info(self) -> dict[str, Any]:
-        """Version of the program, and the digest of each model's bundle."""
+        """Version of the program, and digest of each model's bundle."""
         digests = {name: backend.describe()["digest"] for name, backend in self.backends.items()}
         return {"version": __version__, "models": digests}
 
@@ -233,14 +248,22 @@ class ServerState:
             raise HttpError(503, "models are loading", "loading", 2, remedy="try again in a few seconds")
 
     def load_api_keys(self) -> None:
-        """Read the API keys again, from the file or else the environment. Raises: RequestError: the old keys stay."""
+        """Read the API keys from the file, or from the environment variable if there is no file.
+
+        Raises:
+            RequestError: the keys cannot be read; the old keys stay valid.
+        """
         if self.server_limits.api_key_file is not None:
             self.keys = read_api_keys(self.server_limits.api_key_file)
         elif KEY_VARIABLE in os.environ:  # an empty variable is an error, as a server without keys is open to all
             self.keys = parse_api_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
 
     def check_api_key(self, http_request: HttpRequest) -> str:
-        """Return the name of the request's API key, empty if none is needed. Raises: HttpError: the key is invalid."""
+        """Return the name of the request's API key; an empty text if the server needs no key.
+
+        Raises:
+            HttpError: the key is missing or invalid.
+        """
         if not self.keys:
             return ""
         scheme, _, key = http_request.headers.get("authorization", "").partition(" ")
@@ -250,10 +273,10 @@ class ServerState:
         return self.keys[digest]
 
     def resolve_requests(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
-        """Return the requests of a call with defaults, and the sizes that the operator maps the requested sizes to.
+        """Return requests with all defaults set, and with the image sizes to which the operator maps requested sizes.
 
         Raises:
-            HttpError: the limits do not allow them.
+            HttpError: the server's limits do not allow the requests.
         """
         server_limits = self.server_limits
         requests = [check_and_set_defaults(request, server_limits.deadline) for request in raw_requests]
@@ -269,7 +292,7 @@ class ServerState:
         return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
     def find_backend(self, name: str | None) -> ImageBackend:
-        """Return the model of a name or alias; None: the first model. Raises: HttpError: the model is unknown."""
+        """Return the backend of a model by name or alias; None: the first model. Raises: HttpError: unknown model."""
         if name is None:
             return next(iter(self.backends.values()))
         name = self.server_limits.aliases.get(name, name)

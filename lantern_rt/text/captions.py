@@ -25,7 +25,7 @@ _SYMBOLS = r"#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00
 
 
 def _build_link_pattern(scheme: str) -> str:
-    """Return a pattern that matches a scheme with its slashes, or a host name and path without an @ after it."""
+    """Return a pattern that matches a link: `scheme` with its slashes, or a host name and path not followed by @."""
     return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
 
 
@@ -73,7 +73,7 @@ _CODES: Replacements = (
 
 
 def clean_caption(text: str) -> str:
-    """Clean a prompt; the result may be empty."""
+    """Clean a prompt as LlamaGen's training captions were cleaned; the result may be empty."""
     return _clean_once(_clean_once(text))
 
 

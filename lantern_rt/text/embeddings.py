@@ -1,4 +1,4 @@
-"""Files of text embeddings: an .npz with `embeddings` and an optional `mask` of padding."""
+"""Reader of text embeddings, from an .npz file with an array `embeddings` and an optional padding mask `mask`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _REMEDY = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
 def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Read a file of text embeddings.
 
-    The request later checks whether the values are finite and fit the bundle.
+    The check of the request later tests whether the values are finite and have the bundle's sizes.
 
     Returns:
-        Embeddings `[prompts, tokens, dim]`, right-padded, and mask `[prompts, tokens]`, all True if the file has none.
+        Embeddings `[prompts, tokens, dim]`, padded on the right, and the mask `[prompts, tokens]`, which is True for
+        real tokens. All values are True if the file has no mask.
 
     Raises:
         RequestError: the file cannot be read or has other contents.

@@ -23,7 +23,12 @@ _FILE_LIMIT = 1 << 26  # Maximum size of a tokenizer file in bytes.
 
 @dataclass(frozen=True)
 class CaptionTokenizer:
-    """Tokenizer for conditions of kind `text`: cleans prompts unless `cleaning` is None, truncates long prompts."""
+    """Tokenizer for conditions of kind `text`. It truncates long prompts.
+
+    Args:
+        hf_tokenizer: tokenizer of the `tokenizers` library.
+        cleaning: rules by which prompts are cleaned first; None: no cleaning.
+    """
 
     hf_tokenizer: Tokenizer
     cleaning: Literal["llamagen"] | None
@@ -106,7 +111,7 @@ def _convert_tokenizer_errors() -> AbstractContextManager[None]:
 
 
 def _check_post_processor(text: str) -> None:
-    """Raise ValueError if a post-processor inserts an undefined token, which would crash the library."""
+    """Raise ValueError if the post-processor of a tokenizer inserts an undefined token, which crashes the library."""
     processor = json.loads(text).get("post_processor") or {}
     for step in processor.get("processors", [processor]):
         pieces = [*step.get("single", []), *step.get("pair", [])]
@@ -116,11 +121,13 @@ def _check_post_processor(text: str) -> None:
 
 
 def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokenizer:
-    """Parse a tokenizer without padding and dropout, which training leaves in files: they would change prompts.
+    """Parse a tokenizer, without its settings for padding and dropout.
+
+    These settings are left over from training and would change prompts.
 
     Args:
         json_bytes: content of `tokenizer.json`.
-        keeps_truncation: whether long texts are truncated as the file says.
+        keeps_truncation: whether to keep the file's settings for truncating long texts.
     """
     from tokenizers import Tokenizer
 

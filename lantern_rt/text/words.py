@@ -1,8 +1,8 @@
-"""Tokenizer of captions of known words, from the word list in a bundle's `tokenizer.json`.
+"""Tokenizer of captions that have only known words, from the word list in a bundle's `tokenizer.json`.
 
 The file is a WordLevel tokenizer of the `tokenizers` library with ids 0 .. n - 1: `<pad>`, `<unk>`, then words of the
-letters a to z. Only the word list is used. An unknown word is an error, not `<unk>`, since the image would silently
-lack its meaning. For the same reason other letters and digits count as words.
+letters a to z. Only the word list is used. An unknown word raises an error instead of becoming `<unk>`, because the
+image would lack the meaning of the word without notice. For the same reason, other letters and digits count as words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..inputs import convert_read_errors, format_value, read_regular_file
 
 PAD = "<pad>"
 UNKNOWN = "<unk>"
-# Remedy of an unknown word: a published model that draws any prompt, and the size of its download.
+# Remedy in errors about unknown words: a published model that accepts any words, and the size of its download.
 ANY_WORDS = 'any words: `lantern-rt run janus-pro-1b "..."`, which downloads at most 4.2 GB'
 _WORD = re.compile(r"[^\W_]+")
 _FILE_LIMIT = 1 << 24  # Maximum size of a tokenizer file in bytes.
@@ -33,10 +33,10 @@ _MAX_NAMED = 3  # Maximum number of unknown words in an error message.
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    """A vocabulary.
+    """Tokenizer of prompts that have only known words.
 
     Args:
-        word_ids: id of every word, including special tokens.
+        word_ids: id of every word and special token.
         example_prompts: prompts of known words.
     """
 
@@ -49,8 +49,9 @@ class WordTokenizer:
         return tuple(sorted(self.word_ids.keys() - {PAD, UNKNOWN}))
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
-        """Convert a prompt to word ids int64 `[max_tokens]`, padded with 0 on the right. Case and punctuation are
-        ignored.
+        """Convert a prompt to word ids, int64 `[max_tokens]`, padded with 0 on the right.
+
+        Upper case and punctuation are ignored.
 
         Raises:
             RequestError: the prompt has no word, more than `max_tokens` words, or an unknown word.
@@ -69,7 +70,7 @@ class WordTokenizer:
         return np.array([self.word_ids[word] for word in words] + [0] * -extra, np.int64)
 
     def has_id(self, token_id: int) -> bool:
-        """Return whether a token id from 0 is that of a word."""
+        """Return whether a token id, which is at least 0, belongs to a word."""
         return token_id < len(self.word_ids)
 
     def find_nearest_examples(self, prompt: object) -> list[str]:

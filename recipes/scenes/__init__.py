@@ -1,1 +1,1 @@
-"""The default bundle: rendered scenes, and every step that makes it."""
+"""Recipe of the default bundle `scenes`: it renders training images, trains the models and writes the bundle."""

@@ -1,4 +1,4 @@
-"""`python -m recipes.scenes`: every step that makes the default bundle."""
+"""Command line `python -m recipes.scenes`, with one command for each step that makes the default bundle."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sharpen(
     batch: Batch = 16,
     device: Device = "cpu",
 ) -> None:
-    """Train the tokenizer's decoder further, against a critic; codes keep their meaning."""
+    """Train the VQ tokenizer's decoder further, against a critic; the encoder and the codebook do not change."""
     from .sharpen import sharpen_vq_decoder
 
     torch.set_num_threads(threads)
@@ -86,7 +86,7 @@ def distil(
     batch: Batch = 8,
     device: Device = "cpu",
 ) -> None:
-    """Teach the target to draw without guidance as it draws with guidance, or continue to."""
+    """Distil guidance into the target, so that images need no guidance any more, or continue this training."""
     from .distil import distil_guidance
 
     torch.set_num_threads(threads)
@@ -100,7 +100,7 @@ def samples(
     threads: Threads = 2,
     provider: Annotated[str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Draw images with the target for the drafter to learn from, or continue to."""
+    """Generate the drafter's training images with the target; images that exist are kept."""
     from .drafter import write_samples
 
     write_samples(work, count, provider=provider, threads=threads)
@@ -114,7 +114,7 @@ def drafter(
     batch: Batch = 12,
     device: Device = "cpu",
 ) -> None:
-    """Train the drafter on the images that the target drew, or continue its training."""
+    """Train the drafter on the images of the command `samples`, or continue its training."""
     from .drafter import train_drafter
 
     torch.set_num_threads(threads)
@@ -123,7 +123,7 @@ def drafter(
 
 @app.command()
 def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2) -> None:
-    """Train the judge that checks images against prompts; a graph for `lantern-rt eval --agreement`, too."""
+    """Train the judge, a network that checks images against prompts. `lantern-rt eval --agreement` can use its file."""
     from .judge import train_judge
 
     torch.set_num_threads(threads)
@@ -147,7 +147,7 @@ def bundle(
     ] = None,
     vq_precision: Annotated[str, typer.Option(help="What the image decoder multiplies: fp32, fp16 or int8.")] = "fp32",
 ) -> None:
-    """Write the bundle."""
+    """Write the trained models of the work folder as a bundle."""
     from .bundle import write_scenes_bundle
 
     write_scenes_bundle(work, output, force, _print_stage, compute, precision, vq_precision=vq_precision)
@@ -159,7 +159,7 @@ def restore(
     work: Work = DEFAULT_WORK,
     only_vq: Annotated[bool, typer.Option("--only-vq", help="The tokenizer only, to train another target.")] = False,
 ) -> None:
-    """Make a work folder from a bundle, to go on training where no checkpoints are left."""
+    """Write a work folder from a bundle, so that training can continue without the old checkpoints."""
     from .restore import restore_work_folder
 
     restore_work_folder(bundle, work, only_vq)
@@ -174,7 +174,7 @@ def evaluate(
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; may be repeated.")] = None,
     threads: Threads = 2,
 ) -> None:
-    """Check images of unseen prompts with the judge, for every method."""
+    """Generate images of unseen prompts with every method, and measure with the judge how well they agree."""
     from .evaluate import METHODS, evaluate_bundle
 
     evaluate_bundle(bundle, work, output, count, method or METHODS, threads=threads)
@@ -187,7 +187,7 @@ def edits(
     count: Annotated[int, typer.Option(help="Edits.")] = 400,
     threads: Threads = 2,
 ) -> None:
-    """Redraw parts of images, and check them with the judge."""
+    """Edit parts of images, and measure with the judge how well the parts agree with their prompts."""
     from .edits import evaluate_edits
 
     evaluate_edits(bundle, work, count, threads)
@@ -199,7 +199,7 @@ def render(
     count: Annotated[int, typer.Option(help="Scenes.")] = 48,
     seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 0,
 ) -> None:
-    """Draw a sheet of training scenes."""
+    """Render training scenes into one PNG file, eight in a row."""
     from .data import render_images
     from .evaluate import make_contact_sheet
 

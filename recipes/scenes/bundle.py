@@ -1,4 +1,4 @@
-"""The default bundle: trained modules of a work folder, folded and rounded to float16, as ONNX graphs."""
+"""Export of the default bundle: the trained models of a work folder, rounded, as ONNX graphs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .text import SLOTS, WORD_IDS, WORDS, encode_caption
 from .vocabulary import sample_scene, write_caption
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 
-NEIGHBOURS = 128
+NEIGHBOURS = 128  # neighbours stored per code, for the relaxed acceptance of LANTERN
 PROMPTS_SEED = 930_000
-# With heads a chain of 9 nodes had 3.18 tokens per forward pass, trees of as many 3.12, of the guided model.
+# A chain, not a tree: with guidance a chain of 9 nodes gave 3.18 tokens per forward pass, trees of 9 nodes gave 3.12.
 TREE = "chain-7"
 DECODING = DecodingDefaults(
     methods=(
@@ -47,7 +47,7 @@ DECODING = DecodingDefaults(
 
 
 class CaptionEncoder(nn.Module):
-    """`token_ids [rows, 24]` -> prefix rows with and without the caption, `[rows, 24, width]` each."""
+    """Graph from `token_ids [rows, 24]` to prefix embeddings with and without caption, each `[rows, 24, width]`."""
 
     def __init__(self, target: ScenesTarget) -> None:
         super().__init__()
@@ -57,11 +57,12 @@ class CaptionEncoder(nn.Module):
 
     def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         conditional = self.words(token_ids) + self.slots
+        # The sum with zeros expands the embedding to one copy per row: [rows, 24, width].
         return conditional, torch.zeros_like(conditional) + self.uncond_embedding
 
 
 class PictureDecoder(nn.Module):
-    """`codes [images, 256]` -> images `[images, 3, size, size]`."""
+    """Graph from `codes [images, 256]` to images `[images, 3, size, size]` in about [-1, 1]."""
 
     codebook: Tensor
 
@@ -77,7 +78,7 @@ class PictureDecoder(nn.Module):
 
 
 class PictureEncoder(nn.Module):
-    """Images `[images, 3, size, size]` -> `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
+    """Graph from images `[images, 3, size, size]` to `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
 
     def __init__(self, vq: ScenesVQ) -> None:
         super().__init__()
@@ -98,17 +99,20 @@ def write_scenes_bundle(
     with_drafter: bool = True,
     vq_precision: str = "fp32",
 ) -> Path:
-    """Write the bundle of a work folder's checkpoints; its name is that of its folder.
+    """Write a bundle from the checkpoints of a work folder.
 
     Args:
         work_folder: folder of checkpoints.
-        output: folder to write.
-        force: replace an existing bundle.
-        progress: called with each stage, the finished steps and their number.
-        compute: type of the computations of target and drafter, float32 or float16.
-        precision: type that their weights are rounded to; by default float16, which loses nothing.
-        drafter: include the drafter; without it, the bundle draws images to train one.
+        output: bundle folder to write; its name becomes the bundle's name.
+        force: whether to replace an existing bundle.
+        progress: callback, called with the name of the stage, the number of finished steps and the number of all steps.
+        compute: dtype in which target and drafter compute, float32 or float16.
+        precision: stored precision of the weights of target and drafter; None: float16, which loses nothing.
+        with_drafter: whether to include the drafter. A bundle without drafter generates the drafter's training images.
         vq_precision: precision of the image decoder: fp32, fp16 or int8.
+
+    Returns:
+        The path of the bundle folder.
     """
     vq = load_vq(work_folder)
     target = load_target(work_folder)
@@ -120,7 +124,7 @@ def write_scenes_bundle(
     integers = precision == "int8"
     if integers:
         decoder = round_target(decoder, target, code_embeddings, vq)
-    else:  # rounded to float16; weights restored from integers keep their values
+    else:  # `decoder` is a copy of `target`'s weights; weights that were restored from integers are float16 already.
         _round_to_float16(decoder)
     drafting = _read_drafter(work_folder / "drafter", decoder, not integers) if with_drafter else None
     generator = np.random.default_rng(0)
@@ -200,9 +204,10 @@ def _read_drafter(folder: Path, decoder: Decoder, round_weights: bool) -> Loaded
 
 
 def _round_to_float16(*modules: nn.Module) -> None:
-    """Round matrices and kernels to float16, so that they can be stored in it without loss.
+    """Round matrices and convolution kernels to float16 values, so that they can be stored in float16 without loss.
 
-    Queries are rounded as graphs have them, times the attention scale, 1/8: the smallest would no longer fit with it.
+    The ONNX graph stores query weights multiplied by the attention scale 1/8. The product is rounded here, because the
+    smallest float16 values, divided by 8, would not be float16 values any more.
     """
     for module in modules:
         for weight in module.parameters():
@@ -215,13 +220,13 @@ def _round_to_float16(*modules: nn.Module) -> None:
 
 
 def _make_prompts_file() -> bytes:
-    """Return captions for comparisons, one a line, of scenes that nothing else uses."""
+    """Return 64 captions for comparing methods, one per line. No other step uses their scenes."""
     rng = np.random.default_rng(PROMPTS_SEED)
     return "".join(f"{write_caption(sample_scene(rng), rng)}\n" for _ in range(64)).encode()
 
 
 def _make_tokenizer_json() -> bytes:
-    """Return the vocabulary in the layout that `lantern_rt.text.words` describes."""
+    """Return the vocabulary as `tokenizer.json`, in the form that `lantern_rt.text.words` reads."""
     pattern = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
     content: dict[str, Any] = {
         "version": "1.0",

@@ -1,4 +1,4 @@
-"""Training checkpoints: written whole or not at all, read without unpickling code."""
+"""Training checkpoints, written completely or not at all, and read without running pickled code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lantern_rt.errors import CheckpointError
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` beside `path`, then rename: an interrupted write leaves the old file."""
+    """Write a checkpoint to a partial file and rename it to `path`, so that an interrupted write keeps the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -20,7 +20,11 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint (tensors and plain values only); CheckpointError if there is none."""
+    """Read a checkpoint, which may contain tensors and plain values only.
+
+    Raises:
+        CheckpointError: the file does not exist.
+    """
     if not path.is_file():
         raise CheckpointError(
             "is not there", field=str(path), remedy="train it, or make the work folder with `restore`"

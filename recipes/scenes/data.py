@@ -1,4 +1,4 @@
-"""Endless scenes: rendered in parallel processes, the same for the same seed."""
+"""Random scenes of a seed, rendered as images in parallel processes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,33 @@ from numpy.typing import NDArray
 from .render import SIZE, render
 from .vocabulary import Scene, sample_scene
 
-CHUNK = 125  # scenes that a process renders at a time
-FEWEST = 500  # scenes worth starting processes for: a second of one core
+CHUNK = 125  # number of scenes that a process renders at a time
+FEWEST = 500  # minimum number of scenes for which processes are started; one core renders as many in a second
 
 
 def sample_scenes(count: int, seed: int) -> list[Scene]:
-    """Draw `count` scenes from a seed."""
+    """Return `count` random scenes; the same seed gives the same scenes."""
     rng = np.random.default_rng((seed, 0))
     return [sample_scene(rng) for _ in range(count)]
 
 
 def render_images(count: int, seed: int, size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
-    """Render the images of `sample_scenes(count, seed)`: uint8 `[count, size, size, 3]`."""
+    """Render the scenes of `sample_scenes(count, seed)` as images, uint8 `[count, size, size, 3]`.
+
+    Args:
+        size: height and width of the images in pixels.
+        workers: maximum number of processes; None: one per processor core.
+    """
     return render_scenes(sample_scenes(count, seed), size, workers)
 
 
 def render_scenes(scenes: list[Scene], size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
-    """Render images uint8 `[scenes, size, size, 3]`, in the scenes' order."""
+    """Render scenes as images, uint8 `[scenes, size, size, 3]`.
+
+    Args:
+        size: height and width of the images in pixels.
+        workers: maximum number of processes; None: one per processor core.
+    """
     chunks = [scenes[i : i + CHUNK] for i in range(0, len(scenes), CHUNK)]
     pictures = np.empty((len(scenes), size, size, 3), np.uint8)
     workers = min(workers or os.cpu_count() or 1, len(chunks))

@@ -1,7 +1,8 @@
-"""Distil guidance into the target's weights, so that one row per image draws what took two rows before.
+"""Distillation of classifier-free guidance into the target's weights, which halves the batch rows per image.
 
-The student starts as the teacher, and learns the distributions that guidance makes of the teacher's two rows. Source:
-guidance distillation as in Meng et al. (2023), here of next-token distributions.
+With guidance an image needs a conditional and an unconditional batch row; the distilled target needs one row. The
+student starts as a copy of the teacher and learns the guided next-token distributions of the teacher. Source: guidance
+distillation as in Meng et al. (2023).
 """
 
 from __future__ import annotations
@@ -27,20 +28,34 @@ from .text import encode_caption
 from .vocabulary import write_caption
 from .vq import GRID, load_vq
 
-SCENES = 2048  # gone through over and over; the teacher reads them once
+SCENES = 2048  # number of training scenes; the teacher computes their logits once, the student reads them many times
 SEED = 710_000  # seed of the training scenes
-BLANK = 0.06  # share of scenes without a caption, where nothing changes: more guidance and negative prompts need them
+BLANK = 0.06  # share of scenes without caption, so that extra guidance and negative prompts still work
 
 
 def compute_guided_logits(model: ScenesTarget, captions: Tensor, codes: Tensor, blank_rows: Tensor) -> Tensor:
-    """Return guided logits `[rows, 256, codes]`; `blank_rows [rows]` marks rows without caption and guidance."""
+    """Compute logits with guidance.
+
+    Args:
+        captions: word ids, int64 `[rows, 24]`.
+        codes: image tokens, int64 `[rows, 256]`.
+        blank_rows: bool `[rows]`, true for rows whose caption is dropped; guidance does not change their logits.
+
+    Returns:
+        Logits `[rows, 256, codes]`.
+    """
     unconditional = model.logits(captions, codes, torch.ones_like(blank_rows))
     conditional = model.logits(captions, codes, blank_rows)
     return unconditional + GUIDANCE * (conditional - unconditional)
 
 
 def compute_kl_divergence(teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
-    """Return the mean Kullback-Leibler divergence of the student from the teacher in nats a token, from logits."""
+    """Return the mean Kullback-Leibler divergence of the student from the teacher, in nats per token.
+
+    Args:
+        teacher_logits: logits of the teacher, `[rows, tokens, codes]`.
+        student_logits: logits of the student, `[rows, tokens, codes]`.
+    """
     teacher_log_probs, student_log_probs = (
         logits.float().log_softmax(-1).flatten(0, 1) for logits in (teacher_logits, student_logits)
     )
@@ -48,10 +63,17 @@ def compute_kl_divergence(teacher_logits: Tensor, student_logits: Tensor) -> Ten
 
 
 def distil_guidance(work_folder: Path, minutes: float, batch: int = 8, lr: float = 0.006, device: str = "cpu") -> None:
-    """Train until the student has had `minutes`; the rate falls to zero over them.
+    """Train the student, and write its averaged weights to `target.pt`.
 
-    The teacher is `guided.pt`, a copy of `target.pt` as it was before the first call; `target.pt` becomes the student's
-    average weights. An interrupted call continues from `distil-state.pt`; both are rewritten every four minutes.
+    The first call copies `target.pt` to `guided.pt`, which is the teacher of all calls. An interrupted call continues
+    from `distil-state.pt`. `target.pt` and `distil-state.pt` are written every four minutes.
+
+    Args:
+        work_folder: folder of checkpoints.
+        minutes: minutes of training, including earlier calls; the learning rate falls to zero over this time.
+        batch: number of scenes per step.
+        lr: maximum learning rate of Muon; AdamW has a tenth of it.
+        device: PyTorch device.
     """
     torch.set_flush_denormal(True)  # denormal numbers, such as tiny probabilities, are slow
     torch.manual_seed(8)
@@ -63,6 +85,7 @@ def distil_guidance(work_folder: Path, minutes: float, batch: int = 8, lr: float
     student = copy.deepcopy(teacher).train()
     average = copy.deepcopy(student)
     matrices = [w for w in student.decoder.parameters() if w.ndim == 2]
+    # `is`, because `==` of tensors compares elements.
     others = [w for w in student.parameters() if not any(w is m for m in matrices)]
     muon = Muon(matrices, lr)
     adam = torch.optim.AdamW(others, lr / 10, betas=(0.9, 0.95), weight_decay=0.0)
@@ -85,6 +108,7 @@ def distil_guidance(work_folder: Path, minutes: float, batch: int = 8, lr: float
         numbers = {"step": step, "seconds": watch.seconds()}
         save_checkpoint(state_path, {name: part.state_dict() for name, part in parts.items()} | numbers)
         weights = {"model": average.state_dict(), "seen": step * batch, "config": asdict(student.config)}
+        # The student needs no guidance, so its bundle has guidance scale 1.
         save_checkpoint(work_folder / "target.pt", weights | {"cfg_scale": 1.0})
 
     last_save = earlier_seconds
@@ -119,12 +143,19 @@ def distil_guidance(work_folder: Path, minutes: float, batch: int = 8, lr: float
 def make_distillation_data(
     work_folder: Path, teacher: ScenesTarget, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return caption ids, codes, blank rows and the teacher's logits of all training scenes.
+    """Render the training scenes, tokenise them and compute the teacher's logits.
 
-    Shapes: `[scenes, 24]`, `[scenes, 256]`, `[scenes]`, and `[scenes, 256, codes]` in float16: 2 GB.
+    Args:
+        work_folder: folder of checkpoints, with the VQ tokenizer.
+        teacher: target with guidance, on `device`.
+        device: PyTorch device of the computations; the results are on the CPU.
+
+    Returns:
+        Four tensors: word ids of captions `[scenes, 24]`; codes `[scenes, 256]`; bool `[scenes]`, true for scenes
+        without caption; the teacher's guided logits, float16 `[scenes, 256, codes]` (2 GB).
     """
     vq = load_vq(work_folder).to(device)
-    # Of twice as many scenes all that have two solids: without more of them, students lost most there.
+    # Scenes with two solids come first, so that the training scenes have more of them: students were worst at these.
     scenes = sorted(sample_scenes(2 * SCENES, SEED), key=lambda scene: -len(scene.solids))[:SCENES]
     rng = np.random.default_rng(SEED)
     captions = torch.from_numpy(np.stack([encode_caption(write_caption(scene, rng)) for scene in scenes]))

@@ -1,4 +1,4 @@
-"""Train the scenes drafter like `lantern-rt train-drafter`, on images that the target draws from captions."""
+"""Training of the drafter of `scenes`, like `lantern-rt train-drafter`, on images that the target generates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .bundle import write_scenes_bundle
 from .data import sample_scenes
 from .vocabulary import write_caption
 
-SAMPLES_SEED = 700_000  # seed of the captioned scenes, used nowhere else
+SAMPLES_SEED = 700_000  # seed of the scenes whose captions are the prompts; no other step uses these scenes
 
 
 def open_target_bundle(work_folder: Path) -> Bundle:
-    """Open a bundle of the target alone in the work folder; it is rewritten when the target has changed."""
+    """Open the bundle without drafter in the work folder; write it first if it is missing or older than the target."""
     folder = work_folder / "undrafted"
     hashes = {role: file_sha256(work_folder / f"{role}.pt") for role in ("vq", "target")}
     if folder.exists():
@@ -41,7 +41,15 @@ def write_samples(
     provider: str = "cpu",
     threads: int | None = None,
 ) -> None:
-    """Draw `count` images of captions with the target; existing ones are kept."""
+    """Generate images with the target and write them as shards into `work_folder/samples`; existing shards are kept.
+
+    Args:
+        work_folder: folder of checkpoints.
+        count: minimum number of images; it is rounded up to whole shards.
+        images_per_shard: number of images per file.
+        provider: name of the ONNX Runtime provider, such as `cpu` or `cuda`.
+        threads: number of CPU threads; None: the default of `Pipeline`.
+    """
     rng = np.random.default_rng(SAMPLES_SEED)
     captions = [write_caption(scene, rng) for scene in sample_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(open_target_bundle(work_folder), threads, provider=provider) as pipeline:
@@ -56,7 +64,18 @@ def write_samples(
 def train_drafter(
     work_folder: Path, steps: int, batch: int = 12, device: str = "cpu", seed: int = 3
 ) -> dict[str, float]:
-    """Train the drafter on the drawn images, or continue its training; returns its measurements."""
+    """Train the drafter on the images of `write_samples`, or continue its training.
+
+    Args:
+        work_folder: folder of checkpoints and samples.
+        steps: number of updates, including earlier calls.
+        batch: number of images per update.
+        device: PyTorch device.
+        seed: seed of the weights, the sequence of images and the noise.
+
+    Returns:
+        The metrics of `DrafterTrainer.compute_validation_metrics`.
+    """
     bundle = open_target_bundle(work_folder)
     target = read_training_target(bundle)
     options = TrainingOptions(steps, batch, bundle.manifest.sampling.cfg_scale, seed)

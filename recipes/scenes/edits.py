@@ -1,7 +1,8 @@
-"""Measure how well redrawn parts of images show their prompts: mask and prompt change one of two solids.
+"""Measurement of edits: a mask and a new prompt change one of an image's two solids, and the judge checks the result.
 
-Whole images of the same prompts show the model's best agreement. Raster order is blind at the lower edge of the mask:
-redrawn codes did not see the codes below them.
+Whole images of the same prompts are judged too; edits cannot be expected to agree better with their prompts. Codes are
+sampled in raster order, so edited codes do not attend to preserved codes below them. The visible edge that this may
+leave at the lower edge of the mask is measured.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from .judge import SceneJudge, judge, load_judge
 from .vocabulary import COLOURS, SHAPES, Scene, Solid, sample_scene, write_caption
 
 METHOD = "sjd:window=7"
-TOP_ROW = 4  # first row of codes that an edit draws again, in one half of the image
-BOTTOM_ROW = 14  # first row of codes below the edit
+TOP_ROW = 4  # first grid row that is edited; the mask covers the left or the right half of a row
+BOTTOM_ROW = 14  # first grid row below the mask
 SEED = 5000  # first seed of the edits; whole images have other seeds
-TRIES = 4
+TRIES = 4  # edits per image from which `Pipeline.edit` returns the best, for the entry `best of four`
 
 
 def change_solid(scene: Scene, solid_index: int, rng: np.random.Generator) -> Scene:
-    """Return the scene with another colour and shape of one solid."""
+    """Return a copy of the scene where the solid `solid_index` has another colour and another shape."""
     previous = scene.solids[solid_index]
     colour = rng.choice([name for name in COLOURS if name != previous.colour])
     shape = rng.choice([name for name in SHAPES if name != previous.shape])
@@ -38,7 +39,17 @@ def change_solid(scene: Scene, solid_index: int, rng: np.random.Generator) -> Sc
 
 
 def judge_edit(judge_model: SceneJudge, scene: Scene, solid_index: int, picture: NDArray[np.uint8]) -> dict[str, bool]:
-    """Return which attributes the judge finds as in the scene: of the changed and the kept solid, and around them."""
+    """Check an edited image with the judge.
+
+    Args:
+        judge_model: judge of scenes.
+        scene: scene that the image should show, with two solids.
+        solid_index: index of the solid that the edit changed, 0 (left) or 1 (right).
+
+    Returns:
+        Whether the judge finds each attribute of the scene: sky, ground, colour and shape of the changed solid, colour
+        and shape of the kept solid.
+    """
     (verdict,) = judge(judge_model, picture[None], [2])
     found_solids = list(verdict.solids.values())
     marks = {"sky": verdict.sky == scene.sky, "ground": verdict.ground == scene.ground}
@@ -50,7 +61,12 @@ def judge_edit(judge_model: SceneJudge, scene: Scene, solid_index: int, picture:
 
 
 def measure_edge_difference(picture: NDArray[np.uint8], columns: slice, cell_size: int) -> float:
-    """Return the mean difference of pixels at both sides of the mask's lower edge."""
+    """Return the mean difference between the pixels just above and just below the mask's lower edge.
+
+    Args:
+        columns: pixel columns of the mask.
+        cell_size: height of a grid cell in pixels.
+    """
     lower = picture[BOTTOM_ROW * cell_size, columns].astype(float) - picture[BOTTOM_ROW * cell_size - 1, columns]
     return float(np.abs(lower).mean())
 
@@ -58,7 +74,17 @@ def measure_edge_difference(picture: NDArray[np.uint8], columns: slice, cell_siz
 def evaluate_edits(
     bundle: Path | str, work_folder: Path | None, count: int, threads: int | None = None
 ) -> dict[str, Any]:
-    """Return the agreement of `count` edits and of whole images, and the step at the mask's lower edge."""
+    """Edit images and measure how well the edits agree with their prompts.
+
+    Args:
+        bundle: folder or name of a scenes bundle.
+        work_folder: folder with a trained judge; None: the judge of the recipe.
+        count: number of edits.
+        threads: number of CPU threads; None: the default of `Pipeline`.
+
+    Returns:
+        Agreement of edits, of the best of four edits and of whole images, and the differences at the mask's lower edge.
+    """
     pipe = Pipeline.from_bundle(bundle, threads)
     judge_model = load_judge(work_folder)
     size = pipe.bundle.manifest.size()
@@ -70,7 +96,7 @@ def evaluate_edits(
     report: dict[str, Any] = {}
     for i in range(count):
         scene = sample_scene(rng, two_solids_probability=1)
-        side = i % 2
+        side = i % 2  # index of the solid that changes: 0 is the left solid, 1 the right solid
         changed_scene = change_solid(scene, side, rng)
         prompts = [write_caption(described_scene, rng, complete=True) for described_scene in (scene, changed_scene)]
         original, whole = pipe(prompts, seed=[1000 + i, 1000 + i], method=METHOD).images

@@ -1,4 +1,4 @@
-"""Measure how well a bundle draws its prompts: agreement per method, intervals, and contact sheets."""
+"""Measurement of how well a bundle's images agree with their prompts, for each decoding method."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PROMPT_SEED = 920_000
 
 
 def sample_prompts(count: int, seed: int = PROMPT_SEED) -> tuple[list[Scene], list[str]]:
-    """Draw scenes that were never rendered for training, with complete captions."""
+    """Return random scenes that no training step uses, and their captions, which name every attribute."""
     rng = np.random.default_rng(seed)
     scenes = [sample_scene(rng) for _ in range(count)]
     return scenes, [write_caption(scene, rng, complete=True) for scene in scenes]
 
 
 def compute_wilson_interval(outcomes: list[bool]) -> tuple[float, float, float]:
-    """Return the share of true marks with a 95 % Wilson interval, rounded to four places."""
+    """Return the share of true outcomes and the lower and upper end of its 95 % Wilson interval, to four decimals."""
     count = len(outcomes)
     share = float(np.mean(outcomes))
     z = 1.96
@@ -48,9 +48,20 @@ def evaluate_bundle(
     batch: int = 8,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Measure every method on `count` prompts; write `evaluation.json` and `methods.jpg` into `output`.
+    """Measure every method on the same prompts, and write `evaluation.json` and `methods.jpg`.
 
-    The report also has the judge's marks of the rendered scenes and the PSNR of the image tokenizer.
+    Args:
+        bundle: bundle folder.
+        work_folder: folder with a trained judge. If the folder has none, the judge of the recipe is used.
+        output: folder for both files.
+        count: number of prompts.
+        methods: decoding methods; the others are compared with the first.
+        batch: number of prompts per request.
+        threads: number of CPU threads; None: the default of `Pipeline`.
+
+    Returns:
+        The contents of `evaluation.json`. They include the judge's agreement on rendered images, as an upper limit, and
+        the PSNR of the VQ tokenizer.
     """
     pipe = Pipeline.from_bundle(bundle, threads)
     judge_model = load_judge(work_folder)
@@ -67,7 +78,7 @@ def evaluate_bundle(
     }
     print(json.dumps(report), flush=True)
     pictures: dict[str, NDArray[np.uint8]] = {}
-    first_marks: list[dict[str, bool]] = []  # marks of the first method
+    first_marks: list[dict[str, bool]] = []  # attribute matches of the first method, the baseline of the others
     requests = [{"prompts": prompts[i : i + batch], "seed": 1000 + i} for i in range(0, count, batch)]
     compared_methods = [ComparedMethod(method, {"method": method}) for method in methods]
     all_runs = list(run_methods_in_turns(pipe, compared_methods, requests, with_likelihoods=False))
@@ -79,6 +90,7 @@ def evaluate_bundle(
         report["methods"][method] = {
             "agreement": {name: compute_wilson_interval(values) for name, values in group_by_attribute(marks).items()},
             f"against {methods[0]}": compute_match_differences(marks, first_marks),
+            # The harmonic mean: passes add up over requests, so the mean is of passes per token.
             "tokens_per_forward_pass": 1
             / sum(share / statistics.tokens_per_forward_pass for share, statistics in shares),
             "realised_tvd_per_image": sum(share * statistics.realised_tvd for share, statistics in shares),
@@ -92,7 +104,11 @@ def evaluate_bundle(
 
 
 def measure_tokenizer_psnr(pipe: Pipeline, pictures: NDArray[np.uint8]) -> float:
-    """Return the peak signal-to-noise ratio in dB of images `[n, size, size, 3]` after encoding and decoding."""
+    """Return the peak signal-to-noise ratio, in dB, of uint8 images `[n, size, size, 3]` that are encoded and decoded.
+
+    Args:
+        pipe: pipeline of a bundle with an image encoder.
+    """
     errors = []
     for picture in pictures:
         pixels = np.moveaxis(picture, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1  # [1, 3, size, size]
@@ -104,13 +120,18 @@ def measure_tokenizer_psnr(pipe: Pipeline, pictures: NDArray[np.uint8]) -> float
 def match_attributes(
     judge_model: SceneJudge, scenes: list[Scene], pictures: NDArray[np.uint8]
 ) -> list[dict[str, bool]]:
-    """Return for every image which attributes the judge finds as in its scene."""
+    """Return for each image whether the judge finds each attribute of its scene; see `compare_attributes`.
+
+    Args:
+        judge_model: judge of scenes.
+        scenes: scenes that the images should show.
+    """
     verdicts = judge(judge_model, pictures, [len(scene.solids) for scene in scenes])
     return [compare_attributes(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
 
 
 def group_by_attribute(image_matches: list[dict[str, bool]]) -> dict[str, list[bool]]:
-    """Collect the marks of each attribute over the images that have it."""
+    """Return for each attribute the list of its matches, over the images whose scenes have the attribute."""
     names = sorted({name for mark in image_matches for name in mark})
     return {name: [mark[name] for mark in image_matches if name in mark] for name in names}
 
@@ -118,7 +139,15 @@ def group_by_attribute(image_matches: list[dict[str, bool]]) -> dict[str, list[b
 def compute_match_differences(
     image_matches: list[dict[str, bool]], baseline_matches: list[dict[str, bool]]
 ) -> dict[str, tuple[float, float]]:
-    """Return differences of the shares from `baseline_matches` of the same prompts, and half their 95 % intervals."""
+    """Compare the shares of matched attributes with a baseline.
+
+    Args:
+        image_matches: matches of each image, by attribute.
+        baseline_matches: matches of the baseline's images of the same prompts.
+
+    Returns:
+        For each attribute the difference of the shares, and half the width of its 95 % interval.
+    """
     result = {}
     for (name, values), other_values in zip(
         group_by_attribute(image_matches).items(), group_by_attribute(baseline_matches).values(), strict=True
@@ -129,7 +158,13 @@ def compute_match_differences(
 
 
 def make_contact_sheet(image_groups: list[NDArray[np.uint8]], num_columns: int, num_rows: int = 3) -> Image.Image:
-    """Lay out the groups' images below each other, a column for each prompt and seed, `num_rows` times."""
+    """Return one image in which images of the same prompt stand below each other, for comparison.
+
+    Args:
+        image_groups: images of each method, uint8 `[n, size, size, 3]`, for the same prompts and seeds.
+        num_columns: number of prompts side by side.
+        num_rows: number of blocks; a block has one row of images per group. Missing images are black.
+    """
     missing = max(0, num_rows * num_columns - len(image_groups[0]))
     image_groups = [np.pad(group, ((0, missing), (0, 0), (0, 0), (0, 0))) for group in image_groups]
     lines = [

@@ -1,13 +1,13 @@
-"""A judge of scenes: a small network that reads sky, ground and solids off an image.
+"""Judge of scenes: a small network that recognises the sky, the ground and the solids of an image.
 
-It looks at 128 x 128 pixels; larger images are averaged down to that size. It is trained on rendered images, half of
-them passed through the VQ tokenizer and all slightly disturbed. Agreement figures cannot be better than its measured
-accuracy on fresh images.
+The judge's input has 128 x 128 pixels; larger images are averaged down to this size. The judge is trained on rendered
+images with noise; half of them are also encoded and decoded by the VQ tokenizer. Measured agreement cannot exceed the
+judge's accuracy on images that it was not trained on.
 
-`judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`: images `[n, 3, 128, 128]` in
-0 .. 1 and the word ids of captions `[n, length]` -> agreement `[n]`, the mean of the probabilities that the judge gives
-to what a caption names. Captions are read in the graph, by the templates of `vocabulary.py`. The judge's weights are
-kept in that graph and nowhere else: training writes the same graph with other weights.
+`judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`. Its inputs are images
+`[n, 3, 128, 128]` in 0 .. 1 and word ids of captions `[n, length]`. Its output is the agreement `[n]`: the mean
+probability that the judge gives to the attributes in the caption. The graph itself parses captions, by the templates of
+`vocabulary.py`. Only this graph stores the judge's weights; training writes a copy of the graph with other weights.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ from .vq import load_vq, to_tensor
 
 JUDGE_FILE = "judge.onnx"
 SHIPPED_JUDGE = Path(__file__).with_name(JUDGE_FILE)
-SEEN = 128  # pixels a side of the judge's input
-ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
-FRESH_SEED = 910_000
+SEEN = 128  # height and width of the judge's input in pixels
+ABSENT = 0  # colour and shape class of a third of the image without a solid
+FRESH_SEED = 910_000  # seed of scenes for measuring accuracy, which no training step uses
 
 
 class SceneJudge(nn.Module):
-    """Images `[n, 3, 128, 128]` -> logits for sky, ground, and per place colour and shape."""
+    """Network from images `[n, 3, 128, 128]` in [-1, 1] to logits of attributes.
+
+    The outputs are logits of the sky `[n, skies]` and of the ground `[n, grounds]`. For the left, middle and right
+    third of the image, they are also logits of a solid's colour `[n, 3, 1 + colours]` and shape `[n, 3, 1 + shapes]`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class SceneJudge(nn.Module):
 
         self.body = nn.Sequential(
             *make_conv_block(3, 24), *make_conv_block(24, 48), *make_conv_block(48, 96), *make_conv_block(96, 128)
-        )  # 8 x 8
+        )  # output [n, 128, 8, 8]
         self.scene = nn.Linear(128 * 4, len(SKIES) + len(GROUNDS))
         self.place = nn.Sequential(
             nn.Linear(128 * 8 * 4, 192), nn.SiLU(), nn.Linear(192, 2 + len(COLOURS) + len(SHAPES))
@@ -59,7 +63,8 @@ class SceneJudge(nn.Module):
     def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         maps = self.body(pictures)
         around = self.scene(F.adaptive_avg_pool2d(maps, (4, 1)).flatten(1))
-        thirds = torch.stack([maps[..., i : i + 4] for i in (0, 2, 4)], 1)  # [n, places, 128, 8, 4]
+        # The thirds overlap, since a solid may reach into the next third: [n, places, 128, 8, 4].
+        thirds = torch.stack([maps[..., i : i + 4] for i in (0, 2, 4)], 1)
         solids = self.place(thirds.flatten(2))
         colours = solids[..., : 1 + len(COLOURS)]
         shapes = solids[..., 1 + len(COLOURS) :]
@@ -68,7 +73,13 @@ class SceneJudge(nn.Module):
 
 @dataclass(frozen=True)
 class DetectedScene:
-    """The attributes found in an image: sky, ground, and the (colour, shape) of the solid at each place."""
+    """Attributes that the judge finds in an image.
+
+    Args:
+        sky: one of `SKIES`.
+        ground: one of `GROUNDS`.
+        solids: colour and shape of each solid, by its third of the image: `left`, `middle` or `right`.
+    """
 
     sky: str
     ground: str
@@ -76,7 +87,12 @@ class DetectedScene:
 
 
 def make_class_labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return class indices of scenes: sky `[n]`, ground `[n]`, colour `[n, places]`, shape `[n, places]`."""
+    """Return the class indices that the judge should predict for scenes.
+
+    Returns:
+        Four tensors: sky `[n]`, ground `[n]`, colour `[n, 3]` and shape `[n, 3]`. Colour and shape are given for the
+        left, middle and right third of the image; class 0 means no solid.
+    """
     colours = np.zeros((len(scenes), 3), np.int64)
     shapes = np.zeros((len(scenes), 3), np.int64)
     for i, scene in enumerate(scenes):
@@ -91,9 +107,12 @@ def make_class_labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tens
 
 @torch.no_grad()
 def judge(model: SceneJudge, pictures: NDArray[np.uint8], num_solids: list[int]) -> list[DetectedScene]:
-    """Judge images uint8 `[n, size, size, 3]`; `num_solids[i]` is the number of solids that image i should hold.
+    """Detect the attributes of uint8 images `[n, size, size, 3]`.
 
-    The places with the strongest evidence of a solid are taken.
+    Args:
+        model: judge of scenes.
+        num_solids: number of solids that each image should show. The judge returns as many solids, in the thirds of
+            the image that show a solid with the highest probability.
     """
     verdicts = []
     sky, ground, colours, shapes = model(_to_judge_input(pictures))
@@ -109,7 +128,15 @@ def judge(model: SceneJudge, pictures: NDArray[np.uint8], num_solids: list[int])
 
 
 def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch: int = 32, seed: int = 4) -> None:
-    """Train for `minutes`, write `work_folder/judge.onnx`, and print its accuracy on fresh scenes."""
+    """Train a judge, write `work_folder/judge.onnx`, and print the judge's accuracy on scenes not used for training.
+
+    Args:
+        work_folder: folder with the VQ tokenizer.
+        minutes: minutes of training; the learning rate falls to zero over this time.
+        num_scenes: number of training scenes.
+        batch: number of images per step.
+        seed: seed of the scenes, the weights and the noise.
+    """
     torch.manual_seed(seed)
     vq = load_vq(work_folder)
     size = vq.config.image_size
@@ -118,7 +145,7 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
     for i in range(0, num_scenes, 500):
         rendered = render_scenes(scenes[i : i + 500], size)
         with torch.no_grad():
-            if i < num_scenes // 2:
+            if i < num_scenes // 2:  # half of the images, since the judge sees both rendered and decoded images
                 rendered = _to_uint8_images(vq.decode(torch.from_numpy(vq.encode(rendered).astype(np.int64))))
             parts.append(_to_uint8_images(_to_judge_input(rendered)))
     pictures = np.concatenate(parts)
@@ -132,6 +159,7 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
         optimiser.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (1 - progress) / 0.7)
         chosen = rng.integers(0, num_scenes, batch)
         images = to_tensor(pictures[chosen])
+        # Random contrast and noise keep the judge from depending on exact pixel values.
         images = images * torch.empty(batch, 1, 1, 1).uniform_(0.92, 1.08) + 0.06 * torch.randn_like(images)
         losses = [
             F.cross_entropy(logits.flatten(0, -2), target[chosen].flatten(), label_smoothing=0.02)
@@ -155,7 +183,12 @@ def train_judge(work_folder: Path, minutes: float, num_scenes: int = 8000, batch
 
 
 def measure_judge_accuracy(model: SceneJudge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, float]:
-    """Return the share of attributes that the judge reads correctly, by their names in `compare_attributes`."""
+    """Return the share of images, 0 .. 1, for which the judge finds an attribute correctly, by attribute.
+
+    Args:
+        model: judge of scenes.
+        scenes: scenes that the images show.
+    """
     verdicts = [
         verdict
         for i in range(0, len(scenes), 100)
@@ -167,7 +200,11 @@ def measure_judge_accuracy(model: SceneJudge, scenes: list[Scene], pictures: NDA
 
 
 def compare_attributes(scene: Scene, verdict: DetectedScene) -> dict[str, bool]:
-    """Return which attributes agree: sky, ground; for single solids colour, shape, position; for two, `pair`."""
+    """Return whether each attribute of a scene was detected in its image.
+
+    The attributes are sky and ground; for one solid its position, colour and shape; for two solids `pair colours` and
+    `pair shapes`, which count as correct only if both solids are correct.
+    """
     marks = {"sky": scene.sky == verdict.sky, "ground": scene.ground == verdict.ground}
     if len(scene.solids) == 1:
         solid = scene.solids[0]
@@ -182,20 +219,20 @@ def compare_attributes(scene: Scene, verdict: DetectedScene) -> dict[str, bool]:
 
 
 def load_judge(work_folder: Path | None = None) -> SceneJudge:
-    """Load the judge of a work folder, or the shipped judge where the folder has none."""
+    """Load the judge of a work folder, or the judge of the recipe if the folder has none."""
     trained = work_folder / JUDGE_FILE if work_folder else None
     stored = _read_judge_weights(onnx.load(trained if trained and trained.exists() else SHIPPED_JUDGE))
     model = SceneJudge()
     state = model.state_dict()
     arrays = {name: numpy_helper.to_array(stored[name]) for name in state.keys() & stored.keys()}
-    for name, array in arrays.items():  # some products have their matrix transposed
+    for name, array in arrays.items():  # some matmuls of the graph store their matrix transposed
         state[name] = torch.tensor(array if array.shape == state[name].shape else array.T).float()
     model.load_state_dict(state)
     return model.eval()
 
 
 def save_judge(model: SceneJudge, path: Path) -> None:
-    """Write the graph that comes with the recipe, with this judge's weights; matrices and kernels as float16."""
+    """Write the recipe's judge graph with the weights of `model`; matrices and kernels are stored as float16."""
     graph = onnx.load(SHIPPED_JUDGE)
     state = model.state_dict()
     for name, tensor in _read_judge_weights(graph).items():
@@ -207,13 +244,13 @@ def save_judge(model: SceneJudge, path: Path) -> None:
 
 
 def _read_judge_weights(graph: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the judge's weights in its graph, by their names in the module."""
+    """Return the weights stored in a judge's graph, by their names in `SceneJudge`."""
     tensors = [tensor for tensor in graph.graph.initializer if tensor.name.startswith("judge.")]
     return {tensor.name.removeprefix("judge.").removesuffix(".half"): tensor for tensor in tensors}
 
 
 def _to_judge_input(pictures: NDArray[np.uint8]) -> Tensor:
-    """Scale images to `[n, 3, 128, 128]` in [-1, 1], the judge's input."""
+    """Convert uint8 images `[n, size, size, 3]` to the judge's input, float32 `[n, 3, 128, 128]` in [-1, 1]."""
     return F.adaptive_avg_pool2d(to_tensor(pictures), SEEN)
 
 

@@ -1,8 +1,8 @@
-"""Paint a `Scene` as a square image, in NumPy.
+"""Renderer of scenes: a `Scene` becomes a square image, computed with NumPy.
 
-Everything is a function of the scene and its seed. Solids are shaded from surface normals, grounds are noise textures
-seen in perspective, skies are gradients with clouds, stars, a sun or a moon. Lengths and places are in units of which a
-image has 128 a side, however many pixels that is; finer details are averaged.
+The image depends only on the scene and its seed. Solids are shaded by their surface normals. Grounds are noise textures
+in perspective. Skies are colour gradients with clouds, stars, a sun or a moon. Lengths and positions are in units; an
+image is 128 units wide and high for any number of pixels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from .vocabulary import Scene, Solid
 
-SIZE = 128  # units a side, and pixels where nothing else is asked for
-TEXTURE = 256  # side of the tileable textures
-LEVELS = 6  # versions of a texture, each averaged over twice the side of the previous
+SIZE = 128  # width and height of an image in units; also the default number of pixels
+TEXTURE = 256  # width and height in texels of the textures, which repeat without a visible seam
+LEVELS = 6  # number of mipmap levels: smoothed versions of a texture, each over squares of twice the previous side
 Floats = NDArray[Any]
 
 RGB = {
@@ -44,14 +44,14 @@ SOLID_TINT = {
     "night": (0.74, 0.76, 0.86),
     "overcast": (0.92, 0.93, 0.95),
 }
-REFLECTED = {"water": 0.5, "wood": 0.16, "stone": 0.1}  # share of a solid's light that the ground throws back
+REFLECTED = {"water": 0.5, "wood": 0.16, "stone": 0.1}  # brightness of a solid's reflection in the ground, 0 .. 1
 LIGHT = np.array([-0.52, -0.64, 0.57], np.float32)
 VIEWER = np.array([0, 0, 1], np.float32)
 LIGHT_HALF = (LIGHT + VIEWER) / np.linalg.norm(LIGHT + VIEWER)
 
 
 def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
-    """Render the scene, uint8 `[size, size, 3]` (height, width, RGB)."""
+    """Render a scene as an RGB image, uint8 `[size, size, 3]` with axes height, width and channel."""
     rng = np.random.default_rng(scene.seed)
     horizon = int(rng.integers(46, 58))
     canvas = np.empty((size, size, 3), np.float32)
@@ -67,7 +67,7 @@ def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
         radius = rng.uniform(low, high)
         base_y = rng.uniform(max(horizon + 30, 92), 118)
         placed.append((base_y, radius, solid))
-    placed.sort(key=lambda item: item[0])
+    placed.sort(key=lambda item: item[0])  # Far solids are drawn first, so that near solids cover them.
     for base_y, radius, solid in placed:
         _paint_shadow(canvas, solid.x * SIZE, base_y, radius, first_ground_row, pixel_centres)
     for base_y, radius, solid in placed:
@@ -76,7 +76,7 @@ def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
 
 
 def _compute_pixel_centres(size: int) -> Floats:
-    """Return the positions of pixels of a row or column, in units; in an image of 128 they are whole numbers."""
+    """Return the pixel centres along one axis in units, `[size]`. For 128 pixels they are 0, 1, .. 127."""
     return np.asarray((np.arange(size, dtype=np.float32) + 0.5) * (SIZE / size) - 0.5)
 
 
@@ -85,7 +85,7 @@ def _compute_pixel_centres(size: int) -> Floats:
 
 @lru_cache(maxsize=1)
 def _make_textures() -> dict[str, Floats]:
-    """Return tileable textures `[levels, 256, 256]` in [0, 1]: soft and fine noise, cells, planks, at every level."""
+    """Return the textures `soft`, `fine`, `wave` and `cells` with all mipmap levels, `[levels, 256, 256]` in 0 .. 1."""
     rng = np.random.default_rng(7)
 
     def make_noise(*octaves: tuple[int, float]) -> Floats:
@@ -98,7 +98,8 @@ def _make_textures() -> dict[str, Floats]:
     points = rng.random((72, 2)) * TEXTURE
     grid = np.stack(np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE), indexing="ij"), -1)
     gap = np.abs(grid[:, :, None] - points)  # [256, 256, points, 2]
-    distance = np.sort(np.hypot(*np.moveaxis(np.minimum(gap, TEXTURE - gap), -1, 0)), axis=-1)  # nearest point first
+    # Distances wrap around at the texture's edges, since textures repeat; the nearest point comes first.
+    distance = np.sort(np.hypot(*np.moveaxis(np.minimum(gap, TEXTURE - gap), -1, 0)), axis=-1)
     textures = {
         "soft": make_noise((4, 1.0), (8, 0.6), (16, 0.35), (32, 0.2)),
         "fine": make_noise((32, 1.0), (64, 0.9), (128, 0.5)),
@@ -109,7 +110,7 @@ def _make_textures() -> dict[str, Floats]:
 
 
 def _make_mipmap_levels(texture: Floats) -> Floats:
-    """Return `[levels, 256, 256]`: level i averages the texture over squares of side 2**i around every texel."""
+    """Return mipmap levels of a texture, `[levels, 256, 256]`; level i averages over 2**i by 2**i texels."""
     levels = [texture]
     for level in range(LEVELS - 1):
         texture_level = levels[-1]
@@ -121,20 +122,26 @@ def _make_mipmap_levels(texture: Floats) -> Floats:
 
 
 def _make_value_noise(rng: np.random.Generator, num_cells: int) -> Floats:
-    """Return smoothly interpolated tileable random values on a `num_cells x num_cells` lattice."""
+    """Return a texture `[256, 256]` that smoothly interpolates a lattice of `num_cells x num_cells` random values."""
     lattice = rng.random((num_cells, num_cells)).astype(np.float32)
     at = np.arange(TEXTURE) * num_cells / TEXTURE
     low = at.astype(int)
     part = (at - low).astype(np.float32)
-    part = part * part * (3 - 2 * part)
+    part = part * part * (3 - 2 * part)  # smoothstep, so that no edges show at the lattice lines
     rows = lattice[low] * (1 - part)[:, None] + lattice[(low + 1) % num_cells] * part[:, None]
     return np.asarray(rows[:, low] * (1 - part) + rows[:, (low + 1) % num_cells] * part)
 
 
 def _sample_texture(name: str, texture_x: Floats, texture_y: Floats) -> Floats:
-    """Interpolate the texture at `texture_x [rows, columns]` and `texture_y [rows, 1]`, in texels.
+    """Return the values of a texture at given positions, `[rows, columns]`, interpolated between texels.
 
-    The level of each row is as smooth as a pixel of the row is wide.
+    Each row uses the mipmap level whose squares are about as large as a pixel of the row. So distant ground looks
+    smooth, not noisy.
+
+    Args:
+        name: name of the texture.
+        texture_x: horizontal positions in texels, `[rows, columns]`.
+        texture_y: vertical positions in texels, `[rows, 1]`.
     """
     levels = _make_textures()[name]
     wide = np.abs(texture_x[:, 1] - texture_x[:, 0])
@@ -192,7 +199,7 @@ def _paint_ground(kind: str, horizon: int, pixel_centres: Floats, rng: np.random
         planks = across / 22.0
         plank = np.floor(planks)
         seam = np.clip(np.abs(planks - plank - 0.5) * -14.0 + 7.0, 0, 1)
-        shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0
+        shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0  # a pseudo-random brightness for each plank
         grain = _sample_texture("fine", across * 1.5, away * 0.16) - 0.5
         level = (0.42 + 0.28 * shade + 0.22 * grain) * (0.25 + 0.75 * seam)
         low = (0.17, 0.08, 0.03)
@@ -245,7 +252,9 @@ def _paint_disc(
 ) -> Floats:
     scale = len(pixel_centres) / SIZE
     away = np.hypot(pixel_centres[: len(sky), None] - y, pixel_centres[None] - x)
-    sky = sky + 0.22 * np.exp(-((away / (2.6 * radius)) ** 2))[..., None] * np.asarray(colour, np.float32)  # its glow
+    sky = sky + 0.22 * np.exp(-((away / (2.6 * radius)) ** 2))[..., None] * np.asarray(
+        colour, np.float32
+    )  # glow of the disc
     cover = np.clip((radius - away) * scale + 0.5, 0, 1)[..., None].astype(np.float32)
     return np.asarray(sky * (1 - cover) + np.asarray(colour, np.float32) * cover)
 
@@ -256,7 +265,7 @@ def _paint_disc(
 def _paint_shadow(
     canvas: Floats, x: float, base_y: float, radius: float, first_ground_row: int, pixel_centres: Floats
 ) -> None:
-    """Draw a dark, soft patch to the right, away from the light, and a darker one where solid and ground touch."""
+    """Darken the ground by the solid's shadow on the right, and more where the solid touches the ground."""
     rows = pixel_centres[first_ground_row:, None]
     columns = pixel_centres[None]
     cast = np.hypot((columns - x - 0.48 * radius) / (1.35 * radius), (rows - base_y + 0.10 * radius) / (0.30 * radius))
@@ -268,7 +277,10 @@ def _paint_shadow(
 def _paint_solid(
     canvas: Floats, solid: Solid, radius: float, base_y: float, scene: Scene, rng: np.random.Generator
 ) -> None:
-    """Draw the solid, shaded at twice the resolution and averaged, over the canvas, its reflection first."""
+    """Draw a solid, and before it its reflection in the ground.
+
+    The solid is shaded at twice the resolution and averaged, so that its edges are smooth.
+    """
     size = len(canvas)
     scale = size / SIZE
     x = (solid.x * SIZE + 0.5) * scale  # centre, in pixels from the corner
@@ -287,7 +299,7 @@ def _paint_solid(
     base = np.asarray(RGB[solid.colour], np.float32) * np.asarray(SOLID_TINT[scene.sky], np.float32)
     colour = base * (0.42 + 0.62 * diffuse)[:, None]
     colour += ((0.75 * gloss**28 + 0.10 * gloss**5) if solid.finish == "shiny" else 0.05 * gloss**3)[:, None]
-    fine = np.zeros((*inside.shape, 4), np.float32)
+    fine = np.zeros((*inside.shape, 4), np.float32)  # red, green, blue and opacity at twice the resolution
     fine[inside, :3] = colour
     fine[inside, 3] = 1
     pixels = (fine[::2, ::2] + fine[1::2, ::2] + fine[::2, 1::2] + fine[1::2, 1::2]) / 4
@@ -298,7 +310,14 @@ def _paint_solid(
 
 
 def _overlay_pixels(canvas: Floats, pixels: Floats, top: int, left: int) -> None:
-    """Draw premultiplied `pixels [rows, columns, 4]` over the canvas, cut at its edges."""
+    """Draw pixels with opacity over the canvas; pixels outside the canvas are dropped.
+
+    Args:
+        canvas: image that is changed, `[size, size, 3]`.
+        pixels: colours that are multiplied by their opacity, and the opacity, `[rows, columns, 4]`.
+        top: canvas row of the first pixel row; may be negative.
+        left: canvas column of the first pixel column; may be negative.
+    """
     size = len(canvas)
     rows = slice(max(top, 0), min(top + pixels.shape[0], size))
     columns = slice(max(left, 0), min(left + pixels.shape[1], size))
@@ -360,7 +379,16 @@ def _compute_star_surface(u: Floats, v: Floats, rng: np.random.Generator) -> tup
 def _compute_polyhedron_surface(
     u: Floats, v: Floats, corners: Floats, faces: Sequence[tuple[int, ...]], yaw: float, pitch: float
 ) -> tuple[Floats, Floats]:
-    """Return mask and normals of the faces turned to the viewer (+z), after a turn about y and a tilt about x."""
+    """Return where a rotated polyhedron covers the plane, bool `[rows, columns]`, and its surface normals there.
+
+    Args:
+        u: horizontal positions; 1 is the solid's radius.
+        v: vertical positions, downwards.
+        corners: corners of the polyhedron, `[corners, 3]`.
+        faces: corner indices of each face.
+        yaw: rotation about the vertical axis in radians, applied first.
+        pitch: rotation about the horizontal axis in radians.
+    """
     turn = np.array([[np.cos(yaw), 0, np.sin(yaw)], [0, 1, 0], [-np.sin(yaw), 0, np.cos(yaw)]])
     tilt = np.array([[1, 0, 0], [0, np.cos(pitch), np.sin(pitch)], [0, -np.sin(pitch), np.cos(pitch)]])
     points = corners @ turn.T @ tilt.T
@@ -371,14 +399,14 @@ def _compute_polyhedron_surface(
         polygon = points[list(face)].astype(np.float32)
         facing = np.cross(polygon[1] - polygon[0], polygon[2] - polygon[1])
         facing /= np.linalg.norm(facing)
-        if facing @ (polygon.mean(0) - middle) < 0:
+        if facing @ (polygon.mean(0) - middle) < 0:  # normals should point outwards
             facing = -facing
-        if facing[2] <= 0.02:
+        if facing[2] <= 0.02:  # the viewer looks along the z axis and sees only faces with positive z
             continue
         ahead = np.roll(polygon, -1, axis=0)
         cross = [
             (b[0] - a[0]) * (v - a[1]) - (b[1] - a[1]) * (u - a[0]) for a, b in zip(polygon, ahead, strict=True)
-        ]  # one half-plane an edge
+        ]  # on which side of each edge a position lies; inside the face, all signs are equal
         in_face = np.logical_and.reduce([c >= 0 for c in cross]) | np.logical_and.reduce([c <= 0 for c in cross])
         inside |= in_face
         normal[in_face] = facing

@@ -1,6 +1,6 @@
-"""Make a work folder from a bundle, so that training can continue where only the bundle is left.
+"""Conversion of a bundle into a work folder, so that training can continue without the old checkpoints.
 
-Weights come back as the bundle has them, rounded to float16 or integers; code tables come back as plain rows.
+The bundle's weights are rounded to float16 or integers. The code tables have no feature map.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from .vq import VQ_SIZES, ScenesVQ
 
 
 def restore_work_folder(bundle: Path | str, work_folder: Path, only_vq: bool = False) -> None:
-    """Write `vq.pt`, `target.pt` and the folder `drafter` from a scenes bundle; rejects an existing work folder.
+    """Write `vq.pt`, `target.pt` and the folder `drafter` from a scenes bundle.
 
-    only_vq: write only `vq.pt`, to train a target of another size on the same codes.
+    Args:
+        bundle: folder or name of a scenes bundle.
+        work_folder: folder to write, which must not exist.
+        only_vq: whether to write only `vq.pt`, for training a target of another size on the same codes.
+
+    Raises:
+        OutputError: the work folder exists.
     """
     check_output_folder(work_folder, force=False)
     opened = open_bundle(bundle)
@@ -41,7 +47,7 @@ def restore_work_folder(bundle: Path | str, work_folder: Path, only_vq: bool = F
 
 
 def _read_graph_weights(bundle: Bundle, graph_name: str) -> dict[str, Tensor]:
-    """Return the weights of a graph by name, float32."""
+    """Return the weights of a bundle's graph as float32 tensors, by name."""
     weights = StoredWeights(bundle.path(graph_name))
     names = (name for name, weight in weights.items() if weight.dtype and not name.endswith(".scales"))
     return {name: torch.from_numpy(weights.float32(name)) for name in names}
@@ -85,7 +91,7 @@ def _restore_target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
         "code_embedding": torch.from_numpy(bundle.code_embeddings.copy()),
         "code_head": graph_weights["head.weight"].T,
     }
-    for part, table in tables.items():  # all in the learned rows, nothing in the map of features
+    for part, table in tables.items():  # the learned rows hold the whole table, so the feature map is zero
         module = getattr(target, part)
         condition |= {
             f"{part}.rows": table,
@@ -108,15 +114,15 @@ def _restore_drafter(bundle: Bundle, target_config: DecoderConfig) -> EagleDraft
 
 
 def _convert_layer_weights(graph_weights: dict[str, Tensor], num_layers: int, head_dim: int) -> dict[str, Tensor]:
-    """Return weights of decoder layers with the names and layout of the torch modules.
+    """Convert the weights of decoder layers from the ONNX graph's form to the form of the PyTorch modules.
 
-    The graph's weights are transposed, and its queries include the attention scale.
+    The graph's matrices are transposed, and its query weights are multiplied by the attention scale.
     """
     layer_weights = {}
     for i in range(num_layers):
         at = f"layers.{i}."
         qkv = graph_weights[f"{at}attention.qkv.weight"].T.clone()
-        qkv[: qkv.shape[1]] *= head_dim**0.5
+        qkv[: qkv.shape[1]] *= head_dim**0.5  # the first `width` rows are the queries
         layer_weights[f"{at}attention.qkv.weight"] = qkv
         for name in ("attention.out", "ffn.gate", "ffn.up", "ffn.down"):
             layer_weights[f"{at}{name}.weight"] = graph_weights[f"{at}{name}.weight"].T

@@ -1,7 +1,8 @@
-"""Round the target to integers so that its outputs on scenes that nothing else uses change least.
+"""Rounding of the target's weights to integers with GPTQ (Frantar et al., 2022).
 
-Columns are rounded one after the other, and later columns compensate each error as far as their inputs correlate
-(GPTQ: Frantar et al., 2022). Nearest integers have three times the divergence.
+The columns of a matrix are rounded one after the other. Later columns compensate each rounding error, as far as their
+inputs correlate. Rounding to the nearest integers changes the target's distributions three times as much. The inputs
+are computed on scenes that no other step uses.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from .vq import ScenesVQ
 
 SCENES = 48
 SEED = 840_000
-_DAMPING = 0.01  # share of the mean of the diagonal
+_DAMPING = 0.01  # added to the diagonal of the input moments, as a share of its mean, so that they can be inverted
 
 
 @torch.no_grad()
 def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor, vq: ScenesVQ) -> Decoder:
-    """Return the decoder with weights that integers of `--precision int8` represent exactly.
+    """Return a copy of the decoder, with weights that `--precision int8` stores without a further change.
 
     Args:
-        decoder: the decoder of `target.fold_code_tables()`.
-        target: computes the prefixes.
-        code_embeddings: the table of `target.fold_code_tables()`.
-        vq: tokenises the scenes.
+        decoder: decoder of `target.fold_code_tables()`.
+        target: target that computes the caption embeddings.
+        code_embeddings: code embeddings of `target.fold_code_tables()`, `[codes, width]`.
+        vq: VQ tokenizer that encodes the scenes.
     """
     rounded = copy.deepcopy(decoder)
     codes = torch.from_numpy(tokenise_scenes(vq, SCENES, SEED).astype(np.int64)).repeat(2, 1)
@@ -47,6 +48,7 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
     prefix = target.prefix(torch.from_numpy(captions).repeat(2, 1), dropped)
     x = torch.cat([prefix, code_embeddings[codes[:, :-1]]], 1)  # [scenes, prefix and codes, width]
     rope = rounded.rope[None, : x.shape[1]]
+    # Each layer is rounded for the outputs of the rounded layers before it, which are its inputs at run time.
     for layer in rounded.layers:
         attention = layer.attention
         ffn = layer.ffn
@@ -63,10 +65,19 @@ def round_target(decoder: Decoder, target: ScenesTarget, code_embeddings: Tensor
 
 @torch.no_grad()
 def round_layer(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """Round a layer's weights for inputs `[scenes, nodes, in]`; return its outputs after rounding."""
+    """Round the weights of a linear layer in place.
+
+    Args:
+        linear: layer to round.
+        inputs: inputs for which the layer's outputs should change least, `[scenes, positions, in]`.
+
+    Returns:
+        The outputs of the rounded layer, `[scenes, positions, out]`.
+    """
     rows = inputs.flatten(0, 1).double()
     moments = rows.T @ rows / len(rows)  # [in, in]
     moments += _DAMPING * moments.diagonal().mean() * torch.eye(len(moments))
+    # Columns with the largest inputs are rounded first, because the later columns can compensate their errors.
     order = moments.diagonal().argsort(descending=True)
     inverse = torch.linalg.inv(moments[order][:, order])
     influence = torch.linalg.cholesky(inverse, upper=True)  # row i: how an error in column i spreads over later columns
@@ -78,9 +89,8 @@ def round_layer(linear: nn.Linear, inputs: Tensor) -> Tensor:
     result = torch.empty_like(weights)
     for i in range(len(order)):
         nearest = (weights[:, i] / scales).round().clamp(-largest_integer, largest_integer)
-        nearest = torch.where(
-            largest == i, weights[:, i].sign() * largest_integer, nearest
-        )  # or the scale would be another
+        # The largest weight of each row keeps the largest integer; otherwise the export would choose another scale.
+        nearest = torch.where(largest == i, weights[:, i].sign() * largest_integer, nearest)
         result[:, i] = nearest * scales
         error = (weights[:, i] - result[:, i]) / influence[i, i]
         weights[:, i + 1 :] -= error[:, None] * influence[i, i + 1 :]

@@ -1,10 +1,10 @@
-"""Sharper images from the same codes: the tokenizer's decoder against a critic.
+"""Adversarial training of the VQ tokenizer's decoder, for sharper images from the same codes.
 
-A decoder that is trained for small differences draws the mean of all images that a code may stand for, which is soft.
-Here encoder and codebook stay as they are, so that codes keep their meaning and a target trained on them stays good.
-The decoder gets two more losses from a critic that learns to tell decoded images from rendered ones. They are the
-critic's opinion, and the distance of its features of the two images. Sources: hinge loss as in Lim, Ye (2017),
-feature matching as in Salimans et al. (2016), critics of patches as in Isola et al. (2017).
+A decoder that is trained on pixel differences returns the mean of all images with the same codes, which is blurred.
+Here the decoder gets two more losses, from a critic that learns to tell decoded images from rendered images. One loss
+is the critic's opinion of the decoded image. The other is the distance between the critic's features of both images.
+The encoder and the codebook do not change, so a target that was trained on the codes stays valid. Sources: hinge loss
+as in Lim, Ye (2017), feature matching as in Salimans et al. (2016), critics of patches as in Isola et al. (2017).
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ SEED = 40_000  # seed of images that the tokenizer was not trained on
 
 
 class Critic(nn.Module):
-    """Images `[n, 3, size, size]` -> features of every layer, opinions `[n, 1, size / 16, size / 16]` last."""
+    """Network that tells decoded images from rendered images.
+
+    For images `[n, 3, size, size]` it returns the features of every layer, and last the opinions
+    `[n, 1, size / 16, size / 16]`. An opinion is positive for a patch that looks rendered.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,9 +56,16 @@ class Critic(nn.Module):
 
 
 def sharpen_vq_decoder(work_folder: Path, minutes: float, batch: int = 16, device: str = "cpu") -> None:
-    """Train until this work folder's decoder has had `minutes` against the critic; rewrites `work_folder/vq.pt` and, to
-    go on
-    from, `work_folder/sharpen-state.pt` every two minutes."""
+    """Train the decoder of `work_folder/vq.pt` against a critic.
+
+    `vq.pt` and `sharpen-state.pt`, from which an interrupted call continues, are written every two minutes.
+
+    Args:
+        work_folder: folder of checkpoints.
+        minutes: minutes of training, including earlier calls; the learning rates fall to zero over this time.
+        batch: number of images per step.
+        device: PyTorch device.
+    """
     torch.manual_seed(6)
     vq = load_vq(work_folder).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     critic = Critic().to(device)
@@ -93,7 +104,7 @@ def sharpen_vq_decoder(work_folder: Path, minutes: float, batch: int = 16, devic
         torch.autograd.backward(critic_loss)
         critic_adam.step()
         loss = image_loss(decoded, images)
-        if step >= ALONE:
+        if step >= ALONE:  # before, the critic cannot tell the images apart and its losses would mislead the decoder
             with mixed_precision(device):
                 fake_features = critic(decoded)
             distances = [

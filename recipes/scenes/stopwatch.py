@@ -1,4 +1,4 @@
-"""Time that counts as training."""
+"""Measurement of training time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import torch
 
 
 class Stopwatch:
-    """Counts seconds of work, starting from the seconds of earlier calls.
+    """Counter of training seconds, which adds the seconds of earlier calls.
 
-    On a processor, it counts time of the calling thread: a process that is paused or waits for others loses no training
-    time.
+    When training runs on the CPU, only the computing time of the calling thread counts. So a process that is paused or
+    waits for other processes loses no training time.
+
+    Args:
+        device: PyTorch device of the training.
+        earlier_seconds: seconds of earlier calls.
     """
 
     def __init__(self, device: str, earlier_seconds: float = 0.0) -> None:
@@ -19,5 +23,5 @@ class Stopwatch:
         self._start = self._now() - earlier_seconds
 
     def seconds(self) -> float:
-        """Return the seconds so far."""
+        """Return the seconds of this call and earlier calls."""
         return self._now() - self._start

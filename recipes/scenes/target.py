@@ -1,4 +1,4 @@
-"""Training of the scenes target: endless rendered scenes, Muon, and a weight average for use."""
+"""Training of the target of `scenes`, on an endless sequence of rendered scenes, with Muon and averaged weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .text import UNKNOWN, encode_caption
 from .vocabulary import write_caption
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq
 
-SHARD = 4000  # scenes rendered and tokenised at a time
-PASSES = 2  # times a shard is gone through, each time with other captions
-FRESH_SEED = 900_000  # scenes nobody trains on
-ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # solids stand on the lower rows
+SHARD = 4000  # number of scenes in a shard, which are rendered and tokenised at a time
+PASSES = 2  # number of epochs over a shard, each with other captions
+FRESH_SEED = 900_000  # seed of scenes for measurements, which no training step uses
+ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # loss weight of each grid row; solids fill rows 5-14
 
 
 def load_shard_codes(work_folder: Path, vq: ScenesVQ, shard_index: int, shard_size: int) -> NDArray[np.int16]:
-    """Return codes `[shard_size, 256]` of shard `shard_index`, rendered on first use."""
+    """Return the codes of a shard, int16 `[shard_size, 256]`. The first call renders the shard and saves its codes."""
     path = work_folder / f"codes-{shard_index:04d}.npy"
     if not path.exists():
         codes = tokenise_scenes(vq, shard_size, seed=shard_index + 10_000)
@@ -47,7 +47,7 @@ def load_shard_codes(work_folder: Path, vq: ScenesVQ, shard_index: int, shard_si
 
 
 def tokenise_scenes(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
-    """Return codes `[count, 256]` of the scenes of a seed."""
+    """Render the scenes of `sample_scenes(count, seed)` and return their codes, int16 `[count, 256]`."""
     scenes = sample_scenes(count, seed)
     size = vq.config.image_size
     parts = []
@@ -61,14 +61,19 @@ def tokenise_scenes(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
 def iterate_batches(
     work_folder: Path, vq: ScenesVQ, batch_size: int, num_skipped: int, shard_size: int = SHARD
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield caption ids `[batch_size, 24]`, codes `[batch_size, 256]` and the samples seen so far, from sample
-    `num_skipped` on.
+    """Yield training batches without end.
 
-    shard_size: scenes rendered at a time; the same for all calls on a work folder.
+    Args:
+        work_folder: folder of shards.
+        vq: VQ tokenizer that encodes the scenes.
+        batch_size: number of scenes per batch.
+        num_skipped: number of scenes that earlier calls used. An epoch that was interrupted starts again.
+        shard_size: number of scenes in a shard; the same for all calls on a work folder.
+
+    Yields:
+        Word ids of captions `[batch_size, 24]`, codes `[batch_size, 256]`, and the number of scenes used so far.
     """
-    for done in itertools.count(
-        num_skipped // shard_size
-    ):  # whole passes over a shard; one begun before is gone through again
+    for done in itertools.count(num_skipped // shard_size):  # number of finished epochs over shards
         index, turn = divmod(done, PASSES)
         codes = load_shard_codes(work_folder, vq, index, shard_size)
         scenes = sample_scenes(shard_size, index + 10_000)
@@ -77,6 +82,7 @@ def iterate_batches(
         for i in range(0, shard_size - batch_size + 1, batch_size):
             chosen = order[i : i + batch_size]
             captions = np.stack([encode_caption(write_caption(scenes[j], rng)) for j in chosen])
+            # One word in a hundred becomes `<unk>`, so that prompts with unknown words work; 0 is padding.
             captions[(rng.random(captions.shape) < 0.01) & (captions > 0)] = UNKNOWN
             yield (
                 torch.from_numpy(captions),
@@ -88,14 +94,34 @@ def iterate_batches(
 def compute_token_losses(
     model: ScenesTarget, captions: Tensor, codes: Tensor, dropped_captions: Tensor | None = None
 ) -> Tensor:
-    """Return the negative log-likelihood `[rows, 256]` of each code, in nats."""
+    """Compute the negative log-likelihood of each code, in nats.
+
+    Args:
+        model: target.
+        captions: word ids, int64 `[rows, 24]`.
+        codes: image tokens, int64 `[rows, 256]`.
+        dropped_captions: bool `[rows]`, true for rows without caption; None: all rows have captions.
+
+    Returns:
+        Losses `[rows, 256]`.
+    """
     logits = model.logits(captions, codes, dropped_captions)
     return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view(codes.shape)
 
 
 @torch.no_grad()
 def evaluate_losses(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
-    """Return mean nats per token over fresh scenes: all, sky rows, ground rows, middle rows, without caption."""
+    """Compute mean losses in nats per token.
+
+    Args:
+        model: target.
+        captions: word ids of scenes, int64 `[scenes, 24]`, with at least 32 scenes.
+        codes: image tokens of the scenes, int64 `[scenes, 256]`.
+
+    Returns:
+        Means over all tokens, over grid rows 0-3 (`sky`), 5-12 (`middle`) and 14-15 (`ground`), and over 32 scenes
+        without caption.
+    """
     losses = torch.cat(
         [compute_token_losses(model, captions[i : i + 32], codes[i : i + 32]) for i in range(0, len(codes), 32)]
     )
@@ -122,17 +148,26 @@ def train_target(
     target_config: DecoderConfig | None = None,
     shard_size: int = SHARD,
 ) -> None:
-    """Train until this work folder's target has had `minutes`.
+    """Train the target of a work folder, and write its averaged weights to `target.pt`.
 
-    `target_config` is that of the target in `work_folder` or, where there is none, `CONFIG`, with as many codes as the
-    tokenizer; CheckpointError if another is given.
+    An interrupted call continues from `target-state.pt`. A call with more minutes continues from `target-stable.pt`,
+    the last state before the learning rate fell, or from `target.pt` if there is none. The files are written every four
+    minutes.
 
-    `compiled` passes the loss through torch.compile, which needs a C++ compiler and gave 20 % more scenes a second.
+    Args:
+        work_folder: folder of checkpoints and shards.
+        minutes: minutes of training, including earlier calls.
+        cooldown: share of the time, at its end, over which the learning rate falls to zero; before, it is constant.
+        batch: number of scenes per step.
+        lr: maximum learning rate of Muon.
+        compiled: whether to use `torch.compile`. It needs a C++ compiler and gave 20 % more scenes per second.
+        device: PyTorch device.
+        target_config: sizes of the target; None: those of the target in the work folder, or else `CONFIG`. The number
+            of codes is always that of the VQ tokenizer.
+        shard_size: number of scenes in a shard; the same for all calls on a work folder.
 
-    The learning rate is constant, then falls to zero over the last `cooldown` share. An interrupted call
-    continues from `target-state.pt`. A call for more minutes continues from `target-stable.pt`, the last state before
-    that fall, or else from `target.pt`. The last file holds the average weights for use.
-    All are rewritten every four minutes.
+    Raises:
+        CheckpointError: the target in the work folder has other sizes than `target_config`.
     """
     torch.manual_seed(1)
     vq = load_vq(work_folder).to(device)
@@ -193,7 +228,7 @@ def train_target(
             "plan": training_plan,
         }
         save_checkpoint(ongoing, snapshot)
-        if progress < 1 - cooldown:
+        if progress < 1 - cooldown:  # training for more minutes must continue with the full learning rate
             save_checkpoint(stable, snapshot)
         with mixed_precision(device):
             scores = evaluate_losses(average, fresh_captions, fresh)
@@ -212,6 +247,7 @@ def train_target(
         rate = min(1.0, (step + 1) / 60, (1 - progress) / cooldown if cooldown else 1.0)
         muon.param_groups[0]["lr"] = lr * rate
         adam.param_groups[0]["lr"] = 2e-3 * rate
+        # A tenth of the captions is dropped, so that the model also learns the distribution that guidance needs.
         dropped = torch.rand(len(codes), device=device) < 0.1
         with mixed_precision(device):
             losses = compute_losses(model, captions.to(device), codes.to(device), dropped)
@@ -231,7 +267,7 @@ def train_target(
 
 
 def update_weights(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
-    """Take a step of both optimisers, with clipped gradients for Adam."""
+    """Update the weights by one step of both optimisers; the gradients of Adam's weights are clipped to norm 1."""
     muon.zero_grad(set_to_none=True)
     adam.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
@@ -242,7 +278,7 @@ def update_weights(loss: Tensor, muon: Muon, adam: torch.optim.AdamW) -> None:
 
 @torch.no_grad()
 def update_average(average: ScenesTarget, model: ScenesTarget, decay: float) -> None:
-    """Move the average weights towards the model's."""
+    """Update the averaged weights in place: `average = decay * average + (1 - decay) * model`."""
     for averaged, current in zip(average.parameters(), model.parameters(), strict=True):
         averaged.lerp_(current, 1 - decay)
 
@@ -250,7 +286,13 @@ def update_average(average: ScenesTarget, model: ScenesTarget, decay: float) -> 
 def _find_resume_state(
     checkpoint_paths: tuple[Path, Path, Path], training_plan: dict[str, float]
 ) -> tuple[Path, dict[str, Any] | None]:
-    """Return the checkpoint among `ongoing, stable, finished` that a run of this plan continues from, or None."""
+    """Return the path and contents of the checkpoint from which training continues; None as contents: start anew.
+
+    Args:
+        checkpoint_paths: paths of the last state, of the last state before the learning rate fell, and of the averaged
+            weights.
+        training_plan: `minutes` and `cooldown`. The last state is used only if its plan is the same.
+    """
     ongoing, stable, finished = checkpoint_paths
     if ongoing.exists():
         state = load_checkpoint(ongoing)
@@ -261,7 +303,7 @@ def _find_resume_state(
 
 
 def load_target(work_folder: Path, name: str = "target.pt") -> ScenesTarget:
-    """Load the trained target of a work folder, with its average weights."""
+    """Load a trained target with its averaged weights from the file `name` of a work folder."""
     state = load_checkpoint(work_folder / name)
     model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], DecoderConfig(**state["config"]))
     model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""Encode captions as word ids in a fixed number of slots; `tokenizer.json` in the bundle has the same ids."""
+"""Encoding of captions as a fixed number of word ids. The bundle's `tokenizer.json` has the same ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORD_IDS = {word: i for i, word in enumerate(WORDS)}
 
 
 def encode_caption(caption: str) -> NDArray[np.int64]:
-    """Return word ids `[24]`, padded on the right; words past the last slot are dropped."""
+    """Return the word ids of a caption, int64 `[24]`, padded on the right; words after the 24th are dropped."""
     words = re.findall(r"[a-z]+", caption.lower())[:SLOTS]
     ids = np.full(SLOTS, PAD, np.int64)
     ids[: len(words)] = [WORD_IDS.get(word, UNKNOWN) for word in words]

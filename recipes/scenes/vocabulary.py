@@ -1,8 +1,7 @@
-"""Describe scenes in words: the attributes of a scene, and the templates of captions.
+"""Attributes of scenes, and templates for captions that describe scenes.
 
-A `Scene` is the ground truth behind one image: sky, ground and one or two solids. `write_caption` turns it
-into one of many captions; attributes may be left out, so that a prompt need not name everything. The
-words of all templates are the model's whole vocabulary.
+A `Scene` describes an image: sky, ground and one or two solids. `write_caption` writes a random caption. Captions
+may leave attributes out, so that a prompt need not name every attribute. The model knows only the templates' words.
 """
 
 from __future__ import annotations
@@ -49,7 +48,15 @@ BESIDE = ("next to", "beside", "and")
 
 @dataclass(frozen=True)
 class Solid:
-    """A solid object. `x` is the horizontal centre in [0, 1]."""
+    """Solid object of a scene.
+
+    Args:
+        shape: one of `SHAPES`.
+        colour: one of `COLOURS`.
+        size: one of `SIZES`.
+        finish: one of `FINISHES`.
+        x: horizontal position of the centre, 0 (left edge of the image) .. 1 (right edge).
+    """
 
     shape: str
     colour: str
@@ -59,13 +66,20 @@ class Solid:
 
     @property
     def place(self) -> str:
-        """`left`, `middle` or `right` third of the image."""
+        """Third of the image with the solid's centre: `left`, `middle` or `right`."""
         return PLACES[min(2, int(self.x * 3))]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A scene: one or two solids (left one first) on a ground under a sky; `seed` fixes everything unnamed."""
+    """Contents of an image: one or two solids on a ground under a sky.
+
+    Args:
+        sky: one of `SKIES`.
+        ground: one of `GROUNDS`.
+        solids: solids from left to right.
+        seed: seed of all details that have no attribute, such as the clouds.
+    """
 
     sky: str
     ground: str
@@ -74,7 +88,7 @@ class Scene:
 
 
 def sample_scene(rng: np.random.Generator, two_solids_probability: float = 0.22) -> Scene:
-    """Draw a scene; with probability `two_solids_probability` it holds two, left and right."""
+    """Return a random scene. It has two solids with probability `two_solids_probability`, otherwise one."""
     if rng.random() < two_solids_probability:
         spots = [rng.uniform(0.25, 0.29), rng.uniform(0.71, 0.75)]
     else:
@@ -86,7 +100,13 @@ def sample_scene(rng: np.random.Generator, two_solids_probability: float = 0.22)
 
 
 def write_caption(scene: Scene, rng: np.random.Generator, complete: bool = False) -> str:
-    """Write a caption of the scene. With `complete` it names colour, shape, place, ground and sky."""
+    """Return a random caption of a scene.
+
+    Args:
+        scene: scene to describe.
+        rng: generator that selects the template and the attributes.
+        complete: whether to name colour, shape, position, ground and sky in any case.
+    """
 
     def should_mention(probability: float) -> bool:
         return complete or bool(rng.random() < probability)
@@ -117,7 +137,7 @@ def write_caption(scene: Scene, rng: np.random.Generator, complete: bool = False
 
 
 def vocabulary() -> list[str]:
-    """Return every word of every template, sorted: all words that a prompt may use."""
+    """Return all words of the templates, sorted. They are the only words that the model knows."""
     groups: list[object] = [SHAPES, COLOURS, SIZES, FINISHES, LEFT_OF, RIGHT_OF, BESIDE, ("a", "an", "one")]
     for table in (SHAPE_WORDS, SIZE_WORDS, FINISH_WORDS, PLACE_PHRASES, GROUND_PHRASES, SKY_PHRASES):
         groups.extend(table.values())

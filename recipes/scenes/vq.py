@@ -1,10 +1,11 @@
-"""The scenes VQ tokenizer: images <-> 16 x 16 codes, and its training.
+"""VQ tokenizer of `scenes`, which converts images to 16 x 16 codes and back, and its training.
 
-The encoder sees a small neighbourhood of each cell, which keeps codes local and interchangeable and the
-autoregressive task easy. Codes are unit vectors of 8 numbers; the codebook follows its members by
-exponential moving averages, and codes nobody uses are moved onto encodings that are badly served.
+The encoder computes the code of a cell from a small neighbourhood of the cell only. Local codes are easier to
+predict for the target. The codebook has one unit vector of 8 numbers per code. In training, each codebook vector is an
+exponential moving average of the encoded vectors that are assigned to it. Unused codes move to encoded vectors that are
+far from their nearest code.
 
-A size is a `ScenesVQConfig`. Every checkpoint contains it.
+A `ScenesVQConfig` describes the size of a tokenizer. Every checkpoint contains the config of its tokenizer.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ CODE_DIM = 8
 GRID = 16
 RATE = 1e-3
 MUON_RATE = 0.02
-POOL = 1024  # images rendered at a time
-PASSES = 4  # times that each image is learnt from
-SEATED = 80  # steps before there are codes
+POOL = 1024  # number of images that are rendered at a time
+PASSES = 4  # number of times that each image is used for training
+SEATED = 80  # number of first steps that train without the codebook
 
 
 @dataclass(frozen=True)
 class ScenesVQConfig:
     """Sizes of a tokenizer; the defaults are the sizes of the bundled model."""
 
-    patch: int = 4  # side in pixels of the squares that are folded into channels; images are 64 * patch a side
+    patch: int = 4  # side in pixels of the squares that become channels; the image size is 64 * patch
     codes: int = 2048
     encoder: tuple[int, int] = (128, 256)  # channels at 32 x 32 and 16 x 16
     decoder: tuple[tuple[int, int], ...] = ((192, 3), (128, 2), (64, 1))  # channels and blocks at 16 x 16, 32 x 32, ...
 
     @property
     def image_size(self) -> int:
-        """Pixels a side."""
+        """Height and width of the images in pixels."""
         return 4 * GRID * self.patch
 
 
@@ -58,14 +59,18 @@ VQ_SIZES: Mapping[str, ScenesVQConfig] = {
 
 
 def find_vq_config(name: str) -> ScenesVQConfig:
-    """Return the size with this name; RequestError if there is none."""
+    """Return the config of a tokenizer by the name of its image size.
+
+    Raises:
+        RequestError: `VQ_SIZES` has no such name.
+    """
     if name not in VQ_SIZES:
         raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(VQ_SIZES)}")
     return VQ_SIZES[name]
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions around a skip connection."""
+    """Residual block: the sum of its input and two 3x3 convolutions of its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +83,7 @@ class ResidualBlock(nn.Module):
 
 
 class VQEncoder(nn.Module):
-    """`[images, 3, size, size]` in [-1, 1] -> unit vectors `[images, 8, 16, 16]`."""
+    """Network from images `[images, 3, size, size]` in [-1, 1] to unit vectors `[images, 8, 16, 16]`."""
 
     def __init__(self, config: ScenesVQConfig) -> None:
         super().__init__()
@@ -96,7 +101,7 @@ class VQEncoder(nn.Module):
 
 
 class VQDecoder(nn.Module):
-    """Code vectors `[images, 8, 16, 16]` -> images `[images, 3, size, size]`, about [-1, 1]."""
+    """Network from codebook vectors `[images, 8, 16, 16]` to images `[images, 3, size, size]` in about [-1, 1]."""
 
     def __init__(self, config: ScenesVQConfig) -> None:
         super().__init__()
@@ -119,7 +124,13 @@ class VQDecoder(nn.Module):
 
 
 class ScenesVQ(nn.Module):
-    """Encoder, codebook and decoder."""
+    """VQ tokenizer: an encoder, a codebook and a decoder.
+
+    Attributes:
+        codebook: unit vectors of the codes, `[codes, 8]`.
+        members: moving average of the number of vectors per step that are assigned to each code, `[codes]`.
+        sums: moving average of the sums of these vectors, `[codes, 8]`.
+    """
 
     codebook: Tensor
     members: Tensor
@@ -130,7 +141,7 @@ class ScenesVQ(nn.Module):
         self.config = config = config or ScenesVQConfig()
         self.encoder = VQEncoder(config)
         self.decoder = VQDecoder(config)
-        for module in self.modules():  # residual blocks start as the identity
+        for module in self.modules():  # so that residual blocks return their input when training starts
             if isinstance(module, ResidualBlock):
                 nn.init.zeros_(module.second.weight)
         start = F.normalize(torch.randn(config.codes, CODE_DIM), dim=1)
@@ -139,22 +150,23 @@ class ScenesVQ(nn.Module):
         self.register_buffer("sums", start.clone())
 
     def find_nearest_codes(self, vectors: Tensor) -> Tensor:
-        """Return codes `[images, 16, 16]` of unit vectors `[images, 8, 16, 16]`."""
+        """Return the nearest codes `[images, 16, 16]` of unit vectors `[images, 8, 16, 16]`."""
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
+        # For unit vectors, the largest dot product means the smallest distance.
         return (flat @ self.codebook.T).argmax(1).view(-1, GRID, GRID)
 
     def lookup_vectors(self, codes: Tensor) -> Tensor:
-        """Return code vectors `[images, 8, 16, 16]` of codes `[images, 16, 16]`."""
+        """Return the codebook vectors `[images, 8, 16, 16]` of codes `[images, 16, 16]`."""
         return self.codebook[codes].permute(0, 3, 1, 2)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return images `[images, 3, size, size]` of codes `[images, 256]` or `[images, 16, 16]`."""
+        """Decode codes `[images, 256]` or `[images, 16, 16]` to images `[images, 3, size, size]`."""
         pictures: Tensor = self.decoder(self.lookup_vectors(codes.view(-1, GRID, GRID)))
         return pictures
 
     @torch.no_grad()
     def encode(self, pictures: NDArray[np.uint8], batch: int = 64) -> NDArray[np.int16]:
-        """Return codes `[images, 256]` of uint8 images `[images, size, size, 3]`."""
+        """Encode uint8 images `[images, size, size, 3]` as codes, int16 `[images, 256]`, `batch` images at a time."""
         parts = []
         for i in range(0, len(pictures), batch):
             vectors = self.encoder(to_tensor(pictures[i : i + batch], self.codebook.device))
@@ -163,7 +175,16 @@ class ScenesVQ(nn.Module):
 
     @torch.no_grad()
     def update_codebook(self, vectors: Tensor, codes: Tensor, decay: float = 0.98) -> None:
-        """Move each code towards the mean of its members; move unused codes onto badly served vectors."""
+        """Update the codebook in place.
+
+        Each codebook vector moves towards the mean of the vectors that are assigned to it. Unused codes move to vectors
+        that are far from their nearest code.
+
+        Args:
+            vectors: unit vectors of a batch, `[images, 8, 16, 16]`.
+            codes: nearest code of each vector, `[images, 16, 16]`.
+            decay: decay of the moving averages per step.
+        """
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
         index = codes.flatten()
         count = torch.bincount(index, minlength=self.config.codes).float()
@@ -172,6 +193,7 @@ class ScenesVQ(nn.Module):
         unused = self.members < 0.1
         if unused.any():
             num_moved = min(int(unused.sum()), len(flat) // 4)
+            # A random quarter of the worst vectors, because the worst vectors resemble each other.
             badly_served = (flat * self.codebook[index]).sum(1).topk(4 * num_moved, largest=False).indices
             moved_codes = unused.nonzero()[:num_moved, 0]
             self.sums[moved_codes] = flat[badly_served[torch.randperm(len(badly_served))[:num_moved]]] * 0.5
@@ -180,13 +202,20 @@ class ScenesVQ(nn.Module):
 
 
 def to_tensor(pictures: NDArray[np.uint8], device: str | torch.device = "cpu") -> Tensor:
-    """Convert uint8 `[images, size, size, 3]` to float `[images, 3, size, size]` in [-1, 1], channels last."""
+    """Convert uint8 images `[images, size, size, 3]` to float32 `[images, 3, size, size]` in [-1, 1].
+
+    The memory format is channels last, in which convolutions are faster on CPUs.
+    """
     scaled = torch.from_numpy(np.ascontiguousarray(pictures)).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
 def measure_psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
-    """Return the peak signal-to-noise ratio in dB of decode(encode(images))."""
+    """Return the peak signal-to-noise ratio in dB of images that the tokenizer encodes and decodes.
+
+    Args:
+        model: VQ tokenizer.
+    """
     with torch.no_grad(), mixed_precision(model.codebook.device):
         decoded = model.decode(torch.from_numpy(model.encode(pictures)).long().to(model.codebook.device)).cpu()
     error = ((decoded.float().clamp(-1, 1) - to_tensor(pictures)) / 2).square().mean()
@@ -201,14 +230,22 @@ def train_vq(
     device: str = "cpu",
     config: ScenesVQConfig | None = None,
 ) -> None:
-    """Train until this work folder's tokenizer has had `minutes`; writes `work_folder/vq.pt` and, to go on from,
-    `work_folder/vq-state.pt` every two minutes.
+    """Train the VQ tokenizer of a work folder.
 
-    `config` is that of the tokenizer in `work_folder` or, where there is none, `ScenesVQConfig()`; CheckpointError if
-    another is given.
+    `vq.pt` and `vq-state.pt`, from which an interrupted call continues, are written every two minutes. The first
+    `SEATED` steps train an autoencoder without codebook. Then the codebook starts with encoded vectors of the batch. If
+    a codebook is used from the first step, training collapses to few codes.
 
-    The learning rate falls to zero over `minutes`; images are rendered as they are needed. The first steps train a
-    plain autoencoder, on whose encodings the codebook is then seated: quantised from the start, it collapses.
+    Args:
+        work_folder: folder of checkpoints.
+        minutes: minutes of training, including earlier calls; the learning rate falls to zero over this time.
+        seed: seed of the images and the weights.
+        batch: number of images per step.
+        device: PyTorch device.
+        config: sizes of the tokenizer; None: those of the tokenizer in the work folder, or else `ScenesVQConfig()`.
+
+    Raises:
+        CheckpointError: the tokenizer in the work folder has another config.
     """
     torch.manual_seed(seed)
     path = work_folder / "vq.pt"
@@ -234,7 +271,8 @@ def train_vq(
     adam = torch.optim.AdamW(others, RATE, betas=(0.9, 0.98), weight_decay=0.01)
     step = state.get("step", 0)
     watch = Stopwatch(device, state.get("seconds", 0.0))
-    seated = SEATED + 1 if state and not step else 0  # a tokenizer from a bundle has its codebook
+    # A tokenizer that was restored from a bundle has a codebook already, so the steps without codebook are skipped.
+    seated = SEATED + 1 if state and not step else 0
     if state:
         model.load_state_dict(state["model"])
     if "muon" in state:
@@ -289,7 +327,7 @@ def train_vq(
 
 
 def _compute_step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
-    """Return the loss of a batch, and move the codebook, which is unused before step `SEATED`."""
+    """Compute the loss of a batch and update the codebook. Before step `SEATED` the codebook is not used."""
     with mixed_precision(images.device):
         vectors = model.encoder(images)
     decoder_input = vectors
@@ -303,6 +341,7 @@ def _compute_step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
         codes = model.find_nearest_codes(detached)
         quantised = model.lookup_vectors(codes)
         model.update_codebook(detached, codes)
+        # Straight-through gradient: the decoder reads codebook vectors, and gradients flow to the encoder.
         decoder_input = vectors + (quantised - vectors).detach()
         commitment = 0.25 * (vectors - quantised).square().sum(1).mean()
     with mixed_precision(images.device):
@@ -312,7 +351,16 @@ def _compute_step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
 
 
 def iterate_training_images(batch_size: int, size: int, seed: int, first_step: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield images uint8 `[batch_size, size, size, 3]` endlessly, from a step on; each is yielded `PASSES` times."""
+    """Yield batches of rendered images, uint8 `[batch_size, size, size, 3]`, without end.
+
+    Each image is used `PASSES` times, since rendering is slow.
+
+    Args:
+        batch_size: number of images per batch.
+        size: height and width of the images in pixels.
+        seed: seed of the scenes and of the sequence of images.
+        first_step: number of batches that earlier calls used and that are skipped.
+    """
     steps = POOL * PASSES // batch_size
     index, done = divmod(first_step, steps)
     while True:
@@ -326,7 +374,7 @@ def iterate_training_images(batch_size: int, size: int, seed: int, first_step: i
 
 
 def load_vq(work_folder: Path) -> ScenesVQ:
-    """Load the trained tokenizer of a work folder, ready for use."""
+    """Load the trained tokenizer of a work folder, in evaluation mode."""
     state = load_checkpoint(work_folder / "vq.pt")
     model = ScenesVQ(ScenesVQConfig(**state["config"]))
     model.load_state_dict(state["model"])
@@ -334,7 +382,12 @@ def load_vq(work_folder: Path) -> ScenesVQ:
 
 
 def image_loss(output: Tensor, images: Tensor) -> Tensor:
-    """Return a distance of images `[images, 3, size, size]` from others: of pixels and of edges."""
+    """Return the difference between two batches of images, in pixel values and in edges.
+
+    Args:
+        output: decoded images, `[images, 3, size, size]`.
+        images: images that the decoder should return, of the same shape.
+    """
     difference = output - images
     across = difference[..., 1:] - difference[..., :-1]
     down = difference[..., 1:, :] - difference[..., :-1, :]

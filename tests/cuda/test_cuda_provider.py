@@ -1,6 +1,6 @@
-"""ONNX Runtime's real CUDA provider on libraries that only count: what it takes, how much it asks of a GPU, what fails.
+"""ONNX Runtime's CUDA provider on stub libraries that count CUDA operations and compute nothing, without a GPU.
 
-No GPU and no values. Needs onnxruntime-gpu, a C compiler and binutils; one process has either CUDA or the stand-ins.
+The tests need onnxruntime-gpu, a C compiler and binutils. A process that loads the stubs cannot use the real CUDA.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lantern_rt import EngineError, Pipeline, open_bundle
 from lantern_rt.engines.ort import backend, device
 from lantern_rt.runtime.engine import PassInput
 
-PAST = 100
+PAST_LENGTH = 100  # entries of the KV cache before the measured forward pass
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _load_stub_libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("null-cuda")
     subprocess.run(["bash", Path(__file__).with_name("build.sh"), folder, sys.executable], check=True)
     null_cuda.load(folder)
@@ -43,87 +43,91 @@ def _libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    """Load scenes on the provider, which must take every node of its graphs: otherwise loading fails."""
+    """Load the embedded model `scenes`; loading fails unless the CUDA provider runs every node of the graphs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "check_provider", lambda name: None)  # there is no stand-in for cuDNN
+        patch.setattr(backend, "check_provider", lambda name: None)  # cuDNN has no stub
         return Pipeline.from_bundle("scenes", provider="cuda")
 
 
-def test_without_cudnn_opening_a_bundle_says_so_not_the_first_image() -> None:
+def test_loading_a_bundle_without_cudnn_raises_an_error_that_says_how_to_install_cudnn() -> None:
     with pytest.raises(EngineError) as caught:
         Pipeline.from_bundle("scenes", provider="cuda")
     assert caught.value.remedy.startswith("install cuDNN")
 
 
 def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
-    """Return a target pass over a chain of 16 nodes on a past of 100; it appends three nodes, then truncates them."""
-    target = pipe.engines.target
-    cache = target.new_cache(2, PAST + 16)
+    """Return a function that runs the target over a chain, appends nodes to the KV cache, and truncates the cache.
 
-    def run(nodes: int = 16, num_appended: int = 3, length: int = PAST) -> None:
-        start = int(cache.lengths[0])
+    By default the chain has 16 nodes, 3 nodes are appended to 100 entries, and the cache is truncated to 100 again.
+    """
+    target = pipe.engines.target
+    cache = target.new_cache(2, PAST_LENGTH + 16)
+
+    def run_pass(nodes: int = 16, num_appended: int = 3, length: int = PAST_LENGTH) -> None:
+        past_length = int(cache.lengths[0])
         mask = np.zeros((2, nodes, target.padded_past_length(cache, nodes) + nodes), bool)
-        mask[:, :, :start] = True
+        mask[:, :, :past_length] = True
         mask[:, :, -nodes:] = np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)
         cache.append(target.run(PassInput(tokens, mask, tokens), cache).new_kv, [np.arange(num_appended)] * 2)
-        cache.run_queued_pass()  # nobody reads its outputs
+        cache.run_queued_pass()  # no code reads the outputs, so the pass would not run
         cache.truncate(np.full(2, length))
 
-    run(50, 50, 50)
-    run(50, 50)
-    return run
+    run_pass(50, 50, 50)  # fill the cache with twice 50 entries
+    run_pass(50, 50)
+    return run_pass
 
 
-def test_a_pass_keeps_to_its_operations_and_appending_asks_for_none(pipe: Pipeline) -> None:
-    """Check upper bounds for each layer, so that a change's additional operations show here."""
-    run = make_chain_pass(pipe)
+def test_a_forward_pass_with_append_and_truncate_needs_a_limited_number_of_operations(pipe: Pipeline) -> None:
+    """Check upper bounds, so that the test fails if a change adds operations."""
+    run_pass = make_chain_pass(pipe)
     layers = open_bundle("scenes").manifest.target.num_layers
-    run()
-    with null_cuda.counting() as ops:
-        run()
+    run_pass()
+    with null_cuda.count_cuda_operations() as ops:
+        run_pass()
     assert ops.gemms <= 5 * layers + 2
     assert ops.kernels <= 10 * layers + 40
-    assert ops.h2d == 1, "all inputs go up at once"
+    assert ops.h2d == 1, "all inputs are copied to the device in one copy"
     assert ops.bytes_down <= 4, "logits stay on the device until they are read"
 
 
-def test_a_pass_whose_shape_comes_again_is_one_launch(pipe: Pipeline) -> None:
-    run = make_chain_pass(pipe)
+def test_a_forward_pass_with_a_recorded_shape_is_a_single_graph_launch(pipe: Pipeline) -> None:
+    run_pass = make_chain_pass(pipe)
     for _ in range(3):  # twice before it is recorded
-        run()
-    with null_cuda.counting() as ops:
-        run()
+        run_pass()
+    with null_cuda.count_cuda_operations() as ops:
+        run_pass()
     assert ops.graph_launches == 1
     assert ops.kernels + ops.gemms == 0
-    assert (ops.h2d, ops.d2h) == (1, 1), "inputs, and a number that is waited for"
-    assert ops.allocations == 0, "memory is taken once"
+    assert (ops.h2d, ops.d2h) == (1, 1), "a copy of the inputs, and of one number to wait for"
+    assert ops.allocations == 0, "memory is allocated in earlier passes"
 
 
-def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_first(pipe: Pipeline) -> None:
+def test_the_kv_cache_of_a_new_image_reuses_the_memory_block_of_a_released_kv_cache(pipe: Pipeline) -> None:
     target = pipe.engines.target
-    first = target.new_cache(2, PAST)
-    block = first.block_handle.block
-    del first
-    assert target.new_cache(2, PAST).block_handle.block is block
+    cache = target.new_cache(2, PAST_LENGTH)
+    block = cache.block_handle.block
+    del cache
+    assert target.new_cache(2, PAST_LENGTH).block_handle.block is block
 
 
-def count_step(pipe: Pipeline, method: str, warm: int = 12) -> null_cuda.Operations:
-    """Count the operations of a step after recurring shapes have been recorded."""
+def count_step(pipe: Pipeline, method: str, num_warm_ups: int = 12) -> null_cuda.Operations:
+    """Count the operations of a decoding step, after `num_warm_ups` steps in which recurring shapes are recorded."""
     steps = pipe.stream("a red sphere on sand", method=method, seed=1)
     operations = []
-    assert len(list(islice(steps, warm))) == warm
+    assert len(list(islice(steps, num_warm_ups))) == num_warm_ups
     for _ in range(8):
-        with null_cuda.counting() as ops:
+        with null_cuda.count_cuda_operations() as ops:
             assert next(steps)
         operations.append(ops)
-    return min(operations, key=lambda counts: counts.total)  # other steps also copied noise to the device
+    # The steps with more operations also copy noise to the device.
+    return min(operations, key=lambda counts: counts.total)
 
 
 @pytest.mark.parametrize(
     "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2:drafter=eagle", "lantern++"]
 )
-def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> None:
+def test_every_decoding_method_runs_on_the_cuda_provider(pipe: Pipeline, method: str) -> None:
     null_cuda.noise(4 * pipe.bundle.manifest.codebook_size)
     try:
         steps = list(islice(pipe.stream("a red sphere on sand", method=method, num_images=2), 12))
@@ -136,48 +140,56 @@ def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> No
     ("method", "launches", "reads"),
     [("ar", 2, 1), ("sjd:window=3", 2, 3), ("lantern++", 1, 3), ("eagle:tree=dynamic-8-4-2:drafter=eagle", 10, 5)],
 )
-def test_a_step_reads_once_a_pass_and_heads_read_logits_and_states(
+def test_a_decoding_step_needs_a_limited_number_of_graph_launches_and_copies(
     pipe: Pipeline, method: str, launches: int, reads: int
 ) -> None:
     ops = count_step(pipe, method)
     assert 0 < ops.h2d <= reads
     assert 0 < ops.d2h <= reads
-    assert ops.graph_launches == launches, "each pass is recorded, and its head where codes are drawn there"
+    assert ops.graph_launches == launches, "a launch for each pass, and for each head that samples tokens on the device"
     assert ops.captures == ops.allocations == 0
 
 
-@pytest.mark.skipif("LANTERN_BUNDLES" not in os.environ, reason="needs what benchmarks/export.py --output wrote")
+@pytest.mark.skipif(
+    "LANTERN_BUNDLES" not in os.environ, reason="needs bundles written by benchmarks/export.py --output"
+)
 @pytest.mark.parametrize("method", ["ar", "sjd:window=1", "rows:window=3"])
 @pytest.mark.parametrize("shape", ["Lumina2-7B", "GLM-Image-9B"])
-def test_a_step_of_each_family_reads_once(shape: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check this within the small grid of GLM-Image, too, where `rows` has not begun."""
+def test_a_decoding_step_of_lumina2_and_glm_image_copies_to_the_host_once(
+    shape: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count for GLM-Image in the small grid, where the method `rows` still generates a token per pass."""
     monkeypatch.setattr(backend, "check_provider", lambda name: None)
     pipe = Pipeline.from_bundle(Path(os.environ["LANTERN_BUNDLES"]) / f"tiny-{shape}", provider="cuda")
     ops = count_step(pipe, method)
     assert (ops.h2d, ops.d2h) == (1, 1)
-    assert (ops.graph_launches, ops.kernels) == (2, 0), "the pass, and its head"
+    assert (ops.graph_launches, ops.kernels) == (2, 0), (
+        "a launch for the forward pass, and for the head that samples tokens"
+    )
     assert ops.captures == ops.allocations == 0
 
 
-def test_threads_may_decode_while_others_record(pipe: Pipeline) -> None:
-    """Like CUDA, the stand-ins reject allocations and copies of all threads while one thread records."""
+def test_threads_can_decode_while_another_thread_records_a_cuda_graph(pipe: Pipeline) -> None:
+    """Decode in four threads; like CUDA, the stubs reject allocations and copies of all threads while one records."""
 
-    def draw(seed: int) -> int:
+    def count_steps(seed: int) -> int:
         return sum(1 for _ in islice(pipe.stream("a cone", method="sjd:window=3", seed=seed, num_images=seed), 8))
 
-    with null_cuda.counting() as ops, ThreadPoolExecutor(4) as threads:
-        assert [*threads.map(draw, (1, 2, 3, 4))] == [8] * 4
+    with null_cuda.count_cuda_operations() as ops, ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(count_steps, (1, 2, 3, 4))] == [8] * 4
     assert ops.captures > 0
 
 
-def test_memory_is_taken_as_it_is_asked_for() -> None:
-    with null_cuda.counting() as ops:
-        held = device.OrtDevice("cuda").zeros((3, 1 << 20), "float32")
-    assert held.shape() == [3, 1 << 20]
-    assert ops.bytes_held < 1.5 * 3 * (4 << 20), "not twice what was taken last"
+def test_a_device_array_allocates_little_more_memory_than_its_size() -> None:
+    with null_cuda.count_cuda_operations() as ops:
+        array = device.OrtDevice("cuda").zeros((3, 1 << 20), "float32")
+    assert array.shape() == [3, 1 << 20]
+    assert ops.bytes_held < 1.5 * 3 * (4 << 20), "an allocator that doubles would hold twice as much"
 
 
-@pytest.mark.skipif("LANTERN_BUNDLES" not in os.environ, reason="needs what benchmarks/precision.py --work wrote")
+@pytest.mark.skipif(
+    "LANTERN_BUNDLES" not in os.environ, reason="needs bundles written by benchmarks/precision.py --work"
+)
 @pytest.mark.parametrize(
     ("name", "kernel", "count"),
     [
@@ -187,12 +199,14 @@ def test_memory_is_taken_as_it_is_asked_for() -> None:
         ("bf16+bfloat16", "AttentionKernelIN7cutlass10bfloat16_t", 1),
     ],
 )
-def test_each_precision_has_its_kernels(name: str, kernel: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_precision_of_weights_runs_the_expected_cuda_kernels(
+    name: str, kernel: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backend, "check_provider", lambda name: None)
     pipe = Pipeline.from_bundle(Path(os.environ["LANTERN_BUNDLES"]) / f"scenes-{name}", provider="cuda")
-    run = make_chain_pass(pipe)
+    run_pass = make_chain_pass(pipe)
     layers = pipe.bundle.manifest.target.num_layers
-    run(2, 2)  # four nodes of both rows; for many nodes, integer weights are dequantised first
-    with null_cuda.counting() as ops:
-        run(2, 2)
+    run_pass(2, 2)  # four nodes in all: with many nodes, other kernels dequantize integer weights first
+    with null_cuda.count_cuda_operations() as ops:
+        run_pass(2, 2)
     assert sum(launches for call, launches in ops.calls.items() if kernel in call) == count * layers

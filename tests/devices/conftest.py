@@ -1,4 +1,4 @@
-"""Providers whose results these tests compare with the CPU's: WebGPU on Vulkan, Metal or Direct3D, and CUDA."""
+"""Fixture of the ONNX Runtime providers to compare with the CPU: WebGPU (Vulkan, Metal or Direct3D) and CUDA."""
 
 from __future__ import annotations
 

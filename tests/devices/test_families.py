@@ -1,4 +1,4 @@
-"""Decoders of every exported family generate the CPU's tokens on a device. PyTorch exports the bundles."""
+"""Decoders of every exported model family on a device, compared with the CPU. PyTorch exports the bundles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from lantern_rt import Pipeline
 
-BUNDLES = [
+BUNDLE_FIXTURES = [
     "t2i_drafter_bundle",
     "t2i_int8_bundle",
     "anole_bundle",
@@ -24,26 +24,30 @@ BUNDLES = [
 ]
 
 
-@pytest.mark.parametrize("name", BUNDLES)
-def test_every_family_generates_the_cpus_tokens(request: pytest.FixtureRequest, provider: str, name: str) -> None:
-    folder = request.getfixturevalue(name)
-    # WebGPU lacks ops of SimpleAR's image decoder.
-    on_device = f"{provider},vq_decoder=cpu" if name == "simplear_bundle" else provider
-    pipe, on_cpu = (Pipeline.from_bundle(folder, provider=name) for name in (on_device, "cpu"))
-    manifest = pipe.bundle.manifest
-    subject: dict[str, Any] = {"prompts": "red"}
+@pytest.mark.parametrize("fixture", BUNDLE_FIXTURES)
+def test_every_model_family_generates_the_same_tokens_on_a_device_as_on_the_cpu(
+    request: pytest.FixtureRequest, provider: str, fixture: str
+) -> None:
+    folder = request.getfixturevalue(fixture)
+    # WebGPU lacks operators of SimpleAR's image decoder.
+    providers = f"{provider},vq_decoder=cpu" if fixture == "simplear_bundle" else provider
+    device_pipe, cpu_pipe = (Pipeline.from_bundle(folder, provider=selected) for selected in (providers, "cpu"))
+    manifest = device_pipe.bundle.manifest
+    condition: dict[str, Any] = {"prompts": "red"}
     if manifest.condition.kind == "class":
-        subject = {"class_ids": 1}
+        condition = {"class_ids": 1}
     elif manifest.condition.kind == "embeddings":
-        rows = np.random.default_rng(0).normal(size=(1, manifest.condition.prefix, manifest.condition.caption_dim))
-        subject = {"embeddings": rows.astype(np.float32)}
+        prompt_embeddings = np.random.default_rng(0).normal(
+            size=(1, manifest.condition.prefix, manifest.condition.caption_dim)
+        )
+        condition = {"embeddings": prompt_embeddings.astype(np.float32)}
     methods = ["groups"] if manifest.order else ["ar", "sjd:window=3", "rows:window=1"]
-    if name == "t2i_int8_bundle":
+    if fixture == "t2i_int8_bundle":
         methods = ["ar"]  # only CPUs round activations for int8 weights, so later tokens differ
     for method in [*methods, *(["eagle:tree=chain-3"] if manifest.drafter else [])]:
         codes, expected = (
-            list(islice(pipeline.stream(**subject, seed=3, method=method, temperature=0), 4))[-1].codes[0].tolist()
-            for pipeline in (pipe, on_cpu)
+            list(islice(pipeline.stream(**condition, seed=3, method=method, temperature=0), 4))[-1].codes[0].tolist()
+            for pipeline in (device_pipe, cpu_pipe)
         )
         assert codes == expected, method
-    pipe.engines.load_all()
+    device_pipe.engines.load_all()  # fails if the device lacks an operator of any graph

@@ -1,4 +1,4 @@
-"""Precisions on a device; float16 where the device has it, as Mesa's lavapipe does and SwiftShader does not."""
+"""Logits in every precision on a device; float16 is skipped on devices without it, such as SwiftShader."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ pytest.importorskip("torch", reason="needs lantern-rt[export]")
 
 
 @pytest.mark.parametrize(
-    "names", ["float16 fp16", "float16 int8-weights", "float16 int4-weights", "float32 int4-weights", "bfloat16 bf16"]
+    "precisions",  # dtype of activations, and precision of stored weights
+    ["float16 fp16", "float16 int8-weights", "float16 int4-weights", "float32 int4-weights", "bfloat16 bf16"],
 )
-def test_logits_agree_with_the_cpu_up_to_float16_rounding(tmp_path: Path, provider: str, names: str) -> None:
+def test_logits_on_a_device_agree_with_the_logits_on_the_cpu_up_to_rounding(
+    tmp_path: Path, provider: str, precisions: str
+) -> None:
     from random_bundle import SHAPES, random_bundle
 
-    folder = random_bundle(SHAPES["tiny"], tmp_path / "bundle", *names.split())
+    folder = random_bundle(SHAPES["tiny"], tmp_path / "bundle", *precisions.split())
     nodes = 6
     outputs = []
     tokens = np.arange(2 * nodes).reshape(2, nodes)
@@ -34,5 +37,5 @@ def test_logits_agree_with_the_cpu_up_to_float16_rounding(tmp_path: Path, provid
             if not any(problem in error.problem for problem in ("requires f16", "no module", "finds no device")):
                 raise
             pytest.skip(error.problem)
-        outputs.append(output.logits[:, :nodes])
+        outputs.append(output.logits[:, :nodes])  # a pass pads nodes, so the output may have more
     np.testing.assert_allclose(*outputs, rtol=0, atol=0.02 * np.abs(outputs[1]).max())

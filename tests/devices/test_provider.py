@@ -1,4 +1,4 @@
-"""`scenes` in float32 on a device: the CPU's tokens, logits and pixels."""
+"""Tokens, logits and pixels of the embedded `scenes` model in float32 on a device, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ METHODS = [
     "lantern++",
     "rows:window=1",
 ]
-STEPS = 3
-RECORDED_STEPS = 9  # enough that passes with both output buffers are recorded and replayed
+STEPS = 3  # steps of a generation that tests compare
+RECORDED_STEPS = 9  # enough to record and replay forward passes with both output buffers
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[list[GraphSession]]:
-    """Return a list of the graphs that are opened on the device during the tests of this module."""
+def device_sessions() -> Iterator[list[GraphSession]]:
+    """Return a list that collects every graph session that the tests of this module open on the device."""
     sessions: list[GraphSession] = []
-    start = GraphSession.__init__
+    initialize = GraphSession.__init__
 
     def open_graph(graph: GraphSession, *arguments: Any, **options: Any) -> None:
-        start(graph, *arguments, **options)
+        initialize(graph, *arguments, **options)
         if graph.provider != "cpu":
             sessions.append(graph)
 
@@ -47,56 +47,73 @@ def opened() -> Iterator[list[GraphSession]]:
 
 
 @pytest.fixture(scope="module")
-def pipe(float_scenes_bundle: Path, opened: list[GraphSession], provider: str) -> Pipeline:
+def device_pipe(float_scenes_bundle: Path, device_sessions: list[GraphSession], provider: str) -> Pipeline:
     return Pipeline.from_bundle(float_scenes_bundle, provider=provider)
 
 
 @pytest.fixture(scope="module")
-def on_cpu(float_scenes_bundle: Path) -> Pipeline:
+def cpu_pipe(float_scenes_bundle: Path) -> Pipeline:
     return Pipeline.from_bundle(float_scenes_bundle, provider="cpu")
 
 
-def first_codes(pipe: Pipeline, method: str, count: int = STEPS, **options: float) -> list[list[int]]:
+def generate_first_codes(pipe: Pipeline, method: str, count: int = STEPS, **options: float) -> list[list[int]]:
+    """Return the codes of the first `count` steps of a generation, for each image."""
     steps = list(islice(pipe.stream("a red sphere on sand", seed=5, method=method, **options), count))
     return [codes.tolist() for codes in steps[-1].codes]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_greedy_tokens_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
-    assert first_codes(pipe, method, temperature=0) == first_codes(on_cpu, method, temperature=0)
+def test_greedy_tokens_on_a_device_equal_the_tokens_on_the_cpu(
+    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
+) -> None:
+    assert generate_first_codes(device_pipe, method, temperature=0) == generate_first_codes(
+        cpu_pipe, method, temperature=0
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_sampled_tokens_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
-    assert first_codes(pipe, method) == first_codes(on_cpu, method)
+def test_sampled_tokens_on_a_device_equal_the_tokens_on_the_cpu(
+    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
+) -> None:
+    assert generate_first_codes(device_pipe, method) == generate_first_codes(cpu_pipe, method)
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2:drafter=eagle"])
-def test_replayed_passes_generate_the_cpus_tokens(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
-    assert first_codes(pipe, method, RECORDED_STEPS) == first_codes(on_cpu, method, RECORDED_STEPS)
-
-
-@pytest.mark.parametrize("form", ["{},drafter=cpu", "cpu,drafter={}"])
-def test_a_drafter_on_another_provider_generates_the_same_tokens(
-    float_scenes_bundle: Path, on_cpu: Pipeline, provider: str, form: str
+def test_recorded_and_replayed_forward_passes_generate_the_same_tokens_as_the_cpu(
+    device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
 ) -> None:
-    providers = form.format(provider)
+    assert generate_first_codes(device_pipe, method, RECORDED_STEPS) == generate_first_codes(
+        cpu_pipe, method, RECORDED_STEPS
+    )
+
+
+@pytest.mark.parametrize("providers_template", ["{},drafter=cpu", "cpu,drafter={}"])
+def test_a_target_and_a_drafter_on_different_providers_generate_the_same_tokens(
+    float_scenes_bundle: Path, cpu_pipe: Pipeline, provider: str, providers_template: str
+) -> None:
+    providers = providers_template.format(provider)
     method = METHODS[3]
-    pipe = Pipeline.from_bundle(float_scenes_bundle, provider=providers)
-    assert pipe.engines.backend == f"onnxruntime-{providers}"
-    assert first_codes(pipe, method) == first_codes(on_cpu, method)
+    device_pipe = Pipeline.from_bundle(float_scenes_bundle, provider=providers)
+    assert device_pipe.engines.backend == f"onnxruntime-{providers}"
+    assert generate_first_codes(device_pipe, method) == generate_first_codes(cpu_pipe, method)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}], ids=str)
-def test_filtered_samples_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, filters: dict[str, float]) -> None:
-    assert first_codes(pipe, "ar", **filters) == first_codes(on_cpu, "ar", **filters)
+def test_tokens_sampled_with_top_k_or_top_p_on_a_device_equal_the_tokens_on_the_cpu(
+    device_pipe: Pipeline, cpu_pipe: Pipeline, filters: dict[str, float]
+) -> None:
+    assert generate_first_codes(device_pipe, "ar", **filters) == generate_first_codes(cpu_pipe, "ar", **filters)
 
 
-def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on_cpu: Pipeline) -> None:
-    (prompt,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check("a red cube on sand", method="ar").images)
+def test_logits_and_hidden_states_on_a_device_agree_with_the_cpu_up_to_rounding(
+    device_pipe: Pipeline, cpu_pipe: Pipeline
+) -> None:
+    (prompt,) = compute_prefixes(
+        device_pipe.bundle, device_pipe.engines, device_pipe.check("a red cube on sand", method="ar").images
+    )
     embeds = np.stack([prompt.cond.embeds[:6], prompt.uncond.embeds[:6]])
     outputs = []
-    for engine in (pipe.engines.target, on_cpu.engines.target):
+    for engine in (device_pipe.engines.target, cpu_pipe.engines.target):
         cache = engine.new_cache(2, 32)
         mask = np.zeros((2, 6, engine.padded_past_length(cache, 6) + 6), bool)
         mask[:, :, -6:] = np.tri(6)
@@ -106,24 +123,28 @@ def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on
         np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
-def test_images_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
-    codes = np.random.default_rng(0).integers(0, pipe.bundle.manifest.codebook_size, (1, 256))
-    np.testing.assert_allclose(pipe.engines.decode_images(codes), on_cpu.engines.decode_images(codes), atol=1e-4)
+def test_decoded_images_on_a_device_agree_with_the_images_on_the_cpu(device_pipe: Pipeline, cpu_pipe: Pipeline) -> None:
+    codes = np.random.default_rng(0).integers(0, device_pipe.bundle.manifest.codebook_size, (1, 256))
+    np.testing.assert_allclose(
+        device_pipe.engines.decode_images(codes), cpu_pipe.engines.decode_images(codes), atol=1e-4
+    )
 
 
-def test_reading_gathering_and_noise_tables_agree_with_numpy(provider: str) -> None:
+def test_device_vector_reads_row_gathering_and_noise_tables_agree_with_numpy(provider: str) -> None:
     device = OrtDevice(provider)
     rng = np.random.default_rng(1)
-    first, second = (rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6)))
-    values = device.upload(first), device.upload(second)
+    first_vectors, second_vectors = (
+        rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6))
+    )
+    values = device.upload(first_vectors), device.upload(second_vectors)
     indices = np.array([[0, 11], [5, 3]])
-    np.testing.assert_array_equal(device.read_vectors(values[0], indices), first.reshape(-1, 8)[indices])
-    joined = device.empty((4, 6, 8), "float32")
-    device.gather_rows([(values[0], np.array([2, 0])), (values[1], np.arange(2))], joined, axis=0)
+    np.testing.assert_array_equal(device.read_vectors(values[0], indices), first_vectors.reshape(-1, 8)[indices])
+    gathered = device.empty((4, 6, 8), "float32")
+    device.gather_rows([(values[0], np.array([2, 0])), (values[1], np.arange(2))], gathered, axis=0)
     expected = np.zeros((4, 6, 8), np.float32)
-    expected[:2, :4] = first[[2, 0]]
-    expected[2:] = second
-    np.testing.assert_array_equal(joined.numpy(), expected)
+    expected[:2, :4] = first_vectors[[2, 0]]
+    expected[2:] = second_vectors
+    np.testing.assert_array_equal(gathered.numpy(), expected)
     table = device.zeros((3, GROUP_SIZE, 5, 8), "float32")
     noise = rng.normal(size=(GROUP_SIZE, 40)).astype(np.float32)
     device.write_noise(table, 1, noise)
@@ -133,18 +154,22 @@ def test_reading_gathering_and_noise_tables_agree_with_numpy(provider: str) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_images_do_not_depend_on_the_batch(pipe: Pipeline, method: str) -> None:
-    """Compare only the first tokens, as later ones may differ by float32 rounding."""
-    together = list(islice(pipe.stream("a red sphere on sand", seed=5, num_images=3, method=method), STEPS))
-    assert together[-1].codes[0].tolist()[:STEPS] == first_codes(pipe, method)[0][:STEPS]
+def test_the_first_tokens_of_an_image_do_not_depend_on_the_batch(device_pipe: Pipeline, method: str) -> None:
+    """Compare only the first three tokens, because float32 rounding may change later tokens."""
+    batch_steps = list(islice(device_pipe.stream("a red sphere on sand", seed=5, num_images=3, method=method), STEPS))
+    assert batch_steps[-1].codes[0].tolist()[:STEPS] == generate_first_codes(device_pipe, method)[0][:STEPS]
 
 
 @pytest.mark.parametrize("provider", ["webgpu"], indirect=True)
-def test_no_node_runs_on_the_cpu(pipe: Pipeline, opened: list[GraphSession]) -> None:
-    """Check all graphs but the image decoder, including nodes that loading would tolerate on the CPU."""
-    sessions = [graph.session for graph in opened if graph.path.stem != "vq_decoder"]
+def test_no_node_of_the_decoder_graphs_runs_on_the_cpu(
+    device_pipe: Pipeline, device_sessions: list[GraphSession]
+) -> None:
+    """Check all graphs except the image decoder, and even nodes that loading a bundle allows on the CPU."""
+    sessions = [graph.session for graph in device_sessions if graph.path.stem != "vq_decoder"]
     name = PROVIDERS["webgpu"].execution_provider
-    parts = [part for session in sessions for part in session.get_provider_graph_assignment_info()]
-    cpu_nodes = [node.op_type for part in parts if part.ep_name != name for node in part.get_nodes()]
-    assert len(parts) >= len(sessions) > 4
+    assignments = [assignment for session in sessions for assignment in session.get_provider_graph_assignment_info()]
+    cpu_nodes = [
+        node.op_type for assignment in assignments if assignment.ep_name != name for node in assignment.get_nodes()
+    ]
+    assert len(assignments) >= len(sessions) > 4
     assert cpu_nodes == []

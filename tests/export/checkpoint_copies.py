@@ -1,4 +1,4 @@
-"""The small checkpoints in their published layouts, and functions that copy them with changes."""
+"""Paths of small checkpoints in their published layouts, and functions that copy a checkpoint with changes."""
 
 from __future__ import annotations
 
@@ -33,25 +33,32 @@ EMU3_ORIGINAL = DATA / "emu3/original"
 SIMPLEAR = DATA / "simplear/model"
 COSMOS = DATA / "simplear/cosmos"
 Weights = dict[str, torch.Tensor]
-Edit = Callable[[Any], object]
+Edit = Callable[[Any], object]  # function that changes weights or a configuration in place
 
 
 def config_path(target: Path) -> Path:
+    """Return the path of the `config.json` in the folder of a checkpoint file."""
     return target.with_name("config.json")
 
 
 def copy_json(path: Path, output_path: Path, **changes: Any) -> Path:
-    """Copy a JSON file with changed fields; None removes a field."""
+    """Copy a JSON file and change fields of its object; the value None removes a field."""
     fields = json.loads(path.read_text()) | changes
     output_path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     return output_path
 
 
-def copy_weights(tmp_path: Path, source: Path, edit: Edit) -> Path:
-    """Copy a file of LlamaGen's official layout; `edit` changes its weights."""
+def copy_weights(folder: Path, source: Path, change_weights: Edit) -> Path:
+    """Copy a checkpoint file in LlamaGen's official layout and change the weights.
+
+    Args:
+        folder: folder of the copy, which has the name of the source.
+        source: checkpoint file.
+        change_weights: function that changes the dict of weights in place.
+    """
     weights: Weights = torch.load(source, weights_only=True)["model"]
-    edit(weights)
-    output_path = tmp_path / source.name
+    change_weights(weights)
+    output_path = folder / source.name
     torch.save({"model": weights}, output_path)
     return output_path
 
@@ -59,14 +66,14 @@ def copy_weights(tmp_path: Path, source: Path, edit: Edit) -> Path:
 def copy_checkpoint(
     source: Path, output_path: Path, weights: Edit | None = None, config: Edit | None = None, **fields: Any
 ) -> Path:
-    """Copy the folder of a checkpoint.
+    """Copy the folder of a checkpoint with changes; return the folder of the copy.
 
     Args:
         source: folder of the checkpoint.
         output_path: folder of the copy.
-        weights: function that changes the weights.
-        config: function that changes the configuration.
-        **fields: fields of the configuration to change; None removes a field.
+        weights: function that changes the dict of weights in place. With a function, the copy has safetensors.
+        config: function that changes the object of `config.json` in place.
+        **fields: fields of `config.json` to change; the value None removes a field.
     """
     shutil.copytree(source, output_path, dirs_exist_ok=True)
     if weights is not None:
@@ -77,21 +84,21 @@ def copy_checkpoint(
         weights(tensors)
         save_file(tensors, new_file)
     if config is not None:
-        content = json.loads((output_path / "config.json").read_text())
-        config(content)
-        (output_path / "config.json").write_text(json.dumps(content))
+        config_fields = json.loads((output_path / "config.json").read_text())
+        config(config_fields)
+        (output_path / "config.json").write_text(json.dumps(config_fields))
     copy_json(output_path / "config.json", output_path / "config.json", **fields)
     return output_path
 
 
-def copy_sharded(source: Path, output_path: Path, ending: str = "safetensors", shards: int = 3) -> Path:
-    """Copy a checkpoint with its weights in several files and an index.
+def copy_as_shards(source: Path, output_path: Path, ending: str = "safetensors", shards: int = 3) -> Path:
+    """Copy a checkpoint and split its weights into several files with an index; return the folder of the copy.
 
     Args:
         source: folder of the checkpoint.
         output_path: folder of the copy.
-        ending: ending of the files of weights.
-        shards: number of files.
+        ending: file name extension of the weights, `safetensors` or `bin`.
+        shards: number of weight files.
     """
     shutil.copytree(source, output_path)
     old_file = output_path / "pytorch_model.bin"
@@ -112,18 +119,22 @@ def copy_sharded(source: Path, output_path: Path, ending: str = "safetensors", s
 
 
 def copy_published_emu3(folder: Path) -> tuple[Path, Path]:
-    """Write Emu3's checkpoint as published: the folders of Emu3-Gen and of Emu3-VisionTokenizer."""
+    """Write the small Emu3 checkpoint in the layout that BAAI published.
+
+    Returns:
+        The folders `Emu3-Gen` of the decoder and `Emu3-VisionTokenizer` of the image tokenizer.
+    """
     target = folder / "Emu3-Gen"
     vq = folder / "Emu3-VisionTokenizer"
     weights = load_file(EMU3 / "model.safetensors")
     weights_by_folder: dict[Path, dict[str, torch.Tensor]] = {target: {}, vq: {}}
     for name, shape, converted_name, _ in json.loads((EMU3_ORIGINAL / "weight_names.json").read_text()):
-        part_folder = target if converted_name.startswith("text_model.") else vq
-        weights_by_folder[part_folder][name] = weights.pop(converted_name).reshape(shape)
+        output_folder = target if converted_name.startswith("text_model.") else vq
+        weights_by_folder[output_folder][name] = weights.pop(converted_name).reshape(shape)
     assert not weights
-    for part_folder, part_weights in weights_by_folder.items():
-        part_folder.mkdir()
-        save_file(part_weights, part_folder / "model.safetensors")
+    for output_folder, folder_weights in weights_by_folder.items():
+        output_folder.mkdir()
+        save_file(folder_weights, output_folder / "model.safetensors")
     shutil.copyfile(EMU3_ORIGINAL / "llm_config.json", target / "config.json")
     shutil.copyfile(EMU3_ORIGINAL / "vq_config.json", vq / "config.json")
     for name in ("emu3.tiktoken", "emu3_vision_tokens.txt"):

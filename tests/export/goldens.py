@@ -1,4 +1,4 @@
-"""Run graphs of an exported bundle in ONNX Runtime, to compare their values with recorded ones."""
+"""Functions that run the graphs of an exported bundle in ONNX Runtime, for comparison with recorded arrays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 
 Arrays = dict[str, NDArray[Any]]
-TOLERANCE = 1e-4
-GUIDED_TOLERANCE = 3e-4
+TOLERANCE = 1e-4  # largest absolute difference of float32 values
+GUIDED_TOLERANCE = 3e-4  # larger, since guidance multiplies the difference of two rows by the guidance scale
 DATA = Path(__file__).parent.parent / "data"
 
 
 def load_golden(folder: str) -> Arrays:
-    """Load the recorded arrays of a folder in `tests/data`; logits of words are NaN where no test reads them."""
+    """Load the recorded arrays of a folder in `tests/data`, by name.
+
+    The recorded logits of text tokens are NaN where no test reads them.
+    """
     with np.load(DATA / folder / "golden.npz") as file:
         return dict(file)
 
@@ -35,35 +38,45 @@ def assert_close(values: np.ndarray, expected: np.ndarray, tolerance: float = TO
     np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance, strict=True)
 
 
-def embed(bundle: Path, ids: Any) -> NDArray[np.float32]:
-    """Return the prefix embeddings `[rows, tokens, width]` of token ids, `[tokens]` or `[rows, tokens]`."""
+def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
+    """Return the embeddings `[rows, tokens, width]` that the condition graph gives token ids.
+
+    Args:
+        bundle: folder of the bundle.
+        ids: token ids, `[tokens]` or `[rows, tokens]`.
+    """
     tokens = np.atleast_2d(np.array(ids, np.int64))
     out = GraphFileSession(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
     np.testing.assert_array_equal(out["uncond_embeds"], out["prefix_embeds"][:, :1])
     return out["prefix_embeds"]
 
 
-def read_values(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
-    """Run a graph without fusion, and return the values inside it that `names` name."""
+def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
+    """Run a graph without fusion and return outputs and inner values, in the order of `names`.
+
+    Args:
+        path: ONNX file of the graph.
+        names: names of the float32 values to return.
+        feeds: inputs of the graph by name.
+    """
     model = onnx.load(path)
     for name in names:
         if name not in {value.name for value in model.graph.output}:
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = (
-        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    )  # other levels crash with an empty cache
+    # Other optimization levels crash if the KV cache is empty.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return list(session.run(names, feeds))
 
 
-class GraphRun:
-    """Runs a decoder graph over successive nodes, with a cache of all nodes before.
+class GraphRunner:
+    """Runner of a decoder graph that appends the nodes of every forward pass to a KV cache.
 
     Args:
         bundle: folder of the bundle.
-        role: role of the graph.
+        role: role of the graph, `target` or `drafter`.
         rows: number of batch rows.
     """
 
@@ -72,32 +85,34 @@ class GraphRun:
         self.session = GraphFileSession(bundle / f"{role}.onnx")
         parts = [f"{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
         self.past = {part: np.zeros((0, rows, spec.num_kv_heads, spec.head_dim), np.float32) for part in parts}
-        self.columns = np.zeros((rows, 0), bool)  # true where later nodes attend to a cached node
+        self.visible_nodes = np.zeros((rows, 0), bool)  # [rows, cached nodes]: true if later nodes attend to the node
         self.rows = rows
 
     @property
     def length(self) -> int:
-        return self.columns.shape[1]
+        """Number of cached nodes."""
+        return self.visible_nodes.shape[1]
 
     def step(
         self,
         visible: NDArray[np.bool_] | None = None,
-        columns: Any = True,
+        visible_later: Any = True,
         positions: NDArray[Any] | None = None,
         **inputs: NDArray[Any],
     ) -> Arrays:
-        """Run new nodes and append all of them to the cache.
+        """Run new nodes, append all of them to the KV cache and return the outputs of the graph.
 
         Args:
-            visible: true where a new node attends to a new node, `[nodes, nodes]` or with rows; causal by default.
-            columns: true for the nodes that later nodes attend to.
-            positions: `[nodes]` or `[rows, nodes]`; consecutive by default.
-            **inputs: inputs of the graph, `[rows, nodes, ...]`.
+            visible: attention mask among the new nodes, `[nodes, nodes]` or `[rows, nodes, nodes]`, true where a node
+                attends to a node; causal by default.
+            visible_later: true for the nodes that later nodes attend to, a bool or `[rows, nodes]`.
+            positions: position ids, `[nodes]` or `[rows, nodes]`; consecutive by default.
+            **inputs: other inputs of the graph, `[rows, nodes, ...]`.
         """
         nodes = next(iter(inputs.values())).shape[1]
-        among = np.tri(nodes, dtype=bool) if visible is None else visible
-        on_past = np.broadcast_to(self.columns[:, None], (self.rows, nodes, self.length))
-        mask = np.concatenate([on_past, np.broadcast_to(among, (self.rows, nodes, nodes))], 2)
+        new_mask = np.tri(nodes, dtype=bool) if visible is None else visible
+        past_mask = np.broadcast_to(self.visible_nodes[:, None], (self.rows, nodes, self.length))
+        mask = np.concatenate([past_mask, np.broadcast_to(new_mask, (self.rows, nodes, nodes))], 2)
         new_positions = self.length + np.arange(nodes) if positions is None else positions
         out = self.session.run(
             {
@@ -109,42 +124,56 @@ class GraphRun:
         )
         for part, tensor in self.past.items():
             self.past[part] = np.concatenate([tensor, out[f"new_key_values.{part}"]])
-        visible_later = np.broadcast_to(np.asarray(columns, bool), (self.rows, nodes))
-        self.columns = np.concatenate([self.columns, visible_later], 1)
+        new_visible_nodes = np.broadcast_to(np.asarray(visible_later, bool), (self.rows, nodes))
+        self.visible_nodes = np.concatenate([self.visible_nodes, new_visible_nodes], 1)
         return out
 
 
-class PromptRuns:
-    """Runs the conditional and the unconditional row of a prompt, each with its cache.
+class PromptRunner:
+    """Runner of the conditional and the unconditional row of a prompt, with one KV cache for each row.
 
     Args:
         bundle: folder of the bundle.
-        cond: ids of the conditional prompt.
-        uncond: ids of the unconditional prompt; None without guidance.
-        first_code: id of code 0, if the bundle's condition graph embeds text only.
+        cond: token ids of the conditional prompt.
+        uncond: token ids of the unconditional prompt; None without guidance.
+        first_code: token id of code 0, if the condition graph of the bundle embeds only text.
     """
 
     def __init__(
         self, bundle: Path, cond: Sequence[int], uncond: Sequence[int] | None, first_code: int | None = None
     ) -> None:
-        text = [] if first_code is None else [embed(bundle, range(first_code))[0]]
-        self.table = text and np.concatenate([*text, np.load(bundle / "code_embeddings.npy")])
+        text_embeddings = [] if first_code is None else [embed_tokens(bundle, range(first_code))[0]]
+        # [tokens, width], or empty if the condition graph also embeds image tokens
+        self.table = text_embeddings and np.concatenate([*text_embeddings, np.load(bundle / "code_embeddings.npy")])
         prompts = [cond] if uncond is None else [cond, uncond]
         self.bundle = bundle
-        self.runs = [GraphRun(bundle) for _ in prompts]
-        self.outputs = [run.step(input_embeds=embed(bundle, ids)) for run, ids in zip(self.runs, prompts, strict=True)]
+        self.row_runs = [GraphRunner(bundle) for _ in prompts]
+        self.outputs = [
+            run.step(input_embeds=embed_tokens(bundle, ids)) for run, ids in zip(self.row_runs, prompts, strict=True)
+        ]
 
     def step(self, tokens: NDArray[np.int64], depth: NDArray[np.int64] | None = None, **visible: Any) -> list[Arrays]:
-        """Run tokens in both rows; `depth` gives the depths of the nodes of a tree."""
-        embeds = embed(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
-        positions = [None if depth is None else run.length + depth for run in self.runs]
+        """Run tokens in all rows; return the outputs of each row.
+
+        Args:
+            tokens: token ids, int64 `[nodes]`.
+            depth: depths of the nodes in a draft tree, int64 `[nodes]`; None for consecutive tokens.
+            **visible: attention mask, as of `GraphRunner.step`.
+        """
+        embeds = embed_tokens(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
+        positions = [None if depth is None else run.length + depth for run in self.row_runs]
         return [
             run.step(input_embeds=embeds, positions=row_positions, **visible)
-            for run, row_positions in zip(self.runs, positions, strict=True)
+            for run, row_positions in zip(self.row_runs, positions, strict=True)
         ]
 
 
-def guide(logits: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
-    """Guide logits whose first half are conditional rows and whose second half are unconditional rows."""
+def mix_guidance_rows(logits: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
+    """Return guided logits: `uncond + scale * (cond - uncond)`.
+
+    Args:
+        logits: logits of all conditional batch rows, then of all unconditional batch rows.
+        scale: guidance scale.
+    """
     cond, uncond = np.split(logits, 2)
     return uncond + np.float32(scale) * (cond - uncond)

@@ -1,4 +1,4 @@
-"""Hosts with empty caches that use published models: the stand-in for the hub has small models under their names."""
+"""A host that uses published models: the stand-in hub serves small models under the published names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint, copy_published_emu3
 from random_drafter import save_random_drafter
-from small_janus import random_janus, write_janus
+from small_janus import make_random_janus, write_janus
 from small_models import save_t5
 from stand_in_hub import REPOSITORIES, environment, run
 
@@ -22,8 +22,8 @@ from lantern_rt.published import PublishedModel
 
 DATA = Path(__file__).parent.parent / "data"
 NAME = "llamagen-c2i-b-256"
-Sources = tuple[dict[str, Path], dict[str, int]]  # checkpoints and other options of `export`
-# Runs the command line with another table of models, and without some modules.
+ExportSources = tuple[dict[str, Path], dict[str, int]]  # checkpoints by role, and other options of `export`
+# Runs the command line. The first arguments are modules that cannot be imported, and another table of models.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -35,118 +35,136 @@ main(sys.argv[1:])
 """
 
 
-def small_llamagen(_: Path) -> Sources:
+def get_small_llamagen(_: Path) -> ExportSources:
     folder = DATA / "llamagen-c2i"
     vq = DATA / "llamagen-vq/vq_tiny.pt"
     return {"target": folder / "c2i_tiny.pt", "vq": vq, "config": folder / "config.json"}, {}
 
 
-def small_text(folder: Path) -> Sources:
+def get_small_text_to_image_llamagen(folder: Path) -> ExportSources:
     save_t5(folder / "t5")
     model = DATA / "llamagen-t2i"
     files = {"target": model / "t2i_tiny.pt", "config": model / "config.json", "vq": DATA / "llamagen-vq/vq_tiny.pt"}
     return files | {"drafter": DATA / "lantern-drafter-llamagen", "text_encoder": folder / "t5"}, {}
 
 
-def small_anole(_: Path) -> Sources:
+def get_small_anole(_: Path) -> ExportSources:
     vq = DATA / "chameleon-vqgan/vqgan.ckpt"
     return {"target": DATA / "anole/target", "vq": vq, "drafter": DATA / "anole/drafter"}, {"grid": 8}
 
 
-def small_lumina(folder: Path) -> Sources:
+def get_small_lumina(folder: Path) -> ExportSources:
     save_random_drafter(folder / "drafter")
     vq = DATA / "chameleon-vqgan/vqgan.ckpt"
     return {"target": DATA / "lumina-mgpt/model", "vq": vq, "drafter": folder / "drafter"}, {"grid": 6}
 
 
-def small_lumina2(_: Path) -> Sources:
+def get_small_lumina2(_: Path) -> ExportSources:
     folder = DATA / "lumina-mgpt-2"
     return {"target": folder / "model", "vq": folder / "movqgan/270M/movqgan_270M.ckpt"}, {"grid": 8}
 
 
-def small_glm_image(_: Path) -> Sources:
+def get_small_glm_image(_: Path) -> ExportSources:
     return {"target": DATA / "glm-image"}, {"grid": 2}
 
 
-def small_janus(folder: Path) -> Sources:
-    write_janus(random_janus(), folder / "janus")
+def get_small_janus(folder: Path) -> ExportSources:
+    write_janus(make_random_janus(), folder / "janus")
     return {"target": folder / "janus"}, {}
 
 
-def small_emu3(folder: Path) -> Sources:
+def get_small_emu3(folder: Path) -> ExportSources:
     target, vq = copy_published_emu3(folder)
     return {"target": target, "vq": vq}, {"grid": 4}
 
 
-def small_emu35(folder: Path) -> Sources:
+def get_small_emu35(folder: Path) -> ExportSources:
     copy_checkpoint(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
     return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
 
 
-def small_simplear(_: Path) -> Sources:
+def get_small_simplear(_: Path) -> ExportSources:
     return {"target": DATA / "simplear/model", "vq": DATA / "simplear/cosmos"}, {"grid": 5}
 
 
-SMALL: dict[str, Callable[[Path], Sources]] = {
-    "llamagen": small_llamagen,
-    "text": small_text,
-    "anole": small_anole,
-    "lumina": small_lumina,
-    "lumina2": small_lumina2,
-    "glm_image": small_glm_image,
-    "janus": small_janus,
-    "emu3": small_emu3,
-    "emu35": small_emu35,
-    "simplear": small_simplear,
+# By family: function that returns small checkpoints, and writes missing files to its folder.
+SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
+    "llamagen": get_small_llamagen,
+    "text": get_small_text_to_image_llamagen,
+    "anole": get_small_anole,
+    "lumina": get_small_lumina,
+    "lumina2": get_small_lumina2,
+    "glm_image": get_small_glm_image,
+    "janus": get_small_janus,
+    "emu3": get_small_emu3,
+    "emu35": get_small_emu35,
+    "simplear": get_small_simplear,
 }
 
 
-class Host:
-    """A host with empty caches; the hub has a small model under a published name."""
+class EmptyCacheHost:
+    """Machine with empty caches, whose hub serves a small model under a published name.
+
+    Args:
+        hub: address of the hub.
+        folder: folder of the host's files.
+        name: name of the published model.
+        revision: `@` and the revision of the checkpoints; empty for `main`.
+        **fields: fields of the model's `PublishedModel` to replace.
+    """
 
     def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "", **fields: Any) -> None:
         self.hub = hub
         self.name = name
-        self.absent: list[str] = []
+        self.missing_modules: list[str] = []  # names of modules that the host's programs cannot import
         self.folder = folder
         self.cache = folder / "bundles"
         model = published.load_published_models()[name]
-        sources, options = SMALL["text" if name.startswith("llamagen-t2i") else model.family](folder)
+        sources, options = SMALL_CHECKPOINTS["text" if name.startswith("llamagen-t2i") else model.family](folder)
         files = dict(model.files)
         if "config" in sources:
             files["config"] = f"hf:{model.repositories[0]}/config.json"
         for role, reference in files.items():
             repository, file, _ = parse_hub_reference(reference, CheckpointError)
-            content = REPOSITORIES.setdefault(repository, {})
+            contents = REPOSITORIES.setdefault(repository, {})
             source = sources[role]
             if file is None:
                 paths = [path for path in source.rglob("*") if path.is_file() and path.suffix != ".npz"]
-                content |= {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+                contents |= {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
             else:
-                content[file] = source.read_bytes()
+                contents[file] = source.read_bytes()
         files = {role: f"{reference.partition('@')[0]}{revision}" for role, reference in files.items()}
         fields = {"files": files, "options": options, "download_bytes": 1_000_000, "memory_bytes": 1} | fields
-        row = PublishedModel.model_validate(model.model_dump() | fields)
-        (folder / "models.json").write_text(json.dumps({name: row.model_dump()}))
+        published_model = PublishedModel.model_validate(model.model_dump() | fields)
+        (folder / "models.json").write_text(json.dumps({name: published_model.model_dump()}))
 
     @property
     def bundles(self) -> list[str]:
-        """Names of the bundles in the cache, without lock files."""
+        """File names of the bundles in the cache, without lock files."""
         return [path.name for path in self.cache.glob("*") if path.suffix != ".lock"]
 
-    def command(self, *arguments: object) -> list[str]:
-        return ["-c", PROGRAM, json.dumps(self.absent), str(self.folder / "models.json"), *map(str, arguments)]
+    def make_command(self, *arguments: object) -> list[str]:
+        """Return the arguments of Python for a command of `lantern-rt`."""
+        return ["-c", PROGRAM, json.dumps(self.missing_modules), str(self.folder / "models.json"), *map(str, arguments)]
 
     def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command of `lantern-rt`; `hub` is the address of another hub."""
         variables = {"LANTERN_RT_CACHE": str(self.cache)}
-        return run(hub or self.hub, self.folder / "home", *self.command(*arguments), **variables)
+        return run(hub or self.hub, self.folder / "home", *self.make_command(*arguments), **variables)
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        """Start a command of `lantern-rt`; `options` are options of `Popen`."""
         variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
-        command = [sys.executable, *self.command(*arguments)]
+        command = [sys.executable, *self.make_command(*arguments)]
         return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **options)
 
     def generate(self, name: str, hub: str | None = None) -> Path:
+        """Generate an image of class 3 and return the path.
+
+        Args:
+            name: file name of the image in the host's folder.
+            hub: address of another hub.
+        """
         image = self.folder / name
         process = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
         assert process.returncode == 0, process.stderr

@@ -27,25 +27,33 @@ CONFIG = DecoderConfig(
 
 
 def make_target(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
-    """Make a target graph whose weights have a dtype, as in a checkpoint."""
+    """Make a target graph with random weights.
+
+    Args:
+        dtype: dtype of the weights, as of a checkpoint.
+        config: sizes of the decoder.
+    """
     torch.manual_seed(0)
     decoder = Decoder(config).eval()
-    for part in decoder.modules():
-        for name, value in part._parameters.items():
+    for module in decoder.modules():
+        for name, value in module._parameters.items():
             if value is not None:
-                part._parameters[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
+                module._parameters[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
     return make_target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
 
 
 def randomise_norms(decoder: nn.Module) -> None:
-    """Replace the weights of norms, ones and zeros, by random values, so that a misplaced weight changes the output."""
+    """Replace the weights of norms by random values, so that a misplaced weight changes the output.
+
+    The initial values are 1 and 0, the same for every norm.
+    """
     for name, weight in decoder.named_parameters():
         if "norm" in name:
             nn.init.normal_(weight)
     decoder.eval()
 
 
-SIZES = {
+T5_SIZES = {
     "vocab_size": 60,
     "d_model": 32,
     "d_kv": 8,
@@ -57,15 +65,21 @@ SIZES = {
 
 
 def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
-    """Save a random encoder, or a whole T5, with a tokenizer; return the encoder."""
+    """Save a T5 with random weights and a tokenizer; return the encoder.
+
+    Args:
+        folder: folder of the checkpoint.
+        whole: save the encoder and the decoder, not only the encoder.
+        **sizes: fields of `T5Config` that replace `T5_SIZES`.
+    """
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.T5Config(**(SIZES | sizes))
-    kind = transformers.T5ForConditionalGeneration if whole else transformers.T5EncoderModel
-    model = kind(config).eval()
+    config = transformers.T5Config(**(T5_SIZES | sizes))
+    model_class = transformers.T5ForConditionalGeneration if whole else transformers.T5EncoderModel
+    model = model_class(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():  # initial values would make all scores and norms similar
+        for name, weight in model.named_parameters():  # initial values would make scores and norms too similar
             weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.4 * torch.randn_like(weight))
     model.save_pretrained(folder)
     shutil.copy(DATA / "tiny-text-tokenizer/tokenizer.json", folder)

@@ -1,4 +1,4 @@
-"""The scenes judge as a graph for prompt agreement."""
+"""Tests of the ONNX graph of the scenes judge, which measures how well images agree with their prompts."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ SCENES = sample_scenes(40, seed=915_000)
 
 @pytest.fixture(scope="module")
 def scene_images() -> np.ndarray:
+    """Render `SCENES` as uint8 `[images, height, width, 3]`."""
     return render_scenes(SCENES)
 
 
 def open_judge(path: Path) -> PromptAgreementModel:
-    """Open a judge's graph as `lantern-rt eval scenes --agreement` does."""
+    """Open the graph of a judge as `lantern-rt eval scenes --agreement` does."""
     return PromptAgreementModel(path, Preprocessing(), open_bundle("scenes"), 1)
 
 
@@ -48,20 +49,20 @@ def judge() -> PromptAgreementModel:
     return open_judge(SHIPPED_JUDGE)
 
 
-def test_images_agree_with_their_captions_and_not_with_others(
+def test_images_agree_with_their_captions_and_not_with_captions_of_other_images(
     judge: PromptAgreementModel, scene_images: np.ndarray
 ) -> None:
-    images = [Image.fromarray(picture) for picture in scene_images]
+    images = [Image.fromarray(pixels) for pixels in scene_images]
     rng = np.random.default_rng(0)
     captions = [write_caption(scene, rng) for scene in SCENES]  # captions omit attributes at random
-    own_agreement = judge(images, captions)
-    other_agreement = judge(images, captions[1:] + captions[:1])
-    assert own_agreement.min() > 0.9
-    assert other_agreement.mean() < 0.3
-    assert (other_agreement < own_agreement).all()
+    matched_agreement = judge(images, captions)
+    swapped_agreement = judge(images, captions[1:] + captions[:1])
+    assert matched_agreement.min() > 0.9
+    assert swapped_agreement.mean() < 0.3
+    assert (swapped_agreement < matched_agreement).all()
 
 
-def test_the_graph_computes_the_mean_of_the_judges_probabilities(
+def test_the_agreement_is_the_mean_of_the_judges_probabilities_of_the_attributes_in_the_prompt(
     judge: PromptAgreementModel, scene_images: np.ndarray
 ) -> None:
     with torch.no_grad():
@@ -89,34 +90,39 @@ def test_the_graph_computes_the_mean_of_the_judges_probabilities(
         assert agreement == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
 
 
-def test_a_solid_at_another_place_only_loses_its_place_and_counts_once(judge: PromptAgreementModel) -> None:
+def test_a_wrong_place_costs_one_attribute_and_one_solid_does_not_count_as_two(judge: PromptAgreementModel) -> None:
     scene = Scene("night", "sand", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     prompts = ["a green cube", "a green cube on the left", "a green cube on the right", "a green cube and a green cube"]
-    without_place, at_its_place, at_another_place, counted_twice = judge([image] * 4, prompts)
+    without_place, at_right_place, at_wrong_place, counted_twice = judge([image] * 4, prompts)
     assert without_place > 0.9
-    assert at_its_place > 0.9
-    assert at_another_place == pytest.approx(without_place * 2 / 3, abs=0.02)
-    assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # one cube is not two
+    assert at_right_place > 0.9
+    assert at_wrong_place == pytest.approx(without_place * 2 / 3, abs=0.02)  # two of three attributes agree
+    assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # the image has one of the two cubes
 
 
-def test_pairs_are_compared_in_the_order_of_the_caption(judge: PromptAgreementModel) -> None:
+def test_two_solids_are_compared_in_the_order_of_the_caption(judge: PromptAgreementModel) -> None:
     solids = Solid("cube", "green", "large", "matte", 0.27), Solid("sphere", "red", "large", "matte", 0.73)
     image = Image.fromarray(render_scenes([Scene("clear", "sand", solids, 3)])[0])
-    right = ["a green cube left of a red ball", "a red ball right of a green cube", "a red ball and a green cube"]
-    assert judge([image] * 3, right).min() > 0.9
-    swapped, mixed = judge([image] * 2, ["a red ball left of a green cube", "a red cube left of a green ball"])
-    assert swapped == pytest.approx(0.8, abs=0.05)  # four of five attributes agree
-    assert mixed < 0.65
+    true_captions = [
+        "a green cube left of a red ball",
+        "a red ball right of a green cube",
+        "a red ball and a green cube",
+    ]
+    assert judge([image] * 3, true_captions).min() > 0.9
+    false_captions = ["a red ball left of a green cube", "a red cube left of a green ball"]
+    swapped_places_agreement, swapped_colours_agreement = judge([image] * 2, false_captions)
+    assert swapped_places_agreement == pytest.approx(0.8, abs=0.05)  # four of five attributes agree
+    assert swapped_colours_agreement < 0.65
 
 
-def test_another_trained_judge_is_saved_as_the_same_graph_with_other_weights(
+def test_a_judge_is_saved_with_its_weights_in_the_graph_of_the_shipped_judge(
     judge: PromptAgreementModel, scene_images: np.ndarray, tmp_path: Path
 ) -> None:
-    images = [Image.fromarray(picture) for picture in scene_images[:4]]
+    images = [Image.fromarray(pixels) for pixels in scene_images[:4]]
     captions = ["a cube on sand"] * 4
-    shipped = load_judge()
-    save_judge(shipped, tmp_path / JUDGE_FILE)
+    shipped_judge = load_judge()
+    save_judge(shipped_judge, tmp_path / JUDGE_FILE)
     saved_agreement = open_judge(tmp_path / JUDGE_FILE)(images, captions)
     np.testing.assert_array_equal(saved_agreement, judge(images, captions))
     torch.manual_seed(0)

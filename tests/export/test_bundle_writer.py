@@ -1,4 +1,4 @@
-"""Bundles appear whole or not at all, and never over something else."""
+"""Tests of the writer of bundles, which writes a complete bundle or nothing, and does not overwrite other files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from goldens import DATA
-from refusals import error_of
+from refusals import catch_error
 from torch import Tensor, nn
 
 from lantern_rt.bundle.files import open_bundle
@@ -35,7 +35,13 @@ C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
 VQ = DATA / "llamagen-vq/vq_tiny.pt"
 
 
-class Rows(nn.Module):
+class LookupTable(nn.Module):
+    """Module that returns rows of a random table.
+
+    Args:
+        *shape: shape of a row.
+    """
+
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(16, *shape))
@@ -44,10 +50,12 @@ class Rows(nn.Module):
         return self.table[ids]
 
 
-class Prefixes(nn.Module):
+class ConditionModule(nn.Module):
+    """Module of a condition graph: one prefix embedding for each class, and zeros as unconditional embedding."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.rows = Rows(1, 8)
+        self.rows = LookupTable(1, 8)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         prefix = self.rows(ids)
@@ -55,6 +63,7 @@ class Prefixes(nn.Module):
 
 
 def make_model() -> BundleContents:
+    """Make the contents of a bundle with three small graphs of random weights."""
     torch.manual_seed(0)
     decoder = Decoder(CONFIG).eval()
     table = torch.randn(16, 8)
@@ -62,12 +71,12 @@ def make_model() -> BundleContents:
     ids = name_test_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
     codes = name_test_cases({"codes": np.array([[1], [2]])})
     class_ids = (TensorSpec("class_ids", ("rows",), "int64"),)
-    picture = (TensorSpec("image", ("images", 1, 4)),)
+    image = (TensorSpec("image", ("images", 1, 4)),)
     return BundleContents(
         graphs=[
             make_target_graph(decoder, table),
-            Graph("condition", Prefixes().eval(), class_ids, outputs, ids),
-            Graph("vq_decoder", Rows(4).eval(), (TensorSpec("codes", ("images", 1), "int64"),), picture, codes),
+            Graph("condition", ConditionModule().eval(), class_ids, outputs, ids),
+            Graph("vq_decoder", LookupTable(4).eval(), (TensorSpec("codes", ("images", 1), "int64"),), image, codes),
         ],
         code_embeddings=table,
         codebook=table.numpy(),
@@ -88,9 +97,9 @@ def make_model() -> BundleContents:
     )
 
 
-def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
-    stages: list[str] = []  # stages, each when it begins
-    folder = export_model(make_model(), tmp_path / "toy", progress=lambda what, done, _: done or stages.append(what))
+def test_pytorch_modules_are_exported_as_a_complete_bundle(tmp_path: Path) -> None:
+    stages: list[str] = []
+    folder = export_model(make_model(), tmp_path / "toy", progress=lambda stage, done, _: done or stages.append(stage))
     bundle = open_bundle(folder)
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
@@ -100,12 +109,12 @@ def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
     assert stages[:4] == ["preparing graphs", "sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx"]
 
 
-def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
-    first, second = (open_bundle(export_model(make_model(), tmp_path / name)) for name in ("one", "two"))
-    assert first.digest == second.digest
+def test_two_exports_of_the_same_model_have_the_same_digest(tmp_path: Path) -> None:
+    first_bundle, second_bundle = (open_bundle(export_model(make_model(), tmp_path / name)) for name in ("one", "two"))
+    assert first_bundle.digest == second_bundle.digest
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     output = tmp_path / "toy"
     output.mkdir()
     with pytest.raises(OutputError, match=r"already exists.*--force"):
@@ -113,7 +122,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert list(output.iterdir()) == []
 
 
-def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
+def test_force_replaces_a_bundle_and_no_other_file_or_folder(tmp_path: Path) -> None:
     output = export_model(make_model(), tmp_path / "toy")
     (output / "old").touch()
     export_model(make_model(), output, force=True)
@@ -127,7 +136,7 @@ def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "letters/a.txt").read_text() == "dear"
 
 
-def test_folders_around_a_bundle_are_made_and_vanish_if_it_fails(
+def test_parent_folders_of_a_bundle_are_created_and_deleted_if_the_export_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_bundle(export_model(make_model(), tmp_path / "bundles/large/toy"))
@@ -141,13 +150,16 @@ def test_folders_around_a_bundle_are_made_and_vanish_if_it_fails(
 
 
 def raise_error(error: BaseException) -> Callable[..., None]:
+    """Return a function that raises an error, whatever its arguments."""
+
     def raiser(*_: object, **__: object) -> None:
         raise error
 
     return raiser
 
 
-KILLED = """
+# Starts to write a bundle, prints a line and waits until a signal ends the process.
+INTERRUPTED_PROGRAM = """
 import sys, time
 from pathlib import Path
 from lantern_rt.cli import main as program
@@ -163,49 +175,51 @@ program.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("number", "code", "stays"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -9, 1)])
-def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
-    tmp_path: Path, number: signal.Signals, code: int, stays: int
+@pytest.mark.parametrize(
+    ("signal_number", "exit_code", "files_remain"), [(signal.SIGTERM, 143, False), (signal.SIGKILL, -9, True)]
+)
+def test_files_of_a_terminated_export_are_deleted_and_of_a_killed_export_by_the_next_export(
+    tmp_path: Path, signal_number: signal.Signals, exit_code: int, files_remain: bool
 ) -> None:
     output = tmp_path / "bundles/toy"
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(output)], stdout=subprocess.PIPE) as program:
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED_PROGRAM, str(output)], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == b"half-written\n"
-        (partial,) = (tmp_path / "bundles").iterdir()
+        (partial_folder,) = (tmp_path / "bundles").iterdir()
         unrelated = tmp_path / "bundles/.other.x.partial"
         unrelated.mkdir()
         with write_folder_atomically(output, False, "bundle.json"):
-            assert partial.is_dir()  # the folder of the running program
+            assert partial_folder.is_dir()  # not deleted, since the program that writes the folder still runs
         shutil.rmtree(output)
-        program.send_signal(number)
-        assert program.wait() == code
-    assert partial.is_dir() == bool(stays)
+        program.send_signal(signal_number)
+        assert program.wait() == exit_code
+    assert partial_folder.is_dir() == files_remain
     export_model(make_model(), output)
     assert {path.name for path in (tmp_path / "bundles").iterdir()} == {"toy", unrelated.name}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ParityError("differs"), RuntimeError("bug")])
-@pytest.mark.parametrize("step", ["check_graph_parity", "FileEntry.from_file"])
-def test_nothing_half_written_stays_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: str
+@pytest.mark.parametrize("failing_function", ["check_graph_parity", "FileEntry.from_file"])
+def test_a_failed_export_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, failing_function: str
 ) -> None:
-    monkeypatch.setattr(f"lantern_rt.export.writer.{step}", raise_error(error))
+    monkeypatch.setattr(f"lantern_rt.export.writer.{failing_function}", raise_error(error))
     with pytest.raises(type(error)):
         export_model(make_model(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
+def test_the_progress_callback_reports_every_stage_up_to_its_total(tmp_path: Path) -> None:
     amounts: dict[str, list[tuple[int, int]]] = {}
     model = replace(make_model(), sources=[("target", C2I)])
     export_model(
-        model, tmp_path / "toy", progress=lambda what, done, total: amounts.setdefault(what, []).append((done, total))
+        model, tmp_path / "toy", progress=lambda stage, done, total: amounts.setdefault(stage, []).append((done, total))
     )
     files = [f"{role}.onnx" for role in ("target", "condition", "vq_decoder")]
     assert amounts["preparing graphs"] == [(done, 3) for done in range(4)]
-    expected = {f"{work} {file}{unit}" for file in files for work, unit in (("writing", " (MB)"), ("comparing", ""))}
-    others = {"preparing graphs", "sorting neighbours", "hashing checkpoints (MB)", "hashing files (MB)"}
-    assert amounts.keys() == others | expected
+    file_stages = {f"{verb} {file}{unit}" for file in files for verb, unit in (("writing", " (MB)"), ("comparing", ""))}
+    other_stages = {"preparing graphs", "sorting neighbours", "hashing checkpoints (MB)", "hashing files (MB)"}
+    assert amounts.keys() == file_stages | other_stages
     for counts in amounts.values():
         assert counts == sorted(counts)
         assert counts[0][0] == 0
@@ -213,21 +227,21 @@ def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
     assert amounts["comparing target.onnx"] == [(done, 15) for done in range(16)]
 
 
-def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
+def test_an_export_to_a_full_disk_is_rejected_before_files_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type(shutil.disk_usage(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))  # 1 byte free
     with pytest.raises(OutputError, match=r"found 0\.00 GB free on the disk, expected 0\.00 GB"):
         export_model(make_model(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_with_too_little_memory_is_told_before_anything_is_written(
+def test_an_export_that_needs_more_memory_is_rejected_before_files_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 10)
-    error = error_of(RequestError, export_model, make_model(), tmp_path / "toy")
+    monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 10)  # bytes
+    error = catch_error(RequestError, export_model, make_model(), tmp_path / "toy")
     assert (error.field, error.found) == ("memory", "0.0 GB free")
     assert list(tmp_path.iterdir()) == []
 
@@ -237,25 +251,25 @@ def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch:
     digest = open_bundle(output).digest
     rename = Path.rename
 
-    def fails_for_new(self: Path, target: Path) -> Path:
+    def fail_for_new_folder(self: Path, target: Path) -> Path:
         if self.name == "new":
             raise OSError(28, "No space left on device")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", fails_for_new)
+    monkeypatch.setattr(Path, "rename", fail_for_new_folder)
     with pytest.raises(OutputError, match="No space left"):
         export_model(make_model(), output, force=True)
     assert open_bundle(output).digest == digest
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
 
 
-def test_a_bundle_can_be_read_by_others(tmp_path: Path) -> None:
+def test_the_folder_of_a_bundle_has_the_permissions_of_an_ordinary_folder(tmp_path: Path) -> None:
     output = export_model(make_model(), tmp_path / "toy")
-    (tmp_path / "plain").mkdir()
-    assert output.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "ordinary").mkdir()
+    assert output.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
-def test_an_export_rejects_what_is_there_before_reading_anything(
+def test_an_existing_output_folder_is_rejected_before_checkpoints_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
@@ -263,13 +277,16 @@ def test_an_export_rejects_what_is_there_before_reading_anything(
     assert "already exists" in capsys.readouterr().err
 
 
-def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:
+def test_the_manifest_names_the_checkpoints_and_the_default_settings(
+    t2i_drafter_bundle: Path, c2i_bundle: Path
+) -> None:
     manifest = open_bundle(t2i_drafter_bundle).manifest
     roles = ["target", "config", "vq", "drafter_config", "drafter"]
     assert [source.role for source in manifest.provenance.sources] == roles
     assert next(method for method in manifest.decoding.methods if method.method == "lantern").neighbors == 127
     assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)
-    undrafted = open_bundle(c2i_bundle).manifest
-    assert (undrafted.decoding.methods, undrafted.drafter) == ((), None)
-    assert (undrafted.sampling.cfg_scale, undrafted.sampling.top_k) == (4.0, 0)
-    assert (undrafted.image_height, undrafted.condition.classes) == (64, 10)
+    manifest_without_drafter = open_bundle(c2i_bundle).manifest
+    assert (manifest_without_drafter.decoding.methods, manifest_without_drafter.drafter) == ((), None)
+    sampling = manifest_without_drafter.sampling
+    assert (sampling.cfg_scale, sampling.top_k) == (4.0, 0)
+    assert (manifest_without_drafter.image_height, manifest_without_drafter.condition.classes) == (64, 10)

@@ -1,4 +1,4 @@
-"""Checkpoints of LlamaGen and of drafters are read from every layout of files."""
+"""Tests that read checkpoints of LlamaGen and of drafters from every layout of files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from checkpoint_copies import (
     LANTERN,
     T2I,
     config_path,
+    copy_as_shards,
     copy_checkpoint,
     copy_json,
-    copy_sharded,
     copy_weights,
 )
 from family_readers import read_llamagen_transformer
@@ -32,19 +32,19 @@ from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
 
-ENDINGS = ("safetensors", "bin")
+ENDINGS = ("safetensors", "bin")  # file name extensions of weights
 
 
-def same_weights(first: nn.Module, second: nn.Module) -> bool:
+def have_same_weights(first: nn.Module, second: nn.Module) -> bool:
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.equal(*pair) for pair in pairs)
 
 
-def assert_same(first: LlamaGenTransformer, second: LlamaGenTransformer) -> None:
+def assert_same_transformer(first: LlamaGenTransformer, second: LlamaGenTransformer) -> None:
     assert first.decoder.config == second.decoder.config
     assert torch.equal(first.code_embeddings, second.code_embeddings)
-    assert same_weights(first.decoder, second.decoder)
-    assert same_weights(first.condition, second.condition)
+    assert have_same_weights(first.decoder, second.decoder)
+    assert have_same_weights(first.condition, second.condition)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,12 @@ def target() -> Decoder:
 
 
 @pytest.mark.parametrize("wrapper", ["model", "module", "state_dict", None])
-def test_a_state_dict_is_read_alone_or_inside_a_training_checkpoint(tmp_path: Path, wrapper: str | None) -> None:
+def test_a_state_dict_is_read_with_or_without_a_training_checkpoint_around_the_weights(
+    tmp_path: Path, wrapper: str | None
+) -> None:
     weights = {"a.weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(3)}
-    beside = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}  # state of training
-    torch.save({wrapper: weights, **beside} if wrapper else weights, tmp_path / "a.bin")
+    training_state = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}
+    torch.save({wrapper: weights, **training_state} if wrapper else weights, tmp_path / "a.bin")
     result = read_weights(tmp_path / "a.bin")
     assert list(result) == list(weights)
     assert torch.equal(result["a.weight"], weights["a.weight"])
@@ -69,7 +71,7 @@ def test_a_state_dict_is_read_alone_or_inside_a_training_checkpoint(tmp_path: Pa
     ("prefer_ema", "expected", "warnings"),
     [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
-def test_a_checkpoint_with_model_and_average_reads_one_with_a_warning(
+def test_of_model_weights_and_an_ema_average_the_chosen_weights_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefer_ema: bool | None, expected: int, warnings: list[str]
 ) -> None:
     torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
@@ -77,7 +79,7 @@ def test_a_checkpoint_with_model_and_average_reads_one_with_a_warning(
     assert [text in message for text, message in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
 
 
-def test_a_missing_average_is_a_warning_and_a_lone_average_is_read(
+def test_a_missing_ema_average_is_a_warning_and_a_checkpoint_with_only_an_average_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"ema": {"a": torch.ones(2)}}, tmp_path / "a.pt")
@@ -97,7 +99,7 @@ def test_weights_have_the_dtype_of_the_file(tmp_path: Path, dtype: torch.dtype) 
     assert all(read_weights(path)["a"].dtype is dtype for path in tmp_path.iterdir())
 
 
-def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Path) -> None:
+def test_the_progress_of_reading_counts_megabytes_of_all_files_of_a_folder(tmp_path: Path) -> None:
     for i in range(3):
         torch.save({str(i): torch.zeros(500_000)}, tmp_path / f"{i}.pt")
     reports: list[tuple[str, int, int]] = []
@@ -111,7 +113,7 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
 # ---------------------------------------------------------------- LlamaGen
 
 
-def test_sizes_come_from_the_weights(target: Decoder) -> None:
+def test_sizes_of_the_decoder_are_read_from_the_weights(target: Decoder) -> None:
     result = read_llamagen_transformer(C2I, config=config_path(C2I))
     sizes = result.decoder.config
     assert (sizes.hidden_size, sizes.num_layers, sizes.intermediate_size, sizes.vocab_size) == (64, 3, 256, 128)
@@ -124,23 +126,24 @@ def test_sizes_come_from_the_weights(target: Decoder) -> None:
     np.testing.assert_array_equal(condition.uncond, load_golden("llamagen-t2i")["uncond_embedding"])
 
 
-def test_the_grid_comes_from_the_weights_the_configuration_or_the_caller(tmp_path: Path) -> None:
-    no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
-    stored = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
+def test_the_grid_size_is_read_from_the_weights_or_the_configuration_or_is_an_argument(tmp_path: Path) -> None:
+    config_without_block_size = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
+    # 1 position of the prefix and 5 x 5 of the codes
+    target_with_positions = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
     assert read_llamagen_transformer(C2I, config=config_path(C2I), grid=4).decoder.config.grid == 4
-    assert read_llamagen_transformer(stored, config=no_block).decoder.config.grid == 5
-    assert read_llamagen_transformer(C2I, config=no_block, grid=7).decoder.config.grid == 7
+    assert read_llamagen_transformer(target_with_positions, config=config_without_block_size).decoder.config.grid == 5
+    assert read_llamagen_transformer(C2I, config=config_without_block_size, grid=7).decoder.config.grid == 7
 
 
-def test_a_published_models_heads_and_only_grid_need_no_options(tmp_path: Path) -> None:
-    no_block = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
-    small = LlamaGenVariant(published_sizes=(PublishedSize(3, 64, 8, (24,)),))
-    sizes = read_llamagen_transformer(C2I, config=no_block, variant=small).decoder.config
+def test_the_number_of_heads_and_the_grid_of_a_published_model_need_no_options(tmp_path: Path) -> None:
+    config_without_block_size = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
+    variant = LlamaGenVariant(published_sizes=(PublishedSize(3, 64, 8, (24,)),))  # layers, width, heads, grids
+    sizes = read_llamagen_transformer(C2I, config=config_without_block_size, variant=variant).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 
 
-def test_every_layout_of_the_same_weights_is_read_the_same(tmp_path: Path) -> None:
-    plain = read_llamagen_transformer(LANTERN / "t2i")
+def test_every_layout_of_files_gives_the_same_transformer(tmp_path: Path) -> None:
+    expected = read_llamagen_transformer(LANTERN / "t2i")
     (tmp_path / "bin").mkdir()
     shutil.copy(LANTERN / "t2i/config.json", tmp_path / "bin")
     torch.save(load_file(LANTERN / "t2i/model.safetensors"), tmp_path / "bin/pytorch_model.bin")
@@ -149,19 +152,21 @@ def test_every_layout_of_the_same_weights_is_read_the_same(tmp_path: Path) -> No
         LANTERN / "t2i/model.safetensors",
         copy_checkpoint(LANTERN / "t2i", tmp_path / "stage two", input_type="t2i2"),
     ):
-        assert_same(read_llamagen_transformer(checkpoint), plain)
-    assert_same(read_llamagen_transformer(T2I, config=config_path(T2I)), plain)
+        assert_same_transformer(read_llamagen_transformer(checkpoint), expected)
+    assert_same_transformer(read_llamagen_transformer(T2I, config=config_path(T2I)), expected)
 
 
-@pytest.mark.parametrize("kind", ["c2i", "t2i"])
+@pytest.mark.parametrize("model", ["c2i", "t2i"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_shards_with_an_index_are_read_as_the_single_file(tmp_path: Path, kind: str, ending: str) -> None:
-    result = read_llamagen_transformer(copy_sharded(LANTERN / kind, tmp_path / "shards", ending))
-    assert_same(result, read_llamagen_transformer(LANTERN / kind))
+def test_shards_with_an_index_give_the_same_transformer_as_a_single_file(
+    tmp_path: Path, model: str, ending: str
+) -> None:
+    result = read_llamagen_transformer(copy_as_shards(LANTERN / model, tmp_path / "shards", ending))
+    assert_same_transformer(result, read_llamagen_transformer(LANTERN / model))
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
-def test_the_folders_configuration_is_a_source_besides_another_configuration(tmp_path: Path) -> None:
+def test_the_configuration_of_the_folder_and_a_given_configuration_are_both_sources(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
     sources = read_llamagen_transformer(folder, config=other_config).checkpoint.sources
@@ -170,45 +175,51 @@ def test_the_folders_configuration_is_a_source_besides_another_configuration(tmp
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])
-def test_official_shards_without_an_index_are_joined(tmp_path: Path, names: list[str]) -> None:
+def test_official_shards_without_an_index_give_the_same_transformer_as_a_single_file(
+    tmp_path: Path, names: list[str]
+) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     for i, name in enumerate(names):
         torch.save({key: weights[key] for key in sorted(weights)[i::2]}, tmp_path / name)
     torch.save({"state": {}}, tmp_path / "optimizer.00000-of-00001.pth")
     config = config_path(C2I)
-    assert_same(read_llamagen_transformer(tmp_path, config=config), read_llamagen_transformer(C2I, config=config))
+    assert_same_transformer(
+        read_llamagen_transformer(tmp_path, config=config), read_llamagen_transformer(C2I, config=config)
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_file_consolidated_from_fsdp_may_have_prefixed_names(tmp_path: Path, prefix: str) -> None:
+def test_a_file_consolidated_from_fsdp_may_have_prefixes_before_the_names_of_weights(
+    tmp_path: Path, prefix: str
+) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
     result = read_llamagen_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
-    assert_same(result, read_llamagen_transformer(C2I, config=config_path(C2I)))
+    assert_same_transformer(result, read_llamagen_transformer(C2I, config=config_path(C2I)))
 
 
 # ---------------------------------------------------------------- drafters
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_every_layout_of_a_drafter_is_read_the_same(tmp_path: Path, target: Decoder, ending: str) -> None:
+def test_every_layout_of_files_gives_the_same_drafter(tmp_path: Path, target: Decoder, ending: str) -> None:
     drafter = read_drafter(DRAFTER, target)
     for folder in (
         copy_checkpoint(DRAFTER, tmp_path / "safetensors", lambda weights: None),
-        copy_sharded(DRAFTER, tmp_path / "shards", ending),
+        copy_as_shards(DRAFTER, tmp_path / "shards", ending),
     ):
         copy = read_drafter(folder, target)
         assert copy.drafter.config == drafter.drafter.config
-        assert same_weights(drafter.drafter, copy.drafter)
+        assert have_same_weights(drafter.drafter, copy.drafter)
     assert [role for role, _ in copy.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
     assert (drafter.drafter.config.prefix, drafter.drafter.config.input_norm) == (7, False)
 
 
 def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, target: Decoder) -> None:
-    def edit(weights: dict[str, torch.Tensor]) -> None:
+    def change_weights(weights: dict[str, torch.Tensor]) -> None:
         del weights["fc.bias"]
         weights["layers.0.input_layernorm.weight"] = torch.ones(64)
 
-    drafter = read_drafter(copy_checkpoint(DRAFTER, tmp_path, edit), target).drafter
+    drafter = read_drafter(copy_checkpoint(DRAFTER, tmp_path, change_weights), target).drafter
     assert drafter.fc.bias is None
     assert drafter.config.input_norm

@@ -1,4 +1,4 @@
-"""Folders and files as people download them: other layouts, other models and missing weights have specific errors."""
+"""Tests of the errors of wrong downloads: other models, other layouts, Git LFS pointers, web pages, missing files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from checkpoint_copies import (
     VQ,
     VQGAN,
     config_path,
+    copy_as_shards,
     copy_checkpoint,
     copy_json,
-    copy_sharded,
 )
 from family_readers import (
     read_anole,
@@ -36,7 +36,7 @@ from family_readers import (
     read_lumina2,
     read_simplear,
 )
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
@@ -44,12 +44,13 @@ from lantern_rt.export.checkpoints.folders import Checkpoint, read_weight_index
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
-PAGES = (
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
+WEB_PAGES = (
     "<!DOCTYPE html>\n<html>not found</html>",
     "\n <HTML>log in</HTML>",
     '<?xml version="1.0"?><Error>denied</Error>',
 )
+# By family, or the text encoder: function that reads a checkpoint as this family.
 READERS: dict[str, Callable[[Path], object]] = {
     "llamagen": lambda folder: read_llamagen(folder, VQ),
     "anole": lambda folder: read_anole(folder, VQGAN),
@@ -60,7 +61,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "simplear": lambda folder: read_simplear(folder, COSMOS, grid=4),
     "text encoder": lambda folder: read_text_encoder(folder, 32),
 }
-FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR, "multi_modality": JANUS}  # by model_type
+# The keys are values of `model_type` in `config.json`.
+FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR, "multi_modality": JANUS}
 FAMILIES = {
     "chameleon": "anole or lumina or lumina2",
     "emu3": "emu3",
@@ -70,30 +72,30 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", READERS)
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_the_error_of_another_models_folder_names_its_family_or_the_needed_model(
-    tmp_path: Path, kind: str, family: str
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_error_of_another_models_folder_names_the_right_family_or_the_needed_model(
+    tmp_path: Path, model_type: str, family: str
 ) -> None:
     read = READERS[family]
-    folder = FOLDERS[kind]
-    if family == FAMILIES[kind].partition(" ")[0]:
+    folder = FOLDERS[model_type]
+    if family == FAMILIES[model_type].partition(" ")[0]:
         read(folder)
         return
-    error = error_of(CheckpointError, read, folder)
-    if kind == "chameleon" and family in ("lumina", "lumina2"):
+    error = catch_error(CheckpointError, read, folder)
+    if model_type == "chameleon" and family in ("lumina", "lumina2"):
         assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
         return
     assert error.field == f"{folder / 'config.json'}: model_type"
-    assert error.found == repr(kind)
+    assert error.found == repr(model_type)
     if family == "text encoder":
         assert "google/flan-t5-xl" in error.remedy
     else:
         assert error.expected == f"a model of family {family}"
-        assert error.remedy == f"give `--family {FAMILIES[kind]}`, or another target"
+        assert error.remedy == f"give `--family {FAMILIES[model_type]}`, or another target"
 
 
 def test_the_error_of_an_unknown_models_folder_names_the_needed_model(tmp_path: Path) -> None:
-    error = error_of(
+    error = catch_error(
         CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN
     )
     assert error.field.endswith("config.json: model_type")
@@ -102,42 +104,44 @@ def test_the_error_of_an_unknown_models_folder_names_the_needed_model(tmp_path: 
 
 @pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
 def test_an_invalid_model_type_is_rejected_with_a_short_error(tmp_path: Path, value: Any) -> None:
-    error = error_of(CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type=value), VQGAN)
+    error = catch_error(
+        CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type=value), VQGAN
+    )
     assert error.field.endswith("config.json: model_type")
     assert len(error.found) <= 80
 
 
-def test_the_error_of_metas_layout_names_it(tmp_path: Path) -> None:
+def test_the_error_of_a_checkpoint_in_metas_layout_names_this_layout(tmp_path: Path) -> None:
     (tmp_path / "models/7b").mkdir(parents=True)
     (tmp_path / "models/7b/params.json").write_text("{}")
     torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, tmp_path / "models/7b/consolidated.pth")
-    error = error_of(CheckpointError, read_anole, tmp_path, VQGAN)
+    error = catch_error(CheckpointError, read_anole, tmp_path, VQGAN)
     assert error.found == "Meta's layout"
     assert "leloy/Anole-7b-v0.1-hf" in error.remedy
 
 
-@pytest.mark.parametrize("text", [LFS, *PAGES])
+@pytest.mark.parametrize("text", [LFS_POINTER, *WEB_PAGES])
 @pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "config.json", "tokenizer.json"])
-def test_the_error_of_a_git_lfs_pointer_or_web_page_names_it(tmp_path: Path, name: str, text: str) -> None:
+def test_the_error_of_a_git_lfs_pointer_or_web_page_says_what_the_file_is(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
-    error = error_of(CheckpointError, read, path)
+    error = catch_error(CheckpointError, read, path)
     assert error.field == str(path)
-    assert error.found == ("a Git LFS pointer" if text == LFS else "a web page")
+    assert error.found == ("a Git LFS pointer" if text == LFS_POINTER else "a web page")
 
 
-def test_the_error_of_a_git_lfs_pointer_as_yaml_names_it(tmp_path: Path) -> None:
+def test_the_error_of_a_yaml_file_that_is_a_git_lfs_pointer_says_so(tmp_path: Path) -> None:
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "vqgan.yaml").write_text(LFS)
-    error = error_of(CheckpointError, read_vqgan, tmp_path)
+    (tmp_path / "vqgan.yaml").write_text(LFS_POINTER)
+    error = catch_error(CheckpointError, read_vqgan, tmp_path)
     assert (error.field, error.found) == (str(tmp_path / "vqgan.yaml"), "a Git LFS pointer")
 
 
-def test_the_error_of_shards_without_their_index_names_them(tmp_path: Path) -> None:
-    folder = copy_sharded(LANTERN / "t2i", tmp_path / "shards")
+def test_the_error_of_shards_without_an_index_names_the_shards(tmp_path: Path) -> None:
+    folder = copy_as_shards(LANTERN / "t2i", tmp_path / "shards")
     (folder / "model.safetensors.index.json").unlink()
-    error = error_of(CheckpointError, Checkpoint(folder).read_weights)
+    error = catch_error(CheckpointError, Checkpoint(folder).read_weights)
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert error.found == f"{', '.join(names)} without an index"
     assert "model.safetensors.index.json" in error.expected
@@ -153,26 +157,26 @@ def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", "?", ".hidden", "a/b", "a\\b", "a b", "-rf", "", 7])
-def test_an_index_must_name_plain_files(tmp_path: Path, name: Any) -> None:
+def test_an_index_with_an_invalid_file_name_is_rejected(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"x": "model-1.safetensors", "y": name}}))
-    error = error_of(CheckpointError, read_weight_index, path)
+    error = catch_error(CheckpointError, read_weight_index, path)
     assert error.field == f"{path}: 'y'"
     assert error.found == repr(name)
 
 
-def test_the_error_of_a_missing_configuration_shows_its_format(program: Any, tmp_path: Path) -> None:
-    error = error_of(CheckpointError, read_llamagen_transformer, Path(shutil.copy(C2I, tmp_path)))
+def test_the_error_of_a_missing_configuration_shows_an_example(program: Any, tmp_path: Path) -> None:
+    error = catch_error(CheckpointError, read_llamagen_transformer, Path(shutil.copy(C2I, tmp_path)))
     assert error.remedy.startswith(
         'give {"n_head": 12}, with your number, in a JSON file: as --config, or as config.json '
     )
-    code, out, _ = program("export", "--help")
-    assert code == 0
+    exit_code, out, _ = program("export", "--help")
+    assert exit_code == 0
     assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())
 
 
-def test_the_configuration_in_the_folder_of_an_official_file_is_read_if_it_belongs_to_the_model(tmp_path: Path) -> None:
+def test_the_configuration_beside_an_official_file_is_read_if_it_describes_the_model(tmp_path: Path) -> None:
     assert read_llamagen_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
     copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
-    assert "n_head" in error_of(CheckpointError, read_llamagen_transformer, path).remedy
+    assert "n_head" in catch_error(CheckpointError, read_llamagen_transformer, path).remedy

@@ -1,6 +1,7 @@
-"""Emu3.5-Image's exported graphs, prompts and image tokenizer against every recorded array of text to image.
+"""Comparisons of Emu3.5-Image's exported graphs, prompts and image tokenizer with arrays of the published program.
 
-Omitted, like in the product, are scores of text, of a size that the model chooses, and of image to image.
+The tests omit recordings of features that the product lacks: text generation, sizes that the model chooses, and image
+to image.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import pytest
 import torch
 from checkpoint_copies import EMU3, EMU35, EMU35_VQ, copy_checkpoint
 from family_readers import read_emu3, read_emu35
-from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golden, read_manifest, read_values
+from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, compute_graph_values, load_golden, read_manifest
 from numpy.typing import NDArray
-from refusals import error_of
+from refusals import catch_error
 from safetensors.torch import load_file
 from shared_goldens import GoldenFamily, RowEndDecoderGolden, log_softmax, mix_guided
 
@@ -40,21 +41,23 @@ from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 ARRAYS = load_golden("emu3.5")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3.5/traces.json").read_text())
 PROTOCOL: dict[str, Any] = json.loads((DATA / "emu3.5/protocol.json").read_text())
-CODES = slice(557, 653)
-HALF_LEVEL = 1 / 255  # decoded pixels are darker by this, since the program cuts rounded pixels
-SIZES = ((4, 5), (5, 3), (2, 12), (10, 11))
+CODES = slice(557, 653)  # token ids of the codes
+# The published program truncates pixels to integers, and the product rounds. So the exported decoder outputs pixels in
+# [-1, 1] that are smaller by half a level of 255.
+HALF_LEVEL = 1 / 255
+SIZES = ((4, 5), (5, 3), (2, 12), (10, 11))  # rows and columns of the grids in the recorded runs
 GREEDY = [trace for trace in TRACES if trace["task"] == "t2i" and trace["name"] != "sample"]
-AT_ONCE = [trace for trace in GREEDY if trace["image_starts_at"] == 0]  # without a text before the image
+GREEDY_WITHOUT_TEXT = [trace for trace in GREEDY if trace["image_starts_at"] == 0]  # no text before the image
 SAMPLE = next(trace for trace in TRACES if trace["name"] == "sample")
 
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the published sizes by those of recorded runs."""
+    """Replace the published image sizes by `SIZES`."""
     monkeypatch.setattr(emu35, "SIZES", SIZES)
 
 
-def read_small(vq: Path = EMU35_VQ) -> BundleContents:
+def read_model_with_small_sizes(vq: Path = EMU35_VQ) -> BundleContents:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emu35, "SIZES", SIZES)
         return read_emu35(EMU35, vq)
@@ -63,32 +66,36 @@ def read_small(vq: Path = EMU35_VQ) -> BundleContents:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return export_model(read_small(), tmp_path_factory.mktemp("bundles") / "emu35")
+    return export_model(read_model_with_small_sizes(), tmp_path_factory.mktemp("bundles") / "emu35")
 
 
 @pytest.fixture(scope="module")
 def family(bundle: Path) -> GoldenFamily:
-    wide = np.zeros((13, CODES.stop), np.float32)
-    wide[:, CODES] = ARRAYS["tree_guided"]
-    return GoldenFamily(bundle, ARRAYS | {"tree_guided": wide}, CODES, row_end=549, scale=5.0, scored=log_softmax)
+    # The recording has only the columns of the codes.
+    tree_guided = np.zeros((13, CODES.stop), np.float32)  # [nodes, vocabulary]
+    tree_guided[:, CODES] = ARRAYS["tree_guided"]
+    return GoldenFamily(
+        bundle, ARRAYS | {"tree_guided": tree_guided}, CODES, row_end=549, scale=5.0, compute_scores=log_softmax
+    )
 
 
 class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def trace_name(trace: dict[str, Any]) -> str:
+def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
-    decoder: Any = read_small().graphs[0].module
+def test_queries_and_keys_are_projected_then_normalized_then_rotated() -> None:
+    decoder: Any = read_model_with_small_sizes().graphs[0].module
     layer = decoder.layers[0]
     rope = decoder.rope
     normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
-    joint = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)
-    parts = {"q": (joint[:, :4], layer.attention.query_norm), "k": (joint[:, 4:6], layer.attention.key_norm)}
-    for part, (heads, norm) in parts.items():
+    qkv = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)  # [nodes, heads, head_dim]
+    # The 8 heads are 4 of queries, 2 of keys and 2 of values.
+    heads_and_norms = {"q": (qkv[:, :4], layer.attention.query_norm), "k": (qkv[:, 4:6], layer.attention.key_norm)}
+    for part, (heads, norm) in heads_and_norms.items():
         assert_close(heads.numpy(), ARRAYS[f"layer0_{part}"])
         assert_close(norm(heads).numpy(), ARRAYS[f"layer0_{part}_normed"])
         assert_close(
@@ -102,24 +109,24 @@ def test_queries_and_keys_are_projected_normed_then_rotated() -> None:
 
 
 def read_image_ids(trace: dict[str, Any]) -> list[int]:
-    """Return the ids of a run from begin of image to the last code."""
+    """Return the token ids of a run from the begin-of-image token to the last code."""
     ids: list[int] = trace["generated_ids"][trace["image_starts_at"] :]
-    return ids[: ids.index(556)]
+    return ids[: ids.index(556)]  # 556 is the token after the image
 
 
 def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Return guided logits of every code of a run, `[codes, vocabulary]`, after its recorded text."""
+    """Return the guided logits `[codes, codebook size]` of every code of a recorded run."""
     ids = read_image_ids(trace)
     text = trace["generated_ids"][: trace["image_starts_at"]]
-    start = ids.index(554) + 1  # behind the image token
+    start = ids.index(554) + 1  # 554 is the token before the first code
     prompts = ([*trace["prompt_ids"], *text], trace["unconditional_prompt_ids"])
-    sides = PromptRuns(bundle, *([*prompt, *ids[:start]] for prompt in prompts))
-    last = mix_guided([{"logits": outputs["logits"][:, -1:]} for outputs in sides.outputs], trace["cfg"])
-    scores = np.concatenate([last, mix_guided(sides.step(np.array(ids[start:-1], np.int64)), trace["cfg"])])
-    return scores[np.array(ids[start:]) >= CODES.start]
+    runs = PromptRunner(bundle, *([*prompt, *ids[:start]] for prompt in prompts))
+    prompt_logits = mix_guided([{"logits": outputs["logits"][:, -1:]} for outputs in runs.outputs], trace["cfg"])
+    logits = np.concatenate([prompt_logits, mix_guided(runs.step(np.array(ids[start:-1], np.int64)), trace["cfg"])])
+    return logits[np.array(ids[start:]) >= CODES.start]  # without the logits of row ends
 
 
-@pytest.mark.parametrize("trace", GREEDY, ids=trace_name)
+@pytest.mark.parametrize("trace", GREEDY, ids=get_trace_name)
 def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dict[str, Any]) -> None:
     scores = compute_guided_logits(bundle, trace)
     recorded = ARRAYS[f"{trace['name']}_code_scores"]
@@ -127,7 +134,7 @@ def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dic
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
-def test_the_processor_leaves_the_codes_with_their_scores_or_the_row_end_alone(bundle: Path) -> None:
+def test_the_recorded_scores_allow_only_codes_inside_a_row_and_only_the_row_end_after_it(bundle: Path) -> None:
     final_scores = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
     expected_finite = np.zeros(final_scores.shape, bool)
     is_row_end = np.arange(12) % 6 == 5
@@ -142,90 +149,98 @@ def test_the_processor_leaves_the_codes_with_their_scores_or_the_row_end_alone(b
     )
 
 
-def test_greedy_images_alone_and_together_are_the_recorded_ones(bundle: Path) -> None:
-    assert len(AT_ONCE) == 4
+def test_greedy_images_alone_and_in_a_batch_have_the_recorded_codes(bundle: Path) -> None:
+    assert len(GREEDY_WITHOUT_TEXT) == 4
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
-        for trace in AT_ONCE:
+        for trace in GREEDY_WITHOUT_TEXT:
             rows, columns = trace["grid"]
             size = f"{16 * columns}x{16 * rows}"
             options: dict[str, Any] = {"temperature": 0, "cfg_scale": trace["cfg"], "size": size}
-            (alone,) = pipe(trace["caption"], **options).codes
-            assert alone.reshape(rows, columns).tolist() == trace["codes"]
-            together = pipe(["a cup", trace["caption"]], method="sjd:window=4", **options).codes
-            assert together[1].tolist() == alone.tolist()
+            (image_codes,) = pipe(trace["caption"], **options).codes
+            assert image_codes.reshape(rows, columns).tolist() == trace["codes"]
+            batch_codes = pipe(["a cup", trace["caption"]], method="sjd:window=4", **options).codes
+            assert batch_codes[1].tolist() == image_codes.tolist()
 
 
-def test_sampled_codes_are_drawn_from_the_recorded_distributions(bundle: Path) -> None:
+def test_sampling_has_the_recorded_distributions_and_codes(bundle: Path) -> None:
     sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
     probabilities = compute_distribution(compute_guided_logits(bundle, SAMPLE), sampling)
     columns = SAMPLE["grid"][1]
     ids = np.array(read_image_ids(SAMPLE))
     is_code = ids >= CODES.start
-    first = ids.tolist().index(554) + 1
-    rows = ARRAYS["sample_code_probs"][is_code[first : first + 2 * columns + 2]]
-    assert_close(probabilities[: 2 * columns], rows.astype(np.float64))
+    start = ids.tolist().index(554) + 1  # 554 is the token before the first code
+    # The recording has two grid rows, each with a row end.
+    expected = ARRAYS["sample_code_probs"][is_code[start : start + 2 * columns + 2]]
+    assert_close(probabilities[: 2 * columns], expected.astype(np.float64))
     uniform = np.array(SAMPLE["uniform"])[SAMPLE["image_starts_at"] :][: len(ids)][is_code]
-    sums = probabilities.cumsum(1)
-    drawn = (sums / sums[:, -1:] <= uniform[:, None]).sum(1)
-    assert drawn.reshape(SAMPLE["grid"]).tolist() == SAMPLE["codes"]
+    cumulative = probabilities.cumsum(1)
+    sampled_codes = (cumulative / cumulative[:, -1:] <= uniform[:, None]).sum(1)
+    assert sampled_codes.reshape(SAMPLE["grid"]).tolist() == SAMPLE["codes"]
 
 
-def test_filters_give_the_recorded_probabilities_of_codes() -> None:
+def test_temperature_top_k_and_top_p_give_the_recorded_probabilities_of_codes() -> None:
     for (top_k, top_p, temperature, *_), expected in zip(
         ARRAYS["filter_params"], ARRAYS["filter_image_probs"], strict=True
     ):
         sampling = Sampling(top_k=int(top_k), top_p=float(top_p), temperature=float(temperature))
         probabilities = compute_distribution(ARRAYS["filter_logits"][:, CODES], sampling)
-        rows = slice(4 if top_p == 1 else 3)  # the sort decides which ties at the bound of top-p are kept
+        # The last row has equal logits at the threshold of top-p; an implementation's sort decides which remain.
+        rows = slice(4 if top_p == 1 else 3)
         np.testing.assert_allclose(probabilities[rows], expected[rows], rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- image tokenizer
 
 
-def check_bytes(picture: NDArray[np.float32], expected: NDArray[np.uint8]) -> None:
-    """Check that bytes are cut as recorded, except where rounding errors cross an integer."""
-    levels = np.asarray(image_from_pixels(picture)).astype(int)
+def check_bytes(pixels: NDArray[np.float32], expected: NDArray[np.uint8]) -> None:
+    """Check that the bytes of an image are the recorded bytes, except where rounding errors cross an integer.
+
+    Args:
+        pixels: decoded pixels in [-1, 1], `[3, height, width]`.
+        expected: recorded bytes, `[height, width, 3]`.
+    """
+    levels = np.asarray(image_from_pixels(pixels)).astype(int)
     assert np.abs(levels - expected).max() <= 1
     assert (levels == expected).mean() > 0.998
 
 
-def test_codes_become_the_recorded_vectors_layers_and_images(bundle: Path) -> None:
+def test_codes_decode_to_the_recorded_vectors_and_images(bundle: Path) -> None:
     path = bundle / "vq_decoder.onnx"
     convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
     post_quant_conv = convolutions["post_quant_conv.weight"]
     conv_in = convolutions["decoder.conv_in.weight"]
     names = [post_quant_conv.input[0], post_quant_conv.output[0], conv_in.output[0], "images"]
-    values = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
+    values = compute_graph_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
     for array, name in zip(values[:-1], ("code_vectors", "post_quant", "conv_in"), strict=True):
         assert_close(array[0], ARRAYS[f"vq_{name}"])
     assert_close(values[-1][0] + HALF_LEVEL, ARRAYS["vq_decoded"])
     check_bytes(values[-1][0], ARRAYS["vq_uint8"])
     for trace in GREEDY:
         if f"{trace['name']}_uint8" in ARRAYS:
-            (picture,) = GraphFileSession(path).run({"codes": np.array([trace["codes"]])})["images"]
-            check_bytes(picture, ARRAYS[f"{trace['name']}_uint8"])
+            (pixels,) = GraphFileSession(path).run({"codes": np.array([trace["codes"]])})["images"]
+            check_bytes(pixels, ARRAYS[f"{trace['name']}_uint8"])
             if trace["name"] == "run2":
-                assert_close(picture + HALF_LEVEL, ARRAYS["run2_pixels"])
+                assert_close(pixels + HALF_LEVEL, ARRAYS["run2_pixels"])
 
 
-def test_an_image_becomes_the_codes_of_the_largest_products(bundle: Path) -> None:
+def test_an_image_is_encoded_as_the_codes_with_the_largest_dot_products(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
     encoded = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
     assert_close(encoded["pre_quant"][0], ARRAYS["vq_pre_quant"])
     codes = encoded["codes"].reshape(ARRAYS["vq_encoded"].shape)
     np.testing.assert_array_equal(codes, ARRAYS["vq_encoded"])
     table = load_file(EMU35_VQ / "model.safetensors")["quantize.embedding.weight"].float().numpy()
-    nearest = ((encoded["pre_quant"][0].reshape(256, -1).T[:, None] - table) ** 2).sum(2).argmin(1)
-    assert (nearest != codes.ravel()).all()
+    # The encoder chooses the largest dot products, which are not the smallest distances.
+    nearest_codes = ((encoded["pre_quant"][0].reshape(256, -1).T[:, None] - table) ** 2).sum(2).argmin(1)
+    assert (nearest_codes != codes.ravel()).all()
     vectors = table[codes].transpose(2, 0, 1)
     assert_close(vectors, ARRAYS["vq_quantized"])
-    picture = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes[None]})["images"]
-    assert_close(picture[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
+    images = GraphFileSession(bundle / "vq_decoder.onnx").run({"codes": codes[None]})["images"]
+    assert_close(images[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
 
 
-def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
-    modules: dict[str, Any] = {graph.role: graph.module for graph in read_small().graphs}
+def test_inner_layers_of_the_image_tokenizer_have_the_recorded_values() -> None:
+    modules: dict[str, Any] = {graph.role: graph.module for graph in read_model_with_small_sizes().graphs}
     decoder = modules["vq_decoder"].decoder
     encoder = modules["vq_encoder"].encoder
     layers = {
@@ -239,8 +254,8 @@ def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
         "encoder_out": encoder.conv_out,
     }
     outputs: dict[str, torch.Tensor] = {}
-    for name, part in layers.items():
-        part.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda *call, name=name: outputs.update({name: call[-1]}))
     with torch.no_grad():
         modules["vq_decoder"](torch.from_numpy(ARRAYS["vq_codes"])[None])
         pixels = torch.from_numpy(ARRAYS["vq_image_uint8"]).permute(2, 0, 1)[None]
@@ -249,40 +264,41 @@ def test_inner_layers_of_the_image_tokenizer_give_the_recorded_values() -> None:
         assert_close(outputs[name][0].numpy(), ARRAYS[f"vq_{name}"])
 
 
-def contents(module: torch.nn.Module) -> list[tuple[str, bytes]]:
+def get_weight_bytes(module: torch.nn.Module) -> list[tuple[str, bytes]]:
+    """Return the names of a module's weights and their bytes."""
     return [(name, value.numpy().tobytes()) for name, value in module.state_dict().items()]
 
 
-def test_the_image_tokenizer_is_read_from_either_file(tmp_path: Path) -> None:
+def test_safetensors_and_ckpt_files_give_the_same_image_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "vq"
     folder.mkdir()
     torch.save({"state_dict": load_file(EMU35_VQ / "model.safetensors")}, folder / "model.ckpt")
-    states = []
-    for place in (EMU35_VQ, folder, folder / "model.ckpt"):
-        graphs = read_small(place).graphs[2:]
-        states.append({(graph.role, *entry) for graph in graphs for entry in contents(graph.module)})
-    assert len(states[0]) > 50
-    assert states[0] == states[1] == states[2]
+    weights = []
+    for vq in (EMU35_VQ, folder, folder / "model.ckpt"):
+        graphs = read_model_with_small_sizes(vq).graphs[2:]  # the graphs of the image tokenizer
+        weights.append({(graph.role, *entry) for graph in graphs for entry in get_weight_bytes(graph.module)})
+    assert len(weights[0]) > 50
+    assert weights[0] == weights[1] == weights[2]
 
 
 # ---------------------------------------------------------------- prompts and sizes
 
 
-def test_prompts_are_those_of_the_published_template() -> None:
-    model = read_small()
+def test_prompts_have_the_recorded_token_ids() -> None:
+    model = read_model_with_small_sizes()
     condition = model.manifest_fields["condition"]
     sizes = model.manifest_fields["sizes"]
     tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
     cases = [case for case in PROTOCOL["prompt_cases"] if case["text"]]
     requests = build_prompt_requests(condition, tokenizer, sizes[0], [case["text"] for case in cases])
     assert len(cases) > 10
-    end = [555, *sizes[0].tokens]
+    end = [555, *sizes[0].tokens]  # begin of image, then the tokens of the size
     for case, request in zip(cases, requests, strict=True):
         assert request.condition_inputs["token_ids"][0].tolist() == [*case["prompt_ids"], *end]
         assert request.condition_inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
 
 
-def test_sizes_and_settings_are_the_published_ones(tmp_path: Path) -> None:
+def test_image_sizes_and_default_settings_equal_the_published_values(tmp_path: Path) -> None:
     large = copy_checkpoint(EMU35, tmp_path / "large", config=lambda config: config.pop("max_position_embeddings"))
     manifest_fields = read_emu35(large, EMU35_VQ).manifest_fields
     published = [(size["rows"], size["columns"]) for size in PROTOCOL["sizes"]]
@@ -296,39 +312,40 @@ def test_sizes_and_settings_are_the_published_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["41x97", "55x73"])
-def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
+def test_row_ends_are_at_the_positions_where_the_published_program_forces_them(name: str) -> None:
     forced = ARRAYS[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    ours = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
-    image = forced.tolist()[forced.tolist().index(PROTOCOL["tokens"]["img"]["official"]) + 1 :]
-    assert [*ours, PROTOCOL["tokens"]["eoi"]["official"]] == image[: len(ours) + 1]
+    forced_tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()  # -1 is a code
+    start = forced.tolist().index(PROTOCOL["tokens"]["img"]["official"]) + 1
+    expected = forced.tolist()[start : start + len(forced_tokens) + 1]
+    assert [*forced_tokens, PROTOCOL["tokens"]["eoi"]["official"]] == expected
 
 
 # ---------------------------------------------------------------- folders
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
-def test_export_finds_the_family_and_verify_agrees(
+def test_an_export_detects_the_family_and_the_bundle_passes_verification(
     tmp_path: Path, program: Any, small_sizes: None, precision: str
 ) -> None:
     output = tmp_path / "bundle"
     options = ("--vq", EMU35_VQ, "--precision", precision, "--output", output)
-    code, _, err = program("export", "--target", EMU35, *options)
-    assert code == 0, err
+    exit_code, _, err = program("export", "--target", EMU35, *options)
+    assert exit_code == 0, err
     assert read_manifest(output).family == "emu35"
-    code, out, _ = program("verify", output, EMU35, EMU35_VQ)
-    assert code == 0, out
+    exit_code, out, _ = program("verify", output, EMU35, EMU35_VQ)
+    assert exit_code == 0, out
 
 
-def test_folders_of_emu3_and_emu35_are_told_apart(tmp_path: Path, small_sizes: None) -> None:
-    error = error_of(CheckpointError, read_emu3, EMU35, EMU35_VQ)
+def test_wrong_folders_for_emu3_or_emu35_are_rejected(tmp_path: Path, small_sizes: None) -> None:
+    error = catch_error(CheckpointError, read_emu3, EMU35, EMU35_VQ)
     assert (error.expected, error.remedy) == ("a model of family emu3", "give `--family emu35`, or another target")
-    assert "--family emu3`" in error_of(CheckpointError, read_emu35, EMU3, EMU35_VQ).remedy
+    assert "--family emu3`" in catch_error(CheckpointError, read_emu35, EMU3, EMU35_VQ).remedy
     narrow = copy_checkpoint(EMU35, tmp_path / "narrow", config=lambda config: config.update(head_dim=8))
-    assert "num_attention_heads" in error_of(CheckpointError, read_emu35, narrow, EMU35_VQ).field
+    assert "num_attention_heads" in catch_error(CheckpointError, read_emu35, narrow, EMU35_VQ).field
     (tmp_path / "vq").mkdir()
-    assert error_of(CheckpointError, read_emu35, EMU35, tmp_path / "vq").found == "no weights"
+    assert catch_error(CheckpointError, read_emu35, EMU35, tmp_path / "vq").found == "no weights"
     shutil.copy(DATA / "llamagen-vq/vq_tiny.pt", tmp_path / "vq/model.ckpt")
-    assert "encoder.down.0" in error_of(CheckpointError, read_emu35, EMU35, tmp_path / "vq").problem
+    assert "encoder.down.0" in catch_error(CheckpointError, read_emu35, EMU35, tmp_path / "vq").problem

@@ -1,4 +1,4 @@
-"""Emu3's checkpoint layouts, prompts, sizes and tokenizers."""
+"""Tests that read Emu3's checkpoints: layouts of files, prompts, image sizes and tokenizers."""
 
 from __future__ import annotations
 
@@ -35,25 +35,28 @@ TRACES = [trace for trace in json.loads((DATA / "emu3/traces.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def as_published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def original_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write the checkpoint in BAAI's layout; return the folders of the decoder and of the image tokenizer."""
     return copy_published_emu3(tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
-def libraries(as_published: tuple[Path, Path]) -> dict[str, Tokenizer]:
-    """Return the tokenizers of both checkpoint layouts, as bundles contain them."""
-    models = {"hf": read_emu3(EMU3, grid=4), "original": read_emu3(*as_published, grid=4)}
+def tokenizers(original_folders: tuple[Path, Path]) -> dict[str, Tokenizer]:
+    """Return the tokenizers for bundles, by checkpoint layout: `hf` of transformers, `original` of BAAI."""
+    models = {"hf": read_emu3(EMU3, grid=4), "original": read_emu3(*original_folders, grid=4)}
     return {name: Tokenizer.from_buffer(model.extra_files["tokenizer"][1]) for name, model in models.items()}
 
 
-def describe(model: BundleContents) -> tuple[Any, ...]:
-    """Return everything of a model but its files: manifest fields, arrays, and the weights of graphs."""
+def get_contents(model: BundleContents) -> tuple[Any, ...]:
+    """Return manifest fields, code embeddings, codebook, and the bytes of weights by graph and name."""
     weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
-    numbers = {(role, name): compute_tensor(weight).numpy().tobytes() for role, name, weight in weights}
-    return {**model.manifest_fields}, compute_tensor(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
+    weight_bytes = {(role, name): compute_tensor(weight).numpy().tobytes() for role, name, weight in weights}
+    code_embeddings = compute_tensor(model.code_embeddings).tolist()
+    return {**model.manifest_fields}, code_embeddings, model.codebook.tolist(), weight_bytes
 
 
 def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
+    """Write the ONNX files of a model and return their contents by file name."""
     folder.mkdir()
     return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
 
@@ -61,13 +64,13 @@ def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- layouts
 
 
-def test_both_published_layouts_export_the_same_graphs_and_manifest(
-    as_published: tuple[Path, Path], tmp_path: Path
+def test_both_published_layouts_of_files_give_the_same_graphs_and_manifest(
+    original_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     hf_model = read_emu3(EMU3, grid=4)
-    original_model = read_emu3(*as_published, grid=4)
-    assert describe(hf_model) == describe(original_model)
-    assert write_graphs(hf_model, tmp_path / "ours") == write_graphs(original_model, tmp_path / "theirs")
+    original_model = read_emu3(*original_folders, grid=4)
+    assert get_contents(hf_model) == get_contents(original_model)
+    assert write_graphs(hf_model, tmp_path / "hf") == write_graphs(original_model, tmp_path / "original")
     assert [role for role, _ in original_model.sources] == [
         "target_config",
         "target_tokenizer",
@@ -77,17 +80,17 @@ def test_both_published_layouts_export_the_same_graphs_and_manifest(
     ]
 
 
-def test_a_checkpoint_saved_by_transformers_5_is_read_the_same(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_by_transformers_5_gives_the_same_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
-    folder = copy_checkpoint(EMU3, tmp_path / "five")
+    folder = copy_checkpoint(EMU3, tmp_path / "transformers-5")
     model.save_pretrained(folder, save_original_format=False)
     names = load_file(folder / "model.safetensors").keys()
     assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
-    assert describe(read_emu3(folder, grid=4)) == describe(read_emu3(EMU3, grid=4))
+    assert get_contents(read_emu3(folder, grid=4)) == get_contents(read_emu3(EMU3, grid=4))
 
 
-def test_omitted_fields_of_a_configuration_have_the_defaults_of_its_class(tmp_path: Path) -> None:
+def test_fields_that_a_configuration_omits_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     folder = copy_checkpoint(
         EMU3, tmp_path / "model", config=lambda c: c["text_config"].update(rope_theta=1e6, rms_norm_eps=1e-5)
     )
@@ -95,7 +98,7 @@ def test_omitted_fields_of_a_configuration_have_the_defaults_of_its_class(tmp_pa
     assert torch.equal(*rope)
 
 
-def test_the_published_sizes_and_defaults_are_those_of_the_program() -> None:
+def test_image_sizes_and_default_settings_equal_the_published_values() -> None:
     ratios = PROTOCOL["sizes_for_image_area_518400"]
     assert list_grid_shapes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
     sampling = read_emu3(EMU3, grid=4).manifest_fields["sampling"]
@@ -105,7 +108,7 @@ def test_the_published_sizes_and_defaults_are_those_of_the_program() -> None:
 
 
 @pytest.mark.parametrize("name", ["90x90", "68x120"])
-def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(name: str) -> None:
+def test_row_ends_are_at_the_positions_where_the_published_program_forces_them(name: str) -> None:
     with np.load(DATA / "emu3/golden.npz") as arrays:
         forced = arrays[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
@@ -113,7 +116,7 @@ def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(na
     row_end = PROTOCOL["tokens"]["eol"]["official"]
     layout = RowEndLayout(rows * columns, columns, row_end=row_end)
     tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
-    tokens.append(row_end)  # the last row end is not sampled
+    tokens.append(row_end)  # the layout omits the last row end, since no code follows
     assert tokens == forced[: rows * (columns + 1)].tolist()
     assert (forced[len(tokens) :] >= 0).all()
 
@@ -123,20 +126,20 @@ def test_row_ends_of_published_sizes_are_where_the_published_code_forces_them(na
 
 @pytest.mark.parametrize("layout", ["hf", "original"])
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace["name"])
-def test_prompt_and_unconditional_ids_of_runs(
-    libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
+def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
+    tokenizers: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
 ) -> None:
-    library = libraries[layout]
-    words = make_emu3_prompt_layout(library, trace["negative"])
-    size = make_emu3_image_size(library, *trace["grid"], 2)
-    text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
-    assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
-    assert words.uncond is not None
+    tokenizer = tokenizers[layout]
+    prompt_layout = make_emu3_prompt_layout(tokenizer, trace["negative"])
+    size = make_emu3_image_size(tokenizer, *trace["grid"], 2)
+    text = TemplateTokenizer(tokenizer, prompt_layout.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
+    assert [*prompt_layout.before, *text.tolist(), *prompt_layout.after, *size.tokens] == trace["prompt_ids"]
+    assert prompt_layout.uncond is not None
     if trace["unconditional_ids"] is not None:
-        assert [*words.uncond, *size.tokens] == trace["unconditional_ids"]
+        assert [*prompt_layout.uncond, *size.tokens] == trace["unconditional_ids"]
     if trace["unconditional_ids"] is not None and trace["negative"]:
-        spec = ConditionSpec(kind="tokens", prefix=2048, layout=words)
-        (request,) = build_prompt_requests(spec, TemplateTokenizer(library), size, ["a cat"], trace["negative"])
+        spec = ConditionSpec(kind="tokens", prefix=2048, layout=prompt_layout)
+        (request,) = build_prompt_requests(spec, TemplateTokenizer(tokenizer), size, ["a cat"], trace["negative"])
         assert request.token_ids is not None
         assert request.token_ids[1].tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
@@ -144,32 +147,43 @@ def test_prompt_and_unconditional_ids_of_runs(
 
 @pytest.mark.parametrize("layout", ["hf", "original"])
 @pytest.mark.parametrize("case", PROTOCOL["tokenizer_cases"], ids=lambda case: case["text"][:20])
-def test_tokenizer_cases_of_both_layouts(libraries: dict[str, Tokenizer], layout: str, case: dict[str, Any]) -> None:
-    ids = TemplateTokenizer(libraries[layout]).encode(case["text"], 2048).tolist()
+def test_tokenizers_of_both_layouts_give_the_recorded_token_ids(
+    tokenizers: dict[str, Tokenizer], layout: str, case: dict[str, Any]
+) -> None:
+    ids = TemplateTokenizer(tokenizers[layout]).encode(case["text"], 2048).tolist()
     assert ids == case[f"ids_{layout}"]
 
 
 def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Encode a piece as tiktoken does: join the neighbours with the lowest rank, the first of equal ones first."""
+    """Encode a piece of text as tiktoken does: repeatedly merge the pair of neighbours with the lowest rank.
+
+    Args:
+        piece: UTF-8 bytes of the piece.
+        ranks: ranks, which are also token ids, by the bytes of the token.
+
+    Returns:
+        The token ids. Of pairs with equal ranks, the first is merged first.
+    """
     if piece in ranks:
         return [ranks[piece]]
-    parts = [piece[i : i + 1] for i in range(len(piece))]
-    while candidates := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+    tokens = [piece[i : i + 1] for i in range(len(piece))]
+    while candidates := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(tokens)) if a + b in ranks]:
         _, i = min(candidates)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return [ranks[part] for part in parts]
+        tokens[i : i + 2] = [tokens[i] + tokens[i + 1]]
+    return [ranks[token] for token in tokens]
 
 
 @pytest.fixture(scope="module")
-def ranked() -> tuple[Tokenizer, dict[bytes, int]]:
+def tokenizer_and_ranks() -> tuple[Tokenizer, dict[bytes, int]]:
+    """Convert Emu3's tiktoken file; return the tokenizer, and the ranks in the file by token."""
     lines = (EMU3_ORIGINAL / "emu3.tiktoken").read_text().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
     return Tokenizer.from_buffer(convert_tiktoken(EMU3_ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
 
 
 @given(text=st.text("aeilnorst dgu", min_size=1, max_size=40))
-def test_ranks_converted_to_merges_encode_as_tiktoken_does(
-    ranked: tuple[Tokenizer, dict[bytes, int]], text: str
+def test_a_converted_tiktoken_file_encodes_text_as_tiktoken_does(
+    tokenizer_and_ranks: tuple[Tokenizer, dict[bytes, int]], text: str
 ) -> None:
-    library, ranks = ranked
-    assert library.encode(text).ids == merge_pairs(text.encode(), ranks)
+    tokenizer, ranks = tokenizer_and_ranks
+    assert tokenizer.encode(text).ids == merge_pairs(text.encode(), ranks)

@@ -1,4 +1,4 @@
-"""`lantern-rt export` on the command line: its output, and input that it rejects before reading anything."""
+"""Tests of the command `lantern-rt export`: its output, warnings and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from checkpoint_copies import (
 )
 from family_readers import read_lumina
 from PIL import Image
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError
@@ -29,11 +29,11 @@ from lantern_rt.export.checkpoints.files import Weights
 from lantern_rt.export.registry import check_family_options
 
 
-def test_an_export_prints_its_files_and_the_command_for_presets(program: Any, tmp_path: Path) -> None:
+def test_an_export_prints_the_bundle_and_the_command_that_writes_presets(program: Any, tmp_path: Path) -> None:
     bundle = tmp_path / "b"
     command = ["export", "--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--output", bundle]
-    code, out, err = program(*command, "--compute", "float16")
-    assert code == 0
+    exit_code, out, err = program(*command, "--compute", "float16")
+    assert exit_code == 0
     manifest = open_bundle(bundle).manifest
     assert (manifest.target.dtype, manifest.target.precision, [*manifest.presets]) == ("float16", "fp16", ["strict"])
     assert out.strip() == str(bundle)
@@ -41,66 +41,68 @@ def test_an_export_prints_its_files_and_the_command_for_presets(program: Any, tm
     assert "GB without mapped files" in err
     assert any(line.startswith("wrote ") and " MB in " in line for line in err.splitlines())
     assert f"`lantern-rt eval {bundle} --write-presets`" in err.splitlines()[-1]
-    code, _, err = program(*command, "--precision", "fp8", "--force")
-    assert (code, "precision: found 'fp8', expected one of fp32, fp16" in err) == (2, True)
+    exit_code, _, err = program(*command, "--precision", "fp8", "--force")
+    assert (exit_code, "precision: found 'fp8', expected one of fp32, fp16" in err) == (2, True)
 
 
-def test_a_folder_deleted_below_the_shell_is_one_line(
+def test_the_error_in_a_deleted_current_folder_is_one_line(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "deleted"
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    code, _, err = program("export", "--target", C2I, "--vq", VQ, "--output", tmp_path / "b")
-    assert (code, err) == (2, "lantern-rt: export: the current folder was deleted; go to another with `cd`\n")
+    exit_code, _, err = program("export", "--target", C2I, "--vq", VQ, "--output", tmp_path / "b")
+    assert (exit_code, err) == (2, "lantern-rt: export: the current folder was deleted; go to another with `cd`\n")
 
 
 def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     files = ["--target", LUMINA, "--vq", VQGAN, "--grid", 4, "--output", "lumina"]
     assert program("export", "--family", "lumina", *files)[0] == 0
-    code, out, _ = program("verify", "lumina", LUMINA, VQGAN)
-    assert (code, "passed" in out) == (0, True)
+    exit_code, out, _ = program("verify", "lumina", LUMINA, VQGAN)
+    assert (exit_code, "passed" in out) == (0, True)
 
 
 def test_a_lumina2_bundle_is_exported_from_the_layout_of_its_repository(program: Any) -> None:
     files = ["--target", LUMINA2, "--vq", MOVQGAN, "--grid", 8, "--output", "lumina2"]
     assert program("export", "--family", "lumina2", *files)[0] == 0
-    code, out, _ = program("run", "lumina2", "a red fox", "--size", "32x64", "--output", "fox.png")
-    assert code == 0, out
+    exit_code, out, _ = program("run", "lumina2", "a red fox", "--size", "32x64", "--output", "fox.png")
+    assert exit_code == 0, out
     with Image.open("fox.png") as image:
         assert image.size == (32, 64)
 
 
-def test_the_error_of_weights_that_overflow_says_so(program: Any, tmp_path: Path) -> None:
-    def enlarge(weights: Weights) -> None:
+def test_the_error_of_weights_that_overflow_float32_names_the_checkpoint(program: Any, tmp_path: Path) -> None:
+    def enlarge_weights(weights: Weights) -> None:
         weights["layers.0.attention.wqkv.weight"] *= 1e30
 
-    target = copy_weights(tmp_path, C2I, enlarge)
-    code, _, err = program("export", "--target", target, "--vq", VQ, "--config", config_path(C2I), "--output", "bundle")
-    assert code == 2
+    target = copy_weights(tmp_path, C2I, enlarge_weights)
+    exit_code, _, err = program(
+        "export", "--target", target, "--vq", VQ, "--config", config_path(C2I), "--output", "bundle"
+    )
+    assert exit_code == 2
     assert err.splitlines()[-1].startswith(f"lantern-rt: {target}: the weights overflow float32, found NaN or infinite")
 
 
-def test_a_path_named_like_an_option_is_reported_as_the_path(program: Any) -> None:
-    code, _, err = program("export", "--target", "vq", "--vq", "model", "--output", "b")
-    assert (code, err.splitlines()[-1]) == (2, "lantern-rt: vq: no such file")
+def test_the_error_of_a_missing_file_named_like_an_option_names_the_file(program: Any) -> None:
+    exit_code, _, err = program("export", "--target", "vq", "--vq", "model", "--output", "b")
+    assert (exit_code, err.splitlines()[-1]) == (2, "lantern-rt: vq: no such file")
 
 
-def test_a_drafter_of_other_weights_of_the_same_shape_is_exported_with_a_warning(
+def test_a_drafter_that_was_trained_with_another_target_is_exported_with_a_warning(
     program: Any, t2i_bundle: Path, tmp_path: Path
 ) -> None:
     files = open_bundle(t2i_bundle).manifest.files
     target_sha256 = files.get("target.data", files["target"]).sha256
-    for i, learned_from in enumerate((target_sha256, "0" * 64)):
-        drafter = copy_checkpoint(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": learned_from})
+    for i, training_sha256 in enumerate((target_sha256, "0" * 64)):
+        drafter = copy_checkpoint(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": training_sha256})
         command = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", drafter]
-        code, _, err = program("export", *command, "--output", tmp_path / f"b{i}")
+        exit_code, _, err = program("export", *command, "--output", tmp_path / f"b{i}")
         warning = f"warning: the drafter learned from target weights 000000000000..., not {target_sha256[:12]}..."
-        assert (code, warning in err) == (0, bool(i))
+        assert (exit_code, warning in err) == (0, bool(i))
 
 
-def test_an_image_may_have_more_tokens_than_the_positions_of_lumina_mgpts_configuration(tmp_path: Path) -> None:
+def test_a_lumina_mgpt_image_may_exceed_the_max_position_embeddings_of_the_configuration(tmp_path: Path) -> None:
     model = read_lumina(copy_checkpoint(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
     assert model.manifest_fields["condition"].prefix == 2048
 
@@ -114,7 +116,7 @@ def test_an_image_may_have_more_tokens_than_the_positions_of_lumina_mgpts_config
         ("llama", {}, "family"),
     ],
 )
-def test_options_that_a_family_does_not_support_or_lacks_are_rejected(
+def test_unsupported_or_missing_options_of_a_family_are_rejected(
     family: str, options: dict[str, str], field: str
 ) -> None:
-    assert error_of(CheckpointError, check_family_options, family, {"target": "t"} | options).field == field
+    assert catch_error(CheckpointError, check_family_options, family, {"target": "t"} | options).field == field

@@ -1,4 +1,4 @@
-"""Image to image of GLM-Image, from pixels to codes, against the class of transformers with random weights."""
+"""Comparisons of GLM-Image's image to image with the class of transformers, with random weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from checkpoint_copies import GLM_IMAGE, copy_checkpoint
 from family_readers import read_glm_image
 from PIL import Image
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError, RequestError
@@ -25,19 +25,20 @@ from lantern_rt.requests import Request
 
 transformers = pytest.importorskip("transformers")
 PART = "vision_language_encoder"
-GRIDS = [(2, 2), (3, 5), (5, 2), (2, 3)]
+GRIDS = [(2, 2), (3, 5), (5, 2), (2, 3)]  # rows and columns of the image sizes
 PROMPT = "a wooden table in the morning light"
+# precision and compute type
 PRECISIONS = [("fp16", "float32"), ("bf16-safe", "float32"), ("int8-weights", "float32"), ("int4-weights", "float32")]
 PRECISIONS += [("int8", "float32"), (None, "float16"), (None, "bfloat16")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the checkpoint with an image encoder of two blocks, whose weights tell images apart."""
+    """Write a checkpoint whose image encoder has two blocks and gives different images different codes."""
     torch.set_num_threads(1)
     folder = shutil.copytree(GLM_IMAGE, tmp_path_factory.mktemp("checkpoint") / "glm")
 
-    def redraw(weights: dict[str, torch.Tensor]) -> None:
+    def sample_encoder_weights(weights: dict[str, torch.Tensor]) -> None:
         for name in [name for name in weights if ".blocks.0." in name]:
             weights[name.replace(".blocks.0.", ".blocks.1.")] = weights[name]
         generator = torch.Generator().manual_seed(0)
@@ -45,11 +46,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             scale = 0.05 if "patch_embed" in name else 0.3
             weights[name] = (scale * torch.randn(weights[name].shape, generator=generator)).bfloat16()
 
-    copy_checkpoint(GLM_IMAGE / PART, folder / PART, redraw, lambda config: config["vision_config"].update(depth=2))
+    copy_checkpoint(
+        GLM_IMAGE / PART, folder / PART, sample_encoder_weights, lambda config: config["vision_config"].update(depth=2)
+    )
     return folder
 
 
-def export(folder: Path, output: Path, precision: str | None = None, compute: str = "float32") -> Path:
+def export_with_small_sizes(folder: Path, output: Path, precision: str | None = None, compute: str = "float32") -> Path:
+    """Export a checkpoint with the image sizes of `GRIDS`; return the folder of the bundle.
+
+    Args:
+        folder: folder of the checkpoint.
+        output: folder of the bundle.
+        precision: precision of the target's weights; None for the default.
+        compute: type of computations.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
         model = read_glm_image(folder, grid=2)
@@ -58,11 +69,15 @@ def export(folder: Path, output: Path, precision: str | None = None, compute: st
 
 @pytest.fixture(scope="module")
 def pipe(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(export(folder, tmp_path_factory.mktemp("bundle") / "glm"), threads=1)
+    return Pipeline.from_bundle(export_with_small_sizes(folder, tmp_path_factory.mktemp("bundle") / "glm"), threads=1)
 
 
-class Original:
-    """The class of transformers with its processor, in the version that needs no torchvision."""
+class TransformersModel:
+    """Model and processor of transformers; the processor's version needs no torchvision.
+
+    Args:
+        folder: folder of the checkpoint.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
@@ -80,7 +95,16 @@ class Original:
 
     @torch.no_grad()
     def generate(self, image: Image.Image, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the codes of the image, the ids of the prompt with them, and the greedy codes."""
+        """Generate an image greedily from an image and `PROMPT`.
+
+        Args:
+            image: source image.
+            rows: grid rows of the new image.
+            columns: grid columns of the new image.
+
+        Returns:
+            The codes of the source image, the token ids of the prompt with these codes, and the codes of the new image.
+        """
         content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
         sizes = {"target_h": 32 * rows, "target_w": 32 * columns}
         inputs = self.processor.apply_chat_template(
@@ -94,88 +118,98 @@ class Original:
         codes = self.model.get_image_tokens(features)
         ids = inputs["input_ids"][0].clone()
         ids[ids == self.model.config.image_token_id] = codes
-        # at the end of an image the class stops
+        # The class stops at the end of the new image.
         tokens = self.model.generate(**inputs, max_new_tokens=rows * columns, do_sample=False)[0, len(ids) :]
         return codes.tolist(), ids.tolist(), tokens.tolist()
 
 
 @pytest.fixture(scope="module")
-def original(folder: Path) -> Original:
-    return Original(folder)
+def transformers_model(folder: Path) -> TransformersModel:
+    return TransformersModel(folder)
 
 
-def picture(rows: int, columns: int, seed: int = 0) -> Image.Image:
-    """Draw coloured spots, as large as an image of this many cells."""
+def make_source_image(rows: int, columns: int, seed: int = 0) -> Image.Image:
+    """Make an image of random coloured spots.
+
+    Args:
+        rows: grid rows of the image, of 32 pixels each.
+        columns: grid columns of the image, of 32 pixels each.
+        seed: seed of the colours.
+    """
     pixels = np.random.default_rng(seed).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     return Image.fromarray(pixels).resize((32 * columns, 32 * rows), Image.Resampling.BICUBIC)
 
 
-def prompt_ids(request: Request) -> list[int]:
+def get_prompt_ids(request: Request) -> list[int]:
+    """Return the token ids of the prompt, with the codes of the source image."""
     (image,) = request.images
     assert image.edit is not None
     ids: list[int] = image.edit.complete_inputs(image.condition_inputs)["token_ids"][0].tolist()
     return ids
 
 
-@pytest.mark.parametrize("source", [(2, 2), (3, 5), (5, 2)])
+@pytest.mark.parametrize("source_grid", [(2, 2), (3, 5), (5, 2)])
 @pytest.mark.parametrize("grid", [(2, 2), (3, 5), (5, 2)])
-def test_codes_ids_and_greedy_generations_from_pixels_are_those_of_the_class(
-    pipe: Pipeline, original: Original, source: tuple[int, int], grid: tuple[int, int]
+def test_image_to_image_has_the_prompt_and_the_greedy_codes_of_transformers(
+    pipe: Pipeline, transformers_model: TransformersModel, source_grid: tuple[int, int], grid: tuple[int, int]
 ) -> None:
-    image = picture(*source)
-    codes, ids, generated = original.generate(image, *grid)
-    assert len(set(codes)) > len(codes) // 4  # the encoder tells the cells apart
+    image = make_source_image(*source_grid)
+    codes, ids, new_codes = transformers_model.generate(image, *grid)
+    assert len(set(codes)) > len(codes) // 4  # the encoder gives different cells different codes
     options: dict[str, Any] = {"image": image, "size": f"{32 * grid[1]}x{32 * grid[0]}", "temperature": 0}
-    assert prompt_ids(pipe.check(PROMPT, **options)) == ids
+    assert get_prompt_ids(pipe.check(PROMPT, **options)) == ids
     for method in ("ar", "sjd:window=5", f"rows:window={grid[1]}"):
         result = pipe(PROMPT, method=method, **options)
-        assert result.codes[0].tolist() == generated
+        assert result.codes[0].tolist() == new_codes
 
 
 @pytest.mark.parametrize(("precision", "compute"), PRECISIONS)
-def test_every_precision_reads_the_same_source_and_agrees_with_the_checkpoint(
+def test_every_precision_encodes_a_source_image_alike_and_agrees_with_the_checkpoint(
     folder: Path, pipe: Pipeline, tmp_path: Path, precision: str | None, compute: str
 ) -> None:
-    rounded = Pipeline.from_bundle(export(folder, tmp_path / "glm", precision, compute), threads=1)
-    options: dict[str, Any] = {"image": picture(3, 5), "seed": 5, "method": "ar"}
-    assert prompt_ids(rounded.check(PROMPT, **options)) == prompt_ids(pipe.check(PROMPT, **options))
-    (codes,) = rounded(PROMPT, **options).codes
+    rounded_pipe = Pipeline.from_bundle(
+        export_with_small_sizes(folder, tmp_path / "glm", precision, compute), threads=1
+    )
+    options: dict[str, Any] = {"image": make_source_image(3, 5), "seed": 5, "method": "ar"}
+    assert get_prompt_ids(rounded_pipe.check(PROMPT, **options)) == get_prompt_ids(pipe.check(PROMPT, **options))
+    (codes,) = rounded_pipe(PROMPT, **options).codes
     assert codes.shape == (15,)
     assert (codes >= 0).all()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
-        report = verify_bundle(rounded.bundle, read_glm_image(folder, grid=2))
-    # The limits of integer weights are of trained models, whose distributions are less sensitive than these.
-    rounds = precision is not None and precision.startswith("int")
-    assert rounds or report.passed, report
-    by_evaluator = verify_bundle(rounded.bundle)
-    for rows in (report.tensors, by_evaluator.tensors):
-        encoder = {row["tensor"]: row["passed"] for row in rows if row["graph"] == "vq_encoder"}
-        assert encoder == {"codes": True, "pre_quant": True}
+        report = verify_bundle(rounded_pipe.bundle, read_glm_image(folder, grid=2))
+    # The limits for integer weights hold for trained models, whose distributions are less sensitive to rounding.
+    has_integer_weights = precision is not None and precision.startswith("int")
+    assert has_integer_weights or report.passed, report
+    report_without_checkpoint = verify_bundle(rounded_pipe.bundle)
+    for rows in (report.tensors, report_without_checkpoint.tensors):
+        encoder_results = {row["tensor"]: row["passed"] for row in rows if row["graph"] == "vq_encoder"}
+        assert encoder_results == {"codes": True, "pre_quant": True}
 
 
-def test_other_weights_of_the_encoder_do_not_agree(folder: Path, pipe: Pipeline, tmp_path: Path) -> None:
-    other = shutil.copytree(folder, tmp_path / "other")
+def test_verify_finds_changed_weights_of_the_image_encoder(folder: Path, pipe: Pipeline, tmp_path: Path) -> None:
+    other_checkpoint = shutil.copytree(folder, tmp_path / "other")
     copy_checkpoint(
-        folder / PART, other / PART, lambda weights: weights["model.visual.blocks.1.mlp.fc2.bias"].add_(0.5)
+        folder / PART, other_checkpoint / PART, lambda weights: weights["model.visual.blocks.1.mlp.fc2.bias"].add_(0.5)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
-        report = verify_bundle(pipe.bundle, read_glm_image(other, grid=2))
+        report = verify_bundle(pipe.bundle, read_glm_image(other_checkpoint, grid=2))
     assert {row["graph"] for row in report.tensors if not row["passed"]} == {"vq_encoder"}
 
 
-def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder: Path, tmp_path: Path) -> None:
-    text = shutil.copytree(folder, tmp_path / "text")
+def test_a_checkpoint_without_an_image_encoder_gives_a_bundle_for_text_to_image(folder: Path, tmp_path: Path) -> None:
+    text_checkpoint = shutil.copytree(folder, tmp_path / "text")
 
-    def strip(weights: dict[str, torch.Tensor]) -> None:
+    def remove_encoder(weights: dict[str, torch.Tensor]) -> None:
         for name in [name for name in weights if name.startswith("model.visual.")]:
             del weights[name]
 
-    copy_checkpoint(folder / PART, text / PART, strip)
-    with Pipeline.from_bundle(export(text, tmp_path / "bundle"), threads=1) as pipe:
-        assert pipe("a fox", size="64x64", temperature=0).codes[0].shape == (256 + 4,)
-        assert "no image encoder" in str(error_of(RequestError, pipe, "a fox", image=picture(2, 2)))
+    copy_checkpoint(folder / PART, text_checkpoint / PART, remove_encoder)
+    with Pipeline.from_bundle(export_with_small_sizes(text_checkpoint, tmp_path / "bundle"), threads=1) as pipe:
+        codes = pipe("a fox", size="64x64", temperature=0).codes[0]
+        assert codes.shape == (256 + 4,)  # the small grid of 16 x 16 and the large grid of 2 x 2
+        assert "no image encoder" in str(catch_error(RequestError, pipe, "a fox", image=make_source_image(2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -187,11 +221,11 @@ def test_a_checkpoint_without_the_encoder_makes_a_bundle_of_text_to_image(folder
         (f"{PART}/config.json", lambda c: c.update(image_end_token_id=5000), "image_end_token_id"),
     ],
 )
-def test_an_encoder_that_does_not_fit_is_rejected_by_its_field(
+def test_the_error_of_an_unsupported_image_encoder_names_the_wrong_field(
     folder: Path, tmp_path: Path, name: str, edit: Any, message: str
 ) -> None:
-    wrong = shutil.copytree(folder, tmp_path / "wrong")
-    content = json.loads((wrong / name).read_text())
+    checkpoint = shutil.copytree(folder, tmp_path / "copy")
+    content = json.loads((checkpoint / name).read_text())
     edit(content)
-    (wrong / name).write_text(json.dumps(content))
-    assert message in str(error_of(CheckpointError, read_glm_image, wrong, grid=2))
+    (checkpoint / name).write_text(json.dumps(content))
+    assert message in str(catch_error(CheckpointError, read_glm_image, checkpoint, grid=2))

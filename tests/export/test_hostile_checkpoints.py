@@ -1,4 +1,4 @@
-"""Checkpoints with unusual or misleading tensors: each has a short one-line error and allocates no memory."""
+"""Tests that damaged or malicious checkpoints are rejected with a short error of one line and without much memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from family_readers import read_llamagen_transformer
 from goldens import DATA
-from refusals import error_of
+from refusals import catch_error
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,28 +32,29 @@ from lantern_rt.export.models.vq_checkpoints import read_vqgan
 C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
 VQ = DATA / "llamagen-vq/vq_tiny.pt"
 VQGAN = DATA / "chameleon-vqgan"
-CIRCLE = b"cm\nModule\n)\x81q\x00}(X\x01\x00\x00\x00ah\x00ub."  # a module whose attribute a is itself
+CYCLIC_PICKLE = b"cm\nModule\n)\x81q\x00}(X\x01\x00\x00\x00ah\x00ub."  # a module whose attribute `a` is the module
 JIT = DATA / "simplear/cosmos/encoder.jit"
 
 
-class Claiming(Tensor):
-    """A tensor whose saved record claims sizes, strides or an offset beyond its storage."""
+class TensorWithFalseMetadata(Tensor):
+    """Tensor that is saved with sizes, strides or an offset that exceed the storage of 4 numbers."""
 
-    claim: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
+    metadata: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         storage = torch.storage.TypedStorage(
             wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float32, _internal=True
         )
-        return torch._utils._rebuild_tensor_v2, (storage, *self.claim, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (storage, *self.metadata, False, OrderedDict())
 
 
-def make_claiming_tensor(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    tensor = torch.ones(4).as_subclass(Claiming)
-    tensor.claim = (offset, sizes, strides)
+def make_tensor_with_false_metadata(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    tensor = torch.ones(4).as_subclass(TensorWithFalseMetadata)
+    tensor.metadata = (offset, sizes, strides)
     return tensor
 
 
+# By words of the error message: function that makes the tensor.
 UNUSUAL_TENSORS: dict[str, Callable[[], Any]] = {
     "float8_e4m3fn": lambda: torch.ones(4).to(torch.float8_e4m3fn),
     "complex64": lambda: torch.ones(4, dtype=torch.complex64),
@@ -69,42 +70,52 @@ UNUSUAL_TENSORS: dict[str, Callable[[], Any]] = {
     "NaN or infinite values": lambda: torch.tensor([1.0, float("-inf")]),
     "a str": lambda: "text",
 }
+# By file name: function that writes the file to a path, and words of the error message.
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half.pt": (lambda path: path.write_bytes(C2I.read_bytes()[: C2I.stat().st_size // 2]), "cut short"),
     "empty.pt": (lambda path: path.write_bytes(b""), "cut short"),
     "text.bin": (lambda path: path.write_bytes(b"not found"), "not a PyTorch checkpoint"),
     "half.safetensors": (lambda path: path.write_bytes(b"\x10" + b"\x00" * 7 + b"{"), "not a safetensors file"),
-    "code.pt": (lambda path: torch.save({"model": Payload()}, path), "calls code"),
+    "code.pt": (lambda path: torch.save({"model": CommandPickle()}, path), "calls code"),
     "list.pt": (lambda path: torch.save([torch.ones(2)], path), "found a list, expected a state dict"),
     "nothing.pt": (lambda path: torch.save({"model": {}}, path), "found an empty dict"),
     "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
     "cut.jit": (lambda path: path.write_bytes(JIT.read_bytes()[:9000]), "not a PyTorch checkpoint"),
-    "compressed.jit": (lambda path: rewrite_jit(path, kind=zipfile.ZIP_DEFLATED), "is compressed"),
+    "compressed.jit": (lambda path: rewrite_jit(path, compression=zipfile.ZIP_DEFLATED), "is compressed"),
     "within-itself.jit": (
-        lambda path: rewrite_jit(path, CIRCLE),
+        lambda path: rewrite_jit(path, CYCLIC_PICKLE),
         "changes an object that others contain",
     ),
-    "keys-without-end.jit": (lambda path: rewrite_jit(path, nested_pickle(DICT_WITH_KEY)), "objects within each other"),
+    "keys-without-end.jit": (
+        lambda path: rewrite_jit(path, make_nested_pickle(DICT_WITH_KEY)),
+        "objects within each other",
+    ),
     "keys-without-end.pt": (
-        lambda path: write_archive(path, nested_pickle(DICT_WITH_KEY)),
+        lambda path: write_archive(path, make_nested_pickle(DICT_WITH_KEY)),
         "objects within each other",
     ),
     "keys-without-end.PKL.pt": (
-        lambda path: write_archive(path, nested_pickle(DICT_WITH_KEY), "Data.PKL"),
+        lambda path: write_archive(path, make_nested_pickle(DICT_WITH_KEY), "Data.PKL"),
         "within each other",
     ),
-    "set-without-end.pt": (lambda path: write_archive(path, nested_pickle(SET_OF)), "objects within each other"),
+    "set-without-end.pt": (
+        lambda path: write_archive(path, make_nested_pickle(SET_WITH_ITEM)),
+        "objects within each other",
+    ),
     "keys-before-zip.pt": (
-        lambda path: path.write_bytes(nested_pickle(DICT_WITH_KEY) + C2I.read_bytes()),
+        lambda path: path.write_bytes(make_nested_pickle(DICT_WITH_KEY) + C2I.read_bytes()),
         "within each other",
     ),
     "old-keys-without-end.pt": (
-        lambda path: path.write_bytes(MAGIC + nested_pickle(DICT_WITH_KEY)),
+        lambda path: path.write_bytes(OLD_HEADER + make_nested_pickle(DICT_WITH_KEY)),
         "within each other",
     ),
-    "lists-without-end.pt": (lambda path: write_archive(path, nested_lists(down=False)), "objects within each other"),
+    "lists-without-end.pt": (
+        lambda path: write_archive(path, make_nested_list_pickle(outermost_first=False)),
+        "objects within each other",
+    ),
     "lists-filled-later.pt": (
-        lambda path: write_archive(path, nested_lists(down=True)),
+        lambda path: write_archive(path, make_nested_list_pickle(outermost_first=True)),
         "changes an object that others contain",
     ),
     "large.pt": (
@@ -116,54 +127,76 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: rewrite_jit(path, b"Vos\nVsystem\n\x93."),
         "has the opcode UNICODE",
     ),
-    "code.jit": (lambda path: rewrite_jit(path, pickle.dumps(Payload(), 2)), "not a PyTorch checkpoint"),
+    "code.jit": (lambda path: rewrite_jit(path, pickle.dumps(CommandPickle(), 2)), "not a PyTorch checkpoint"),
     "absent.pt": (lambda path: None, "no such file"),
 }
 
 
-def rewrite_jit(path: Path, listing: bytes | None = None, kind: int = zipfile.ZIP_STORED) -> None:
-    """Write a TorchScript archive with another list of weights, or compressed."""
-    with zipfile.ZipFile(JIT) as source, zipfile.ZipFile(path, "w", kind) as copy:
+def rewrite_jit(path: Path, data_pickle: bytes | None = None, compression: int = zipfile.ZIP_STORED) -> None:
+    """Copy a TorchScript archive with changes.
+
+    Args:
+        path: file of the copy.
+        data_pickle: pickle that replaces `data.pkl`, which describes the module; None leaves the original.
+        compression: compression method of the ZIP archive.
+    """
+    with zipfile.ZipFile(JIT) as source, zipfile.ZipFile(path, "w", compression) as copy:
         for name in source.namelist():
-            copy.writestr(name, listing if listing and name.endswith("/data.pkl") else source.read(name))
+            copy.writestr(name, data_pickle if data_pickle and name.endswith("/data.pkl") else source.read(name))
 
 
-LEVELS = 24  # of nested objects: 2^24 parts, few enough that a reader without the check still ends
-MAGIC = (
-    pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)
-)  # header of files before PyTorch 1.6
-DICT_WITH_KEY = b"}(%sNu."
-SET_OF = b"cbuiltins\nset\n%s\x85\x85R."
+LEVELS = 24  # levels of nested objects: they expand to 2^24 objects, so a reader without the check still ends
+# header of checkpoints before PyTorch 1.6: magic number, protocol version, information about the system
+OLD_HEADER = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)
+DICT_WITH_KEY = b"}(%sNu."  # pickle of a dict; %s loads the key
+SET_WITH_ITEM = b"cbuiltins\nset\n%s\x85\x85R."  # pickle of a set; %s loads the item
 
 
-def nested_pickle(used: bytes) -> bytes:
-    """Return a pickle of tuples that each contain the previous tuple twice; `used` is where the last tuple goes."""
+def make_nested_pickle(container: bytes) -> bytes:
+    """Return a pickle of tuples that each contain the previous tuple twice.
+
+    Args:
+        container: pickle of the object that contains the last tuple, with `%s` at the place of this tuple.
+    """
     pairs = [b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(LEVELS)]
-    return b"\x80\x02)q\x00" + b"".join(pairs) + used % (b"h%c" % LEVELS)
+    return b"\x80\x02)q\x00" + b"".join(pairs) + container % (b"h%c" % LEVELS)
 
 
-def nested_lists(down: bool) -> bytes:
-    """Return a pickle that calls nested lists, filled from the innermost, or with `down` from the outermost."""
-    empty = b"".join(b"]q%c" % i for i in range(LEVELS + 1))
-    filled = [b"h%c(h%ch%ce" % (i, i + 1, i + 1) for i in range(LEVELS)]
-    last = b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(LEVELS)) + b")R."
-    return b"\x80\x02" + (empty + b"".join(filled) + b"h\x00)R." if down else last)
+def make_nested_list_pickle(outermost_first: bool) -> bytes:
+    """Return a pickle of lists that each contain the next inner list twice.
+
+    Args:
+        outermost_first: fill the lists from the outermost to the innermost, not from the innermost.
+    """
+    if outermost_first:
+        empty_lists = b"".join(b"]q%c" % i for i in range(LEVELS + 1))
+        filled_lists = b"".join(b"h%c(h%ch%ce" % (i, i + 1, i + 1) for i in range(LEVELS))
+        return b"\x80\x02" + empty_lists + filled_lists + b"h\x00)R."
+    return b"\x80\x02" + b"]q\x00" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(LEVELS)) + b")R."
 
 
 def write_archive(path: Path, content: bytes, name: str = "data.pkl") -> None:
-    """Write a checkpoint of PyTorch with this pickle."""
+    """Write a PyTorch checkpoint, which is a ZIP archive.
+
+    Args:
+        path: file of the checkpoint.
+        content: pickle in the checkpoint.
+        name: name of the pickle in the archive.
+    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for entry, data in ((name, content), ("version", b"3\n"), ("byteorder", b"little")):
             file.writestr(f"archive/{entry}", data)
 
 
-class Payload:
+class CommandPickle:
+    """Object whose pickle runs a command when loaded."""
+
     def __reduce__(self) -> Any:
         return os.system, ("true",)
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_rejected_with_one_line(tmp_path: Path, name: str) -> None:
+def test_a_damaged_or_malicious_file_is_rejected(tmp_path: Path, name: str) -> None:
     write, words = BAD_FILES[name]
     write(tmp_path / name)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -172,6 +205,13 @@ def test_a_bad_file_is_rejected_with_one_line(tmp_path: Path, name: str) -> None
 
 
 def save_checkpoint(path: Path, content: Any, **options: Any) -> Path:
+    """Save an object with `torch.save` and without warnings; return the path.
+
+    Args:
+        path: file of the checkpoint.
+        content: object to save, or a function that returns the object.
+        **options: options of `torch.save`.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save(content() if callable(content) else content, path, **options)
@@ -179,7 +219,7 @@ def save_checkpoint(path: Path, content: Any, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("words", UNUSUAL_TENSORS)
-def test_an_unusual_tensor_is_rejected_by_its_kind(tmp_path: Path, words: str) -> None:
+def test_the_error_of_an_unsupported_tensor_says_what_is_unsupported(tmp_path: Path, words: str) -> None:
     path = save_checkpoint(
         tmp_path / "odd.pt", lambda: {"good": torch.ones(2), "layers.7.bad": UNUSUAL_TENSORS[words]()}
     )
@@ -189,20 +229,24 @@ def test_an_unusual_tensor_is_rejected_by_its_kind(tmp_path: Path, words: str) -
 
 
 @pytest.mark.parametrize("words", UNUSUAL_TENSORS)
-def test_an_unusual_tensor_that_is_not_needed_is_ignored(tmp_path: Path, words: str) -> None:
+def test_an_unsupported_tensor_that_the_name_filter_omits_is_ignored(tmp_path: Path, words: str) -> None:
     path = save_checkpoint(
         tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": UNUSUAL_TENSORS[words]()}
     )
     assert [*read_weights(path, name_filter=lambda name: not name.startswith("loss."))] == ["good"]
 
 
-@pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_weight_that_claims_more_than_its_file_holds_is_rejected(
-    tmp_path: Path, claim: tuple[int, tuple[int, ...], tuple[int, ...]], zipped: bool
+@pytest.mark.parametrize(
+    "metadata", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))]
+)
+@pytest.mark.parametrize("is_zip_archive", [True, False])
+def test_a_weight_whose_metadata_exceeds_the_stored_numbers_is_rejected(
+    tmp_path: Path, metadata: tuple[int, tuple[int, ...], tuple[int, ...]], is_zip_archive: bool
 ) -> None:
     path = save_checkpoint(
-        tmp_path / "big.pt", {"a": make_claiming_tensor(*claim)}, _use_new_zipfile_serialization=zipped
+        tmp_path / "big.pt",
+        {"a": make_tensor_with_false_metadata(*metadata)},
+        _use_new_zipfile_serialization=is_zip_archive,
     )
     with pytest.raises(CheckpointError, match=r"big\.pt: (is not a PyTorch checkpoint|found weights of)"):
         read_weights(path)
@@ -231,16 +275,17 @@ def test_a_position_table_of_another_shape_is_rejected(tmp_path: Path) -> None:
         {"a" * 290 + str(i): torch.ones(1) for i in range(9)},
     ],
 )
-def test_errors_are_short_and_printable_whatever_the_names_of_weights(
+def test_errors_are_short_and_printable_for_any_names_of_weights(
     tmp_path: Path, content: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save_checkpoint(tmp_path / "a.pt", content)
-    code = run_program(["export", "--target", str(path), "--vq", str(VQ), "--output", str(tmp_path / "b")])
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("reading ")]
-    assert code == 2
-    assert line.startswith(f"lantern-rt: {path}: ")
-    assert line.isprintable()
-    assert len(line) < 2500
+    exit_code = run_program(["export", "--target", str(path), "--vq", str(VQ), "--output", str(tmp_path / "b")])
+    lines = capsys.readouterr().err.splitlines()
+    (error_line,) = [line for line in lines if not line.startswith("reading ")]
+    assert exit_code == 2
+    assert error_line.startswith(f"lantern-rt: {path}: ")
+    assert error_line.isprintable()
+    assert len(error_line) < 2500
 
 
 @pytest.mark.parametrize(
@@ -262,7 +307,7 @@ def test_a_configuration_that_breaks_the_json_parser_is_rejected_with_a_short_er
 
 
 @pytest.mark.parametrize(("text", "words"), [("#" * 20_000, "more than 16,384 bytes"), ("[" * 9000, "nested levels")])
-def test_a_yaml_that_would_take_minutes_to_parse_is_rejected(tmp_path: Path, text: str, words: str) -> None:
+def test_a_yaml_file_that_would_take_minutes_to_parse_is_rejected(tmp_path: Path, text: str, words: str) -> None:
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
     (tmp_path / "vqgan.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -270,24 +315,24 @@ def test_a_yaml_that_would_take_minutes_to_parse_is_rejected(tmp_path: Path, tex
     assert caught.value.field == str(tmp_path / "vqgan.yaml")
 
 
-def test_a_yaml_with_aliases_is_rejected_before_they_are_expanded(tmp_path: Path) -> None:
-    nested_lists = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
+def test_a_yaml_file_with_nested_aliases_is_rejected(tmp_path: Path) -> None:
+    nested_aliases = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
     fields = f"model: {{params: {{n_embed: 128, ddconfig: {{resolution: *a{LEVELS}}}}}}}"
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *nested_lists, fields]))
-    error = error_of(CheckpointError, read_vqgan, tmp_path)
+    (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *nested_aliases, fields]))
+    error = catch_error(CheckpointError, read_vqgan, tmp_path)
     assert error.field == str(tmp_path / "vqgan.yaml")
     assert error.found.startswith("aliases")
 
 
-def test_a_pipe_or_an_endless_device_is_rejected_as_a_configuration(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_as_configuration_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(CheckpointError, match=f"{path}: .*a pipe or a device"):
             read_config(path)
 
 
-def test_the_error_of_an_invalid_path_names_the_systems_reason(tmp_path: Path) -> None:
+def test_the_error_of_a_path_that_is_too_long_has_the_message_of_the_operating_system(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="File name too long"):
         read_weights(tmp_path / ("a" * 300))
     target = read_llamagen_transformer(C2I, config=C2I.with_name("config.json")).decoder
@@ -295,17 +340,16 @@ def test_the_error_of_an_invalid_path_names_the_systems_reason(tmp_path: Path) -
         read_drafter(tmp_path / ("a" * 300), target)
 
 
-def test_warnings_of_libraries_do_not_reach_the_terminal(tmp_path: Path) -> None:
+def test_a_rejected_checkpoint_prints_no_warnings_of_pytorch(tmp_path: Path) -> None:
     path = save_checkpoint(
         tmp_path / "csr.pt", lambda: {"a": torch.ones(4, 4).to_sparse_csr(), "b": torch.ones(2).to_sparse()}
     )
     command = ["export", "--target", path, "--vq", VQ, "--output", tmp_path / "b"]
     process = subprocess.run([sys.executable, "-m", "lantern_rt", *map(str, command)], capture_output=True, text=True)
     assert process.returncode == 2
-    *progress, line = process.stderr.splitlines()
-    stages = [
-        line for line in progress if "so far" not in line and " of " not in line
-    ]  # without progress on slow hosts
+    *progress, error_line = process.stderr.splitlines()
+    # Slow hosts also print progress.
+    stages = [line for line in progress if "so far" not in line and " of " not in line]
     assert stages == ["reading checkpoints", "reading csr.pt"]
-    assert line.startswith(f"lantern-rt: {path}: a: found a Tensor of another")
-    assert json.dumps(line).isascii()
+    assert error_line.startswith(f"lantern-rt: {path}: a: found a Tensor of another")
+    assert json.dumps(error_line).isascii()

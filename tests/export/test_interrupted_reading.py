@@ -1,4 +1,4 @@
-"""An exception raised in a signal handler while checkpoints are read reaches the caller unchanged."""
+"""Tests that an exception of a signal handler ends the reading of a checkpoint and reaches the caller unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lantern_rt.export.checkpoints.files import read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.hub import fetch_checkpoint
 
 
-def test_a_time_limit_ends_the_reading_of_a_checkpoint(
+def test_a_timeout_error_of_a_signal_handler_ends_the_reading_of_a_checkpoint(
     tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -25,7 +25,7 @@ def test_a_time_limit_ends_the_reading_of_a_checkpoint(
         read_tokenizer(path, 8)
 
 
-def test_a_time_limit_ends_a_download_of_files_that_are_in_the_cache(
+def test_a_timeout_error_of_a_signal_handler_ends_a_fetch_of_cached_files(
     tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("huggingface_hub")

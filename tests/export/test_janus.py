@@ -1,4 +1,4 @@
-"""Janus exported from its layout in transformers, compared with transformers on small random weights."""
+"""Comparisons of a Janus bundle with the model of transformers, with small random weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from family_readers import read_janus
-from goldens import GraphRun, embed
-from refusals import error_of
-from small_janus import BEGIN, CODES, GRID, START, WORDS, random_janus, write_janus
+from goldens import GraphRunner, embed_tokens
+from refusals import catch_error
+from small_janus import CODES, GRID, IMAGE_START_ID, START_ID, WORDS, make_random_janus, write_janus
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
@@ -27,15 +27,15 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return random_janus()
+    return make_random_janus()
 
 
 @pytest.fixture(scope="module")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the model as transformers does, in several shards, with a tokenizer of a few words."""
-    folder_of_model = tmp_path_factory.mktemp("janus") / "tiny"
-    write_janus(model, folder_of_model)
-    return folder_of_model
+    """Save the model in several shards with a tokenizer of a few words; return the folder of the checkpoint."""
+    checkpoint_folder = tmp_path_factory.mktemp("janus") / "tiny"
+    write_janus(model, checkpoint_folder)
+    return checkpoint_folder
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +44,23 @@ def bundle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(read_janus(folder), tmp_path_factory.mktemp("bundles") / "janus")
 
 
-def prompt_ids(words: str) -> list[int]:
-    return [START, 15, *(10 + WORDS.index(word) for word in words.split()), 16, BEGIN]
+def make_prompt_ids(words: str) -> list[int]:
+    """Return the token ids of a prompt, with the tokens of the template before and after the words."""
+    return [START_ID, 15, *(10 + WORDS.index(word) for word in words.split()), 16, IMAGE_START_ID]
 
 
 def assert_close(values: np.ndarray, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
     np.testing.assert_allclose(values, expected.numpy(), rtol=0, atol=tolerance, strict=True)
 
 
-def test_prompt_and_codes_have_the_hidden_states_and_logits_of_transformers(model: Any, bundle: Path) -> None:
-    ids = torch.tensor([prompt_ids("a red cube"), prompt_ids("sand on cube")])
+def test_a_prompt_and_codes_have_the_hidden_states_and_logits_of_transformers(model: Any, bundle: Path) -> None:
+    ids = torch.tensor([make_prompt_ids("a red cube"), make_prompt_ids("sand on cube")])
     codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
     hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
-    run = GraphRun(bundle, rows=2)
+    run = GraphRunner(bundle, rows=2)
     table = np.load(bundle / "code_embeddings.npy")
-    outputs = [run.step(input_embeds=embed(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
+    outputs = [run.step(input_embeds=embed_tokens(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
     assert_close(np.concatenate([output["hidden_states"] for output in outputs], 1), hidden)
     assert_close(np.concatenate([output["logits"] for output in outputs], 1), model.model.generation_head(hidden), 3e-4)
 
@@ -71,8 +72,8 @@ def test_codes_decode_to_the_images_of_transformers(model: Any, bundle: Path) ->
 
 
 @pytest.mark.parametrize("words", ["a red cube on sand", "sand"])
-def test_a_greedy_image_is_the_one_that_transformers_generates(model: Any, bundle: Path, words: str) -> None:
-    ids = torch.tensor([prompt_ids(words)])
+def test_a_greedy_image_has_the_codes_that_transformers_generates(model: Any, bundle: Path, words: str) -> None:
+    ids = torch.tensor([make_prompt_ids(words)])
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, use_cache=True
     )
@@ -81,7 +82,7 @@ def test_a_greedy_image_is_the_one_that_transformers_generates(model: Any, bundl
     assert result.codes[0].tolist() == expected[0].tolist()
 
 
-def test_verify_passes_with_the_folder_and_rejects_a_second_checkpoint(
+def test_verify_passes_with_the_checkpoint_and_rejects_a_second_checkpoint(
     bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["verify", str(bundle), str(folder)]
@@ -102,24 +103,24 @@ def test_verify_passes_with_the_folder_and_rejects_a_second_checkpoint(
         ("config.json", {"model_type": "chameleon"}, "config.json: model_type"),
     ],
 )
-def test_the_error_of_an_incomplete_folder_names_what_is_missing(
+def test_the_error_of_an_incomplete_checkpoint_names_the_missing_file_or_field(
     folder: Path, tmp_path: Path, name: str, content: Any, field: str
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_text(json.dumps(content))
-    assert error_of(CheckpointError, read_janus, tmp_path).field.endswith(field)
+    assert catch_error(CheckpointError, read_janus, tmp_path).field.endswith(field)
 
 
-def test_layers_of_the_table_have_the_same_bits_in_any_order_of_their_sums_and_are_those_of_pytorch() -> None:
+def test_exact_matmuls_and_gelu_agree_with_pytorch_and_sums_do_not_depend_on_the_order() -> None:
     rng = np.random.default_rng(0)
     inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
     bias = rng.normal(size=9)
-    order = rng.permutation(500)
+    permutation = rng.permutation(500)
     products = exact.apply_exact_linear(inputs, exact.split_matrix(weight), bias)
     assert np.array_equal(
-        products, exact.apply_exact_linear(inputs[:, order], exact.split_matrix(weight[:, order]), bias)
+        products, exact.apply_exact_linear(inputs[:, permutation], exact.split_matrix(weight[:, permutation]), bias)
     )
     scale = np.abs(inputs).max() * np.abs(weight).max()
     np.testing.assert_allclose(products, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)

@@ -1,4 +1,4 @@
-"""Janus as published by DeepSeek: every recorded array, prompts, and the layouts of its folder."""
+"""Comparisons of Janus bundles with arrays of DeepSeek's program, and tests of prompts and checkpoint layouts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import JANUS, JANUS_CONVERTED, copy_checkpoint, copy_sharded
+from checkpoint_copies import JANUS, JANUS_CONVERTED, copy_as_shards, copy_checkpoint
 from family_readers import read_janus
-from goldens import DATA, GUIDED_TOLERANCE, GraphRun, assert_close, embed, load_golden, read_values
-from guided_logits import guide
+from goldens import DATA, GUIDED_TOLERANCE, GraphRunner, assert_close, compute_graph_values, embed_tokens, load_golden
+from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
-from refusals import error_of
+from refusals import catch_error
 from shared_goldens import decode_image_values, residual_sum_names
 
 from lantern_rt import Pipeline
@@ -52,47 +52,60 @@ def bundle(bundles: list[Path]) -> Path:
     return bundles[0]
 
 
-def by_name(trace: dict[str, Any]) -> str:
+def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
+
+
+def get_prompt_index(trace: dict[str, Any]) -> int:
+    """Return the index of a run's prompt, the digit in run names such as `prompt1_cfg5` or `sample1`."""
+    return int(trace["name"][6])
 
 
 # ---------------------------------------------------------------- decoder
 
 
-class PromptAndCodes:
-    """Runs both rows of a recorded prompt, then codes."""
+class RecordedPromptRun:
+    """Runner of both rows of a recorded prompt, then of codes; the first row is conditional.
+
+    Args:
+        bundle: folder of the bundle.
+        prompt: index of the prompt in the arrays.
+    """
 
     def __init__(self, bundle: Path, prompt: int) -> None:
         self.table = np.load(bundle / "code_embeddings.npy")
-        self.run = GraphRun(bundle, rows=2)
-        self.prefill = self.run.step(input_embeds=embed(bundle, ARRAYS[f"prompt{prompt}_ids"]))
+        self.graph_run = GraphRunner(bundle, rows=2)
+        self.prefill = self.graph_run.step(input_embeds=embed_tokens(bundle, ARRAYS[f"prompt{prompt}_ids"]))
 
     def step(self, codes: Any, **options: Any) -> dict[str, NDArray[Any]]:
-        return self.run.step(input_embeds=np.tile(self.table[np.array(codes)], (2, 1, 1)), **options)
+        """Run codes `[nodes]` in both rows and return the outputs; `options` are options of `GraphRunner.step`."""
+        return self.graph_run.step(input_embeds=np.tile(self.table[np.array(codes)], (2, 1, 1)), **options)
 
-    def logits(self, codes: list[int]) -> NDArray[np.float32]:
-        """Return the logits of both rows for every token of an image, `[2, codes, vocabulary]`."""
+    def compute_logits(self, codes: list[int]) -> NDArray[np.float32]:
+        """Return the logits `[2, codes, vocabulary]` for every code of an image."""
         return np.concatenate([self.prefill["logits"][:, -1:], self.step(codes[:-1])["logits"]], 1)
 
 
 def test_the_prefill_has_the_recorded_logits_keys_values_and_hidden_states(bundle: Path) -> None:
-    out = PromptAndCodes(bundle, 0).prefill
+    out = RecordedPromptRun(bundle, 0).prefill
     assert_close(out["logits"], ARRAYS["prefill_logits"])
     for part in ("key", "value"):
         tensors = np.stack([out[f"new_key_values.{i}.{part}"] for i in range(3)])  # [layers, nodes, rows, heads, width]
         assert_close(tensors.transpose(0, 2, 3, 1, 4), ARRAYS[f"prefill_{part}s"])
-    embeds = embed(bundle, ARRAYS["prompt0_ids"])
+    embeds = embed_tokens(bundle, ARRAYS["prompt0_ids"])
     nodes = embeds.shape[1]
     feeds = {"input_embeds": embeds, "position_ids": np.tile(np.arange(nodes), (2, 1))}
     feeds["attention_mask"] = np.tile(np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32), (2, 1, 1, 1))
     empty = np.zeros((0, 2, 4, 10), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
-    *states, last = read_values(bundle / "target.onnx", [*residual_sum_names(bundle)[2:-1:2], "hidden_states"], feeds)
+    *states, last = compute_graph_values(
+        bundle / "target.onnx", [*residual_sum_names(bundle)[2:-1:2], "hidden_states"], feeds
+    )
     assert_close(np.stack([embeds, *(state.swapaxes(0, 1) for state in states), last]), ARRAYS["layer_hidden"])
 
 
-def test_codes_token_by_token_and_a_tree_after_them_have_the_recorded_outputs(bundle: Path) -> None:
-    run = PromptAndCodes(bundle, 0)
+def test_single_codes_and_a_draft_tree_after_the_prompt_have_the_recorded_outputs(bundle: Path) -> None:
+    run = RecordedPromptRun(bundle, 0)
     assert_close(run.table, ARRAYS["code_embeds"])
     assert_close(run.table[ARRAYS["decode_tokens"]], ARRAYS["decode_embeds"])
     steps = [run.step([code]) for code in ARRAYS["decode_tokens"]]
@@ -101,50 +114,51 @@ def test_codes_token_by_token_and_a_tree_after_them_have_the_recorded_outputs(bu
     depths = ARRAYS["tree_depth"]
     parents = ARRAYS["tree_parents"]
     assert depths.tolist() == [0 if parent < 0 else depths[parent] + 1 for parent in parents]
-    positions = run.run.length + depths
+    positions = run.graph_run.length + depths
     assert ARRAYS["tree_position_ids"].tolist() == positions.tolist()
     out = run.step(ARRAYS["tree_tokens"], visible=ARRAYS["tree_mask"] > 0, positions=positions)
     assert_close(out["hidden_states"], ARRAYS["tree_hidden"])
     assert_close(out["logits"], ARRAYS["tree_logits"])
-    assert_close(guide(out["logits"], Sampling(cfg_scale=5.0)), ARRAYS["tree_guided"], GUIDED_TOLERANCE)
+    assert_close(mix_guided_logits(out["logits"], Sampling(cfg_scale=5.0)), ARRAYS["tree_guided"], GUIDED_TOLERANCE)
 
 
 # ---------------------------------------------------------------- whole images
 
 
-@pytest.mark.parametrize("trace", GREEDY, ids=by_name)
-def test_guided_logits_and_first_probabilities_of_greedy_images(bundle: Path, trace: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trace", GREEDY, ids=get_trace_name)
+def test_greedy_images_have_the_recorded_guided_logits_and_probabilities(bundle: Path, trace: dict[str, Any]) -> None:
     name = trace["name"]
-    both = PromptAndCodes(bundle, int(name[6])).logits(trace["codes"][0])
-    guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
+    row_logits = RecordedPromptRun(bundle, get_prompt_index(trace)).compute_logits(trace["codes"][0])
+    guided = mix_guided_logits(row_logits, Sampling(cfg_scale=trace["cfg_weight"]))
     assert_close(guided, ARRAYS[f"{name}_guided"], GUIDED_TOLERANCE)
     assert_close(
         compute_distribution(guided[:4], Sampling(temperature=trace["temperature"])),
         ARRAYS[f"{name}_first_probs"].astype(np.float64),
     )
     if f"{name}_cond" in ARRAYS:
-        assert_close(both, np.stack([ARRAYS[f"{name}_cond"], ARRAYS[f"{name}_uncond"]]))
+        assert_close(row_logits, np.stack([ARRAYS[f"{name}_cond"], ARRAYS[f"{name}_uncond"]]))
 
 
-def test_greedy_images_are_the_recorded_ones_from_either_layout(bundles: list[Path]) -> None:
+def test_bundles_from_both_layouts_generate_the_recorded_greedy_images(bundles: list[Path]) -> None:
     assert len({trace["caption"] for trace in GREEDY}) == 2
     for bundle in bundles:
         with Pipeline.from_bundle(bundle, threads=1) as pipe:
-            for first, second in zip(GREEDY[:4], GREEDY[4:], strict=True):
-                options = {"temperature": 0, "cfg_scale": first["cfg_weight"]}
-                together = pipe([first["caption"], second["caption"]], **options)
-                assert [codes.tolist() for codes in together.codes] == [first["codes"][0], second["codes"][0]]
-                alone = pipe(second["caption"], method="sjd:window=3", **options)
-                assert [alone.codes[0].tolist()] == second["codes"]
+            # The first four runs have the first caption, the other runs have the second.
+            for trace, other_trace in zip(GREEDY[:4], GREEDY[4:], strict=True):
+                options = {"temperature": 0, "cfg_scale": trace["cfg_weight"]}
+                batch = pipe([trace["caption"], other_trace["caption"]], **options)
+                assert [codes.tolist() for codes in batch.codes] == [trace["codes"][0], other_trace["codes"][0]]
+                image = pipe(other_trace["caption"], method="sjd:window=3", **options)
+                assert [image.codes[0].tolist()] == other_trace["codes"]
 
 
-@pytest.mark.parametrize("trace", SAMPLED, ids=by_name)
-def test_sampled_images_have_the_recorded_distributions_and_tokens(bundle: Path, trace: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trace", SAMPLED, ids=get_trace_name)
+def test_sampled_images_have_the_recorded_distributions_and_codes(bundle: Path, trace: dict[str, Any]) -> None:
     name = trace["name"]
     sampling = Sampling(temperature=trace["temperature"])
     for i, codes in enumerate(trace["codes"]):
-        both = PromptAndCodes(bundle, int(name[6])).logits(codes)
-        guided = guide(both, Sampling(cfg_scale=trace["cfg_weight"]))
+        row_logits = RecordedPromptRun(bundle, get_prompt_index(trace)).compute_logits(codes)
+        guided = mix_guided_logits(row_logits, Sampling(cfg_scale=trace["cfg_weight"]))
         assert_close(guided, ARRAYS[f"{name}_guided"][:, i], GUIDED_TOLERANCE)
         distribution = compute_distribution(guided, sampling)
         assert_close(distribution[:4], ARRAYS[f"{name}_first_probs"][:, i].astype(np.float64))
@@ -152,11 +166,12 @@ def test_sampled_images_have_the_recorded_distributions_and_tokens(bundle: Path,
         assert (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"])[:, i, None]).sum(1).tolist() == codes
 
 
-def test_filters_give_the_recorded_probabilities() -> None:
+def test_temperature_top_k_and_top_p_give_the_recorded_probabilities() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
         distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
-        rows = slice(4 if top_p == 1 else 3)  # of equal logits at the bound of top-p, transformers keeps only some
+        # The last row has equal logits at the threshold of top-p, of which transformers keeps only some.
+        rows = slice(4 if top_p == 1 else 3)
         np.testing.assert_allclose(distribution[rows], expected[rows], rtol=0, atol=1e-4)
 
 
@@ -187,7 +202,7 @@ def test_images_encode_to_the_codes_of_deepseek_and_not_of_transformers(bundle: 
 
 
 def copy_with_start_token(folder: Path) -> Path:
-    """Copy the checkpoint, with a tokenizer that adds the start of sequence to every text."""
+    """Copy the checkpoint and change the tokenizer to add the token for the start of a sequence to every text."""
     path = copy_checkpoint(JANUS, folder) / "tokenizer.json"
     content = json.loads(path.read_text())
     start = next(token for token in content["added_tokens"] if token["id"] == 304)["content"]
@@ -199,7 +214,7 @@ def copy_with_start_token(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("adds_start", [False, True])
-def test_prompts_have_the_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
+def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
     from lantern_rt.prompts import build_prompt_requests
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
@@ -224,13 +239,14 @@ def test_prompts_have_the_ids_of_the_published_processor(tmp_path: Path, adds_st
 
 
 def read_contents(bundle: Path) -> dict[str, Any]:
+    """Return the contents of a bundle's files by name, and the manifest without provenance."""
     manifest = json.loads((bundle / "bundle.json").read_text())
     del manifest["provenance"]
     files = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "bundle.json"}
     return files | {"manifest": manifest}
 
 
-def test_both_layouts_give_the_same_bundle_but_for_its_provenance(bundles: list[Path]) -> None:
+def test_checkpoints_in_both_layouts_give_bundles_that_differ_only_in_provenance(bundles: list[Path]) -> None:
     assert read_contents(bundles[0]) == read_contents(bundles[1])
 
 
@@ -239,19 +255,20 @@ def copy_as_safetensors(folder: Path) -> Path:
 
 
 def copy_as_saved_by_a_trainer(folder: Path) -> Path:
-    """Copy the checkpoint as transformers 4 saves the published class: without processor, with more fields."""
+    """Copy the checkpoint as transformers 4 saves DeepSeek's class: without a processor, with more fields."""
     more_fields = {"head_dim": 10, "_attn_implementation_autoset": True}
     copy_checkpoint(JANUS, folder, lambda weights: None, lambda config: config["language_config"].update(more_fields))
     (folder / "processor_config.json").unlink()
     return folder
 
 
-def copy_converted(folder: Path) -> Path:
+def copy_transformers_layout(folder: Path) -> Path:
     return copy_checkpoint(JANUS_CONVERTED, folder)
 
 
-def copy_in_shards(ending: str) -> Any:
-    return lambda folder: copy_sharded(JANUS, folder, ending)
+def make_shard_copier(ending: str) -> Any:
+    """Return a function that copies the checkpoint to a folder as shards with a file name extension."""
+    return lambda folder: copy_as_shards(JANUS, folder, ending)
 
 
 @pytest.mark.parametrize(
@@ -259,18 +276,18 @@ def copy_in_shards(ending: str) -> Any:
     [
         copy_as_safetensors,
         copy_as_saved_by_a_trainer,
-        copy_in_shards("bin"),
-        copy_in_shards("safetensors"),
-        copy_converted,
+        make_shard_copier("bin"),
+        make_shard_copier("safetensors"),
+        copy_transformers_layout,
     ],
-    ids=["safetensors", "trainer", "shards", "safetensors shards", "transformers"],
+    ids=["safetensors", "trainer", "PyTorch shards", "safetensors shards", "transformers"],
 )
-def test_every_form_of_the_weights_is_exported_without_a_family(
+def test_every_layout_of_weights_gives_the_same_bundle_without_the_option_family(
     bundle: Path, tmp_path: Path, make_checkpoint: Any, program: Any
 ) -> None:
     folder = make_checkpoint(tmp_path / "janus")
-    code, _, err = program("export", "--target", folder, "--output", tmp_path / "bundle")
-    assert code == 0, err
+    exit_code, _, err = program("export", "--target", folder, "--output", tmp_path / "bundle")
+    assert exit_code == 0, err
     contents = read_contents(tmp_path / "bundle")
     expected = read_contents(bundle)
     assert contents["manifest"].pop("name") != expected["manifest"].pop("name")
@@ -278,25 +295,25 @@ def test_every_form_of_the_weights_is_exported_without_a_family(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
-def test_every_precision_is_exported_and_verified(tmp_path: Path, precision: str, program: Any) -> None:
+def test_bundles_of_every_precision_pass_verification(tmp_path: Path, precision: str, program: Any) -> None:
     options = ("--precision", precision, "--output", tmp_path / "bundle")
-    code, _, err = program("export", "--target", JANUS, *options)
-    assert code == 0, err
-    code, out, err = program("verify", tmp_path / "bundle", JANUS)
-    assert code == 0, out + err
+    exit_code, _, err = program("export", "--target", JANUS, *options)
+    assert exit_code == 0, err
+    exit_code, out, err = program("verify", tmp_path / "bundle", JANUS)
+    assert exit_code == 0, out + err
 
 
-def test_weights_for_understanding_are_not_read(tmp_path: Path) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
+def test_weights_for_image_understanding_are_not_read(tmp_path: Path) -> None:
+    def replace_by_nan(weights: dict[str, torch.Tensor]) -> None:
         for name in weights:
             if name.startswith(("vision_model.", "aligner.", "language_model.lm_head")):
                 weights[name] = torch.full_like(weights[name], torch.nan)  # NaN is rejected where it is read
 
-    read_janus(copy_checkpoint(JANUS, tmp_path / "janus", spoil))
+    read_janus(copy_checkpoint(JANUS, tmp_path / "janus", replace_by_nan))
 
 
 @pytest.mark.parametrize(
-    ("config", "field"),
+    ("change_config", "field"),
     [
         (lambda c: c["language_config"].pop("hidden_size"), "hidden_size"),  # transformers would assume 4096
         (lambda c: c["language_config"].pop("num_attention_heads"), "num_attention_heads"),
@@ -305,16 +322,16 @@ def test_weights_for_understanding_are_not_read(tmp_path: Path) -> None:
         (lambda c: c["gen_vision_config"].update(cls="VQ-8"), "cls"),
     ],
 )
-def test_configurations_of_other_models_are_rejected(tmp_path: Path, config: Any, field: str) -> None:
-    error = error_of(CheckpointError, read_janus, copy_checkpoint(JANUS, tmp_path / "janus", config=config))
+def test_configurations_of_other_models_are_rejected(tmp_path: Path, change_config: Any, field: str) -> None:
+    error = catch_error(CheckpointError, read_janus, copy_checkpoint(JANUS, tmp_path / "janus", config=change_config))
     assert error.field.endswith(f"config.json: {field}")
 
 
-def test_a_folder_without_its_tokenizer_or_with_another_is_rejected(tmp_path: Path) -> None:
+def test_a_missing_or_wrong_tokenizer_and_invalid_roles_are_rejected(tmp_path: Path) -> None:
     folder = copy_checkpoint(JANUS, tmp_path / "janus")
     shutil.copy(DATA / "anole/target/tokenizer.json", folder)
-    error = error_of(CheckpointError, read_janus, folder)
+    error = catch_error(CheckpointError, read_janus, folder)
     assert (error.found, error.remedy) == ("other tokens", "give the base model's tokenizer")
     (folder / "tokenizer.json").unlink()
-    assert "tokenizer.json" in str(error_of(CheckpointError, read_janus, folder))
-    assert error_of(CheckpointError, read_janus, JANUS, roles="User").field == "roles"
+    assert "tokenizer.json" in str(catch_error(CheckpointError, read_janus, folder))
+    assert catch_error(CheckpointError, read_janus, JANUS, roles="User").field == "roles"

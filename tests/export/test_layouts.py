@@ -1,4 +1,4 @@
-"""Every kind of decoder computes the same in both graph layouts, and nearly the same in float16."""
+"""Outputs of decoder graphs: equal in the file layout and the device layout, and close to float32 in float16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpoint_copies import C2I, VQ, config_path, copy_weights
 from family_readers import read_llamagen
 from goldens import DATA
 from onnx import TensorProto
-from refusals import error_of
+from refusals import catch_error
 from small_models import CONFIG, randomise_norms
 from torch import nn
 
@@ -32,43 +32,46 @@ from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.export.verify import check_graph_parity
 from lantern_rt.export.writer import export_model
 
-LLAMA = replace(CONFIG, rotary="sequence", rope_style="half", prefix_rotation="identity")
-TARGETS: dict[str, DecoderConfig] = {
-    "grid, interleaved": CONFIG,
-    "grid, half": replace(CONFIG, rope_style="half"),
-    "sequence, interleaved": replace(LLAMA, rope_style="interleaved"),
-    "sequence, half": LLAMA,
+LLAMA_CONFIG = replace(CONFIG, rotary="sequence", rope_style="half", prefix_rotation="identity")
+TARGET_CONFIGS: dict[str, DecoderConfig] = {
+    "grid positions, interleaved pairs": CONFIG,
+    "grid positions, half pairs": replace(CONFIG, rope_style="half"),
+    "sequence positions, interleaved pairs": replace(LLAMA_CONFIG, rope_style="interleaved"),
+    "sequence positions, half pairs": LLAMA_CONFIG,
     "prefix with rotary positions": replace(CONFIG, prefix_rotation="identity"),
     "a key head for every query head": replace(CONFIG, num_kv_heads=4),
     "one key head for all queries": replace(CONFIG, num_kv_heads=1),
-    "normed heads": replace(LLAMA, query_key_norm=True),
-    "normed heads, another epsilon": replace(LLAMA, query_key_norm=True, norm_eps=1e-2),
-    "normed heads, RMS": replace(LLAMA, query_key_norm=True, rms_head_norm=True, norm_eps=1e-2),
-    "wide heads": replace(LLAMA, head_width=24),
-    "biased projections": replace(LLAMA, qkv_bias=True),
-    "biased projections, scale is not a power of two": replace(LLAMA, hidden_size=96, qkv_bias=True),
-    "large epsilon": replace(CONFIG, norm_eps=1e-2),
-    "deep head": replace(LLAMA, head_hidden=48),
-    "scale is not a power of two": replace(CONFIG, hidden_size=96),  # head_dim 24
-    "no norms": replace(CONFIG, input_norm=False, final_norm=False),
-    "more than 64 columns": replace(CONFIG, prefix=70, spare_positions=64),  # no pass has more nodes than positions
+    "normalized queries and keys": replace(LLAMA_CONFIG, query_key_norm=True),
+    "normalized queries and keys, epsilon 0.01": replace(LLAMA_CONFIG, query_key_norm=True, norm_eps=1e-2),
+    "queries and keys with RMS norms": replace(LLAMA_CONFIG, query_key_norm=True, rms_head_norm=True, norm_eps=1e-2),
+    "heads of width 24": replace(LLAMA_CONFIG, head_width=24),
+    "biases of queries, keys and values": replace(LLAMA_CONFIG, qkv_bias=True),
+    "biases, attention scale that is not a power of two": replace(LLAMA_CONFIG, hidden_size=96, qkv_bias=True),
+    "norm epsilon 0.01": replace(CONFIG, norm_eps=1e-2),
+    "output head with a hidden layer": replace(LLAMA_CONFIG, head_hidden=48),
+    "attention scale that is not a power of two": replace(CONFIG, hidden_size=96),  # head width 24
+    "no input norm and no final norm": replace(CONFIG, input_norm=False, final_norm=False),
+    # 70 + 9 + 64 positions are enough for the test case with 71 past and 70 new positions.
+    "more than 64 positions": replace(CONFIG, prefix=70, spare_positions=64),
 }
-DRAFTERS: dict[str, tuple[DecoderConfig, bool]] = {
+# By name: configuration, and whether the drafter's input projection has a bias.
+DRAFTER_CONFIGS: dict[str, tuple[DecoderConfig, bool]] = {
     "drafter": (replace(CONFIG, final_norm=False), False),
     "drafter with bias": (replace(CONFIG, final_norm=False), True),
-    "drafter without its first norm": (replace(CONFIG, num_layers=1, input_norm=False, final_norm=False), True),
-    "drafter of a sequence": (replace(LLAMA, final_norm=False, norm_eps=1e-6), True),
+    "drafter without an input norm": (replace(CONFIG, num_layers=1, input_norm=False, final_norm=False), True),
+    "drafter with sequence positions": (replace(LLAMA_CONFIG, final_norm=False, norm_eps=1e-6), True),
 }
 
 
-def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # with inputs so small that an epsilon matters
+def build_target_graph(config: DecoderConfig, input_scale: float = 0.1) -> Graph:
+    """Return the graph of a random target; inputs of scale 0.1 are so small that the norms' epsilon matters."""
     torch.manual_seed(0)
     decoder = Decoder(config)
     randomise_norms(decoder)
-    return make_target_graph(decoder, scale * torch.randn(config.vocab_size, config.hidden_size))
+    return make_target_graph(decoder, input_scale * torch.randn(config.vocab_size, config.hidden_size))
 
 
-def drafter(config: DecoderConfig, bias: bool) -> Graph:
+def build_drafter_graph(config: DecoderConfig, bias: bool) -> Graph:
     torch.manual_seed(0)
     eagle_drafter = EagleDrafter(
         config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, num_tokens=50
@@ -77,45 +80,55 @@ def drafter(config: DecoderConfig, bias: bool) -> Graph:
     return make_drafter_graph(eagle_drafter)
 
 
-GRAPHS = {name: target(config) for name, config in TARGETS.items()}
-GRAPHS |= {name: drafter(*arguments) for name, arguments in DRAFTERS.items()}
+GRAPHS = {name: build_target_graph(config) for name, config in TARGET_CONFIGS.items()}
+GRAPHS |= {name: build_drafter_graph(*arguments) for name, arguments in DRAFTER_CONFIGS.items()}
 
 
-def layout_difference(graph: Graph, folder: Path, rule: StorageRule = "fp32") -> float:
-    """Return the largest difference of the two layouts of a graph's file over all its cases."""
+def measure_layout_difference(graph: Graph, folder: Path, rule: StorageRule = "fp32") -> float:
+    """Return the largest output difference between the file layout and the device layout.
+
+    Args:
+        graph: graph of a decoder; all its test cases are run.
+        folder: folder to write the graph to.
+        rule: storage of the weights.
+    """
     path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
-    exported = GraphFileSession(path, low_memory=True)
-    device = DeviceGraphSession(graph, path, low_memory=True)
+    file_session = GraphFileSession(path, low_memory=True)
+    device_session = DeviceGraphSession(graph, path, low_memory=True)
     largest = 0.0
     for inputs in graph.test_cases.values():
-        expected = exported.run(inputs)
-        outputs = device.run(inputs)
+        expected = file_session.run(inputs)
+        outputs = device_session.run(inputs)
         assert outputs.keys() == expected.keys()
         largest = max(largest, *(measure_max_difference(outputs[name], expected[name]) for name in expected))
     return largest
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_both_layouts_of_a_file_compute_the_same(name: str, tmp_path: Path) -> None:
-    assert layout_difference(GRAPHS[name], tmp_path) < 1e-5
+def test_the_file_layout_and_the_device_layout_of_a_graph_give_the_same_outputs(name: str, tmp_path: Path) -> None:
+    assert measure_layout_difference(GRAPHS[name], tmp_path) < 1e-5
 
 
 @pytest.mark.parametrize("rule", [*(rule for rule in get_args(Precision) if rule != "int8"), "lossless"])
-@pytest.mark.parametrize("name", ["normed heads, another epsilon", "deep head", "drafter with bias"])
-def test_both_layouts_compute_the_same_with_rounded_weights(name: str, rule: StorageRule, tmp_path: Path) -> None:
-    assert layout_difference(GRAPHS[name], tmp_path, rule) < 1e-5
+@pytest.mark.parametrize(
+    "name", ["normalized queries and keys, epsilon 0.01", "output head with a hidden layer", "drafter with bias"]
+)
+def test_the_file_layout_and_the_device_layout_give_the_same_outputs_with_rounded_weights(
+    name: str, rule: StorageRule, tmp_path: Path
+) -> None:
+    assert measure_layout_difference(GRAPHS[name], tmp_path, rule) < 1e-5
 
 
-def test_masked_columns_have_no_effect(tmp_path: Path) -> None:
-    graph = GRAPHS["grid, interleaved"]
+def test_keys_and_values_at_masked_positions_do_not_change_the_outputs(tmp_path: Path) -> None:
+    graph = GRAPHS["grid positions, interleaved pairs"]
     path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
-    device = DeviceGraphSession(graph, path)
+    session = DeviceGraphSession(graph, path)
     inputs = dict(graph.test_cases["rows of different length"])
-    expected = device.run(inputs)
+    expected = session.run(inputs)
     for name in [name for name in inputs if name.startswith("past_")]:
         inputs[name] = inputs[name].copy()
-        inputs[name][CONFIG.prefix :, 0] = 1e4  # past the end of the shorter row
-    for name, array in device.run(inputs).items():
+        inputs[name][CONFIG.prefix :, 0] = 1e4  # positions that the mask of row 0 excludes
+    for name, array in session.run(inputs).items():
         np.testing.assert_array_equal(array, expected[name])
 
 
@@ -133,33 +146,35 @@ def test_a_float16_graph_agrees_with_the_float32_module(name: str, tmp_path: Pat
     check_graph_parity(replace(graph, compute_type="float16"), path)
 
 
-def test_squares_beyond_the_range_of_float16_cause_no_error(tmp_path: Path) -> None:
-    # Squares of 4,000,000; the largest number is 65,504.
-    graph = replace(target(CONFIG, scale=2000), tolerance=0.01, compute_type="float16")
+def test_a_float16_graph_is_accurate_if_squares_of_inputs_exceed_the_range_of_float16(tmp_path: Path) -> None:
+    # The norms square inputs of about 2,000; the largest number in float16 is 65,504.
+    graph = replace(build_target_graph(CONFIG, input_scale=2000), tolerance=0.01, compute_type="float16")
     assert check_graph_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
 
 
-def test_a_weight_beyond_float16_is_rejected(tmp_path: Path) -> None:
+def test_a_weight_above_the_largest_float16_number_is_rejected(tmp_path: Path) -> None:
     decoder = Decoder(CONFIG).eval()
     with torch.no_grad():
         decoder.layers[1].ffn.up.weight[0, 0] = 1e6
-    error = error_of(
+    error = catch_error(
         CheckpointError, write_graph, convert_to_float16(make_target_graph(decoder, torch.randn(40, 64))), tmp_path
     )
     assert (error.field, error.found) == ("layers.1.ffn.up.weight", "numbers up to 1e+06")
     assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
 
 
-def test_the_error_of_a_weight_beyond_float16_has_its_name_in_the_file(tmp_path: Path) -> None:
+def test_the_error_of_a_weight_above_the_float16_maximum_has_the_name_from_the_checkpoint(tmp_path: Path) -> None:
     name = "layers.1.feed_forward.w3.weight"
-    large = copy_weights(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
-    model = read_llamagen(large, VQ, config=config_path(C2I))
-    error = error_of(CheckpointError, export_model, model, tmp_path / "b", precisions=parse_precisions("fp16"))
-    assert error.field == f"{large}: {name}"
+    changed_target = copy_weights(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
+    model = read_llamagen(changed_target, VQ, config=config_path(C2I))
+    error = catch_error(CheckpointError, export_model, model, tmp_path / "b", precisions=parse_precisions("fp16"))
+    assert error.field == f"{changed_target}: {name}"
 
 
 @pytest.mark.parametrize("method", ["ar", "lantern", "sjd"])
-def test_a_float16_bundle_has_its_dtype_in_the_manifest_and_generates(t2i_half_bundle: Path, method: str) -> None:
+def test_a_float16_bundle_generates_an_image_and_its_manifest_has_the_dtype_float16(
+    t2i_half_bundle: Path, method: str
+) -> None:
     bundle = open_bundle(t2i_half_bundle)
     manifest = bundle.manifest
     assert (manifest.target.dtype, manifest.target.precision) == ("float16", "fp16")
@@ -180,7 +195,7 @@ def test_verify_passes_for_a_float16_bundle(t2i_half_bundle: Path, capsys: pytes
     checkpoints = [t2i / "t2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"]
     checkpoints += [t2i / "config.json"]
     assert run_program(["verify", str(t2i_half_bundle), *map(str, checkpoints)]) == 0
-    assert run_program(["verify", str(t2i_half_bundle)]) == 0  # against ONNX's reference evaluator
+    assert run_program(["verify", str(t2i_half_bundle)]) == 0  # compared with ONNX's reference evaluator
     assert "target" in capsys.readouterr().out
 
 
@@ -199,6 +214,6 @@ def test_verify_passes_for_a_float16_bundle(t2i_half_bundle: Path, capsys: pytes
         ({"target": "bf16"}, "precision: found bf16 with compute float32, expected compute bfloat16"),
     ],
 )
-def test_invalid_combinations_of_compute_and_precision_are_rejected(arguments: dict[str, str], message: str) -> None:
+def test_invalid_compute_types_and_precisions_are_rejected(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
         parse_precisions(**arguments)

@@ -1,4 +1,4 @@
-"""LoRA adapters: merged at export as PEFT merges them, recorded and verified; adapters that do not fit are rejected."""
+"""LoRA adapters are merged at export as PEFT merges them; adapters that do not fit the target are rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_copies import C2I, COSMOS, EMU3, SIMPLEAR, VQ, Weights, config_path, copy_checkpoint, copy_weights
 from family_readers import read_emu3, read_llamagen_transformer, read_simplear
-from refusals import error_of
+from refusals import catch_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,54 +23,58 @@ from lantern_rt.export.model import BundleContents
 
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-FUSED = "layers.0.attention.wqkv"
-OUT = "layers.1.attention.wo"
+QKV_LAYER = "layers.0.attention.wqkv"
+OUTPUT_LAYER = "layers.1.attention.wo"
 
 
 def save_adapter(
     folder: Path, shapes: dict[str, tuple[int, int]], weights: Weights | None = None, **config: Any
 ) -> tuple[Path, Weights]:
-    """Save an adapter of rank 2 and alpha 6 as PEFT does; return its folder, and the product of each layer.
+    """Save a random adapter of rank 2 and alpha 6 in PEFT's format.
 
     Args:
         folder: folder of the adapter.
         shapes: numbers of outputs and inputs of each layer.
-        weights: other tensors of the file.
-        **config: fields of the configuration.
+        weights: further tensors of the adapter's file.
+        **config: fields of the adapter's configuration.
+
+    Returns:
+        The folder, and the product B A of each layer by the name of the layer's weight.
     """
     folder.mkdir()
     generator = torch.Generator().manual_seed(len(folder.name))
     tensors = dict(weights or {})
     products = {}
     for name, (outputs, inputs) in shapes.items():
-        first, second = (0.1 * torch.randn(shape, generator=generator) for shape in ((2, inputs), (outputs, 2)))
+        down, up = (0.1 * torch.randn(shape, generator=generator) for shape in ((2, inputs), (outputs, 2)))
         tensors |= {
-            f"base_model.model.{name}.lora_{part}.weight": matrix for part, matrix in {"A": first, "B": second}.items()
+            f"base_model.model.{name}.lora_{part}.weight": matrix for part, matrix in {"A": down, "B": up}.items()
         }
-        products[f"{name}.weight"] = second @ first
+        products[f"{name}.weight"] = up @ down
     save_file(tensors, folder / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "alpha_pattern": {}} | config
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     return folder, products
 
 
-def target_weights(model: BundleContents) -> dict[str, Tensor]:
-    """Return the weights of the target."""
+def list_target_weights(model: BundleContents) -> dict[str, Tensor]:
     return {name: compute_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
 
-def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first_folder, first_products = save_adapter(tmp_path / "one", {FUSED: (192, 64), OUT: (64, 64)})
-    second_folder, second_products = save_adapter(tmp_path / "second", {OUT: (64, 64)})
+def test_a_bundle_has_the_weights_merged_with_each_adapter_and_verify_checks_the_scales(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first_folder, first_products = save_adapter(tmp_path / "first", {QKV_LAYER: (192, 64), OUTPUT_LAYER: (64, 64)})
+    second_folder, second_products = save_adapter(tmp_path / "second", {OUTPUT_LAYER: (64, 64)})
 
-    def merge(weights: Weights) -> None:
-        for products, factor in ((first_products, 3.0), (second_products, 1.5)):
+    def add_products(weights: Weights) -> None:
+        for products, factor in ((first_products, 3.0), (second_products, 1.5)):  # scale * alpha / rank
             for name, product in products.items():
                 weights[name] = weights[name] + factor * product
 
     targets = {
         "lora": [C2I, "--lora", first_folder, "--lora", f"{second_folder}:0.5"],
-        "merged": [copy_weights(tmp_path, C2I, merge)],
+        "merged": [copy_weights(tmp_path, C2I, add_products)],
     }
     for name, files in targets.items():
         files += ["--vq", VQ, "--config", config_path(C2I), "--output", tmp_path / name]
@@ -81,7 +85,7 @@ def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, caps
     assert sources == [("lora:1.0", "adapter_model.safetensors"), ("lora:0.5", "adapter_model.safetensors")]
     paths = [str(path) for path in (tmp_path / "lora", C2I, VQ, config_path(C2I), first_folder, second_folder)]
     assert run_program(["verify", *paths]) == 0
-    assert run_program(["verify", *paths[:-1], f"{second_folder}:0.50"]) == 0  # the scale of the export
+    assert run_program(["verify", *paths[:-1], f"{second_folder}:0.50"]) == 0  # the scale at export
     assert run_program(["verify", *paths[:-1], f"{second_folder}:0.7"]) == 2
     assert (
         capsys.readouterr()
@@ -94,77 +98,80 @@ def test_adapters_are_merged_in_order_recorded_and_verified(tmp_path: Path, caps
     assert capsys.readouterr().err.splitlines()[-1].endswith("config (config.json), LoRA adapter, LoRA adapter")
 
 
-def test_names_of_another_nesting_of_the_decoder_are_found(tmp_path: Path) -> None:
+def test_an_adapter_whose_layer_names_have_another_module_prefix_than_the_checkpoint_is_merged(tmp_path: Path) -> None:
     layer = "layers.1.self_attn.q_proj"
     lora, products = save_adapter(tmp_path / "lora", {f"model.text_model.{layer}": (48, 48)}, use_rslora=True)
     (product,) = products.values()
 
-    def merge(weights: Weights) -> None:
+    def add_product(weights: Weights) -> None:
+        # The scale of rank-stabilized LoRA is alpha / sqrt(rank).
         weights[f"text_model.model.{layer}.weight"] += 0.7 * 6 / 2**0.5 * product
 
     models = (
         read_emu3(EMU3, grid=6, lora=[f"{lora}:0.7"]),
-        read_emu3(copy_checkpoint(EMU3, tmp_path / "merged", merge), grid=6),
+        read_emu3(copy_checkpoint(EMU3, tmp_path / "merged", add_product), grid=6),
     )
-    torch.testing.assert_close(*map(target_weights, models), rtol=0, atol=1e-6)
+    torch.testing.assert_close(*map(list_target_weights, models), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stores_head", [False, True])
-def test_an_adapter_of_a_tied_head_changes_only_the_head(tmp_path: Path, stores_head: bool) -> None:
+def test_an_adapter_of_a_tied_head_leaves_the_token_embeddings_unchanged(tmp_path: Path, stores_head: bool) -> None:
     rows, width = load_file(SIMPLEAR / "model.safetensors")[EMBED].shape
     lora, products = save_adapter(tmp_path / "lora", {"lm_head": (rows, width)})
 
-    def untie(weights: Weights) -> None:
+    def add_merged_head(weights: Weights) -> None:
         weights[HEAD] = (weights[EMBED].float() + 3 * products[HEAD]).to(weights[EMBED].dtype)
 
     tied = SIMPLEAR
-    if stores_head:  # as in files that are not safetensors
+    if stores_head:  # Files that are not safetensors store a tied head.
         tied = copy_checkpoint(
             SIMPLEAR, tmp_path / "tied", lambda weights: weights.update({HEAD: weights[EMBED].clone()})
         )
     adapted = read_simplear(tied, COSMOS, grid=4, lora=[str(lora)])
     expected = read_simplear(
-        copy_checkpoint(SIMPLEAR, tmp_path / "untied", untie, tie_word_embeddings=False), COSMOS, grid=4
+        copy_checkpoint(SIMPLEAR, tmp_path / "untied", add_merged_head, tie_word_embeddings=False), COSMOS, grid=4
     )
-    torch.testing.assert_close(target_weights(adapted), target_weights(expected), rtol=0, atol=1e-5)
+    torch.testing.assert_close(list_target_weights(adapted), list_target_weights(expected), rtol=0, atol=1e-5)
     assert torch.equal(adapted.code_embeddings, expected.code_embeddings)
 
 
 @pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
-def test_a_scale_that_makes_infinite_weights_is_rejected_before_the_export(tmp_path: Path, scale: float) -> None:
-    lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)})
-    error = error_of(
+def test_an_adapter_scale_that_makes_weights_infinite_is_rejected_when_the_checkpoint_is_read(
+    tmp_path: Path, scale: float
+) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {OUTPUT_LAYER: (64, 64)})
+    error = catch_error(
         CheckpointError, read_llamagen_transformer, C2I, config=config_path(C2I), lora=[read_adapter(lora, scale)]
     )
-    assert error.field == f"{lora / 'adapter_model.safetensors'}: {OUT}.weight"
+    assert error.field == f"{lora / 'adapter_model.safetensors'}: {OUTPUT_LAYER}.weight"
     assert "infinite weights" in error.problem
     assert error.remedy == "give a smaller scale, or correct lora_alpha"
 
 
-def test_numbers_beyond_half_precision_are_only_an_error_in_half_precision(tmp_path: Path) -> None:
-    lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)}, lora_alpha=1e7)
-    weights = {f"{OUT}.weight": torch.ones(64, 64)}
+def test_merged_weights_above_the_float16_maximum_are_rejected_only_for_a_float16_target(tmp_path: Path) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {OUTPUT_LAYER: (64, 64)}, lora_alpha=1e7)
+    weights = {f"{OUTPUT_LAYER}.weight": torch.ones(64, 64)}
     read_adapter(lora, 1.0).merge(weights, lambda name: True)
     with pytest.raises(CheckpointError):
-        read_adapter(lora, 1.0).merge({f"{OUT}.weight": torch.ones(64, 64).half()}, lambda name: True)
+        read_adapter(lora, 1.0).merge({f"{OUTPUT_LAYER}.weight": torch.ones(64, 64).half()}, lambda name: True)
 
 
-def test_an_adapter_of_unused_layers_is_rejected(tmp_path: Path) -> None:
+def test_an_adapter_of_layers_that_do_not_generate_images_is_rejected(tmp_path: Path) -> None:
     lora, _ = save_adapter(tmp_path / "lora", {"lm_head": (64, 64)})
-    error = error_of(
+    error = catch_error(
         CheckpointError,
         read_adapter(lora, 1.0).merge,
-        {f"{OUT}.weight": torch.ones(64, 64)},
+        {f"{OUTPUT_LAYER}.weight": torch.ones(64, 64)},
         lambda name: not name.startswith("lm_head"),
     )
     assert error.problem == "adapts no layer that generates images"
 
 
-def test_the_error_of_an_adapter_without_safetensors_names_the_cure(tmp_path: Path) -> None:
-    lora, _ = save_adapter(tmp_path / "lora", {OUT: (64, 64)})
+def test_the_error_of_an_adapter_without_safetensors_advises_to_save_the_adapter_again(tmp_path: Path) -> None:
+    lora, _ = save_adapter(tmp_path / "lora", {OUTPUT_LAYER: (64, 64)})
     torch.save(load_file(lora / "adapter_model.safetensors"), lora / "adapter_model.bin")
     (lora / "adapter_model.safetensors").unlink()
-    error = error_of(CheckpointError, read_adapter, lora, 1.0)
+    error = catch_error(CheckpointError, read_adapter, lora, 1.0)
     assert error.remedy == "load the adapter with PEFT and save it again"
 
 
@@ -177,15 +184,25 @@ def test_the_error_of_an_adapter_without_safetensors_names_the_cure(tmp_path: Pa
             {},
             {},
             "layers.0.attention.wqkv.weight",
-        ),  # the weights that the target has
-        ({FUSED: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
-        ({OUT: (64, 64)}, {f"base_model.model.{OUT}.lora_magnitude_vector": torch.ones(64)}, {}, "magnitude_vector"),
-        ({}, {f"base_model.model.{OUT}.lora_A.weight": torch.ones(2, 64)}, {}, "wo.weight: found lora_A [2, 64]"),
+        ),  # the error lists weights of the target
+        ({QKV_LAYER: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
         (
-            {OUT: (64, 64), f"model.{OUT}": (64, 64)},
+            {OUTPUT_LAYER: (64, 64)},
+            {f"base_model.model.{OUTPUT_LAYER}.lora_magnitude_vector": torch.ones(64)},
+            {},
+            "magnitude_vector",
+        ),
+        (
+            {},
+            {f"base_model.model.{OUTPUT_LAYER}.lora_A.weight": torch.ones(2, 64)},
+            {},
+            "wo.weight: found lora_A [2, 64]",
+        ),
+        (
+            {OUTPUT_LAYER: (64, 64), f"model.{OUTPUT_LAYER}": (64, 64)},
             {},
             {},
-            f"model.{OUT}.weight: is in the file twice, under two names",
+            f"model.{OUTPUT_LAYER}.weight: is in the file twice, under two names",
         ),
         (
             {"tok_embeddings": (64, 64)},
@@ -194,18 +211,18 @@ def test_the_error_of_an_adapter_without_safetensors_names_the_cure(tmp_path: Pa
             "tok_embeddings.lora_A.weight: expected lora_A and lora_B of linear layers",
         ),
         (
-            {OUT: (64, 64)},
+            {OUTPUT_LAYER: (64, 64)},
             {},
             {"a_field_to_come": "x"},
             "adapter_config.json: a_field_to_come: found 'x', expected PEFT's",
         ),
-        ({OUT: (64, 64)}, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
-        ({OUT: (64, 64)}, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
-        ({OUT: (64, 64)}, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
-        ({OUT: (64, 64)}, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
+        ({OUTPUT_LAYER: (64, 64)}, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
+        ({OUTPUT_LAYER: (64, 64)}, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
+        ({OUTPUT_LAYER: (64, 64)}, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
+        ({OUTPUT_LAYER: (64, 64)}, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_rejected_by_name(
+def test_the_error_of_an_invalid_adapter_names_the_weight_or_the_field(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     shapes: dict[str, tuple[int, int]],
@@ -219,7 +236,7 @@ def test_an_adapter_that_does_not_fit_is_rejected_by_name(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_scale_follows_the_folder() -> None:
+def test_an_adapter_option_holds_a_folder_and_an_optional_scale() -> None:
     assert split_folder_and_scale("style/") == ("style/", 1.0)
     assert split_folder_and_scale("hf:owner/style@v1:-0.5") == ("hf:owner/style@v1", -0.5)
     assert split_folder_and_scale("hf:owner/style") == ("hf:owner/style", 1.0)

@@ -1,4 +1,4 @@
-"""LoRA adapters saved by the installed PEFT, field by field: merged as PEFT merges them, or rejected by name."""
+"""LoRA adapters saved by the installed PEFT: each configuration field is followed as in PEFT, or rejected by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lantern_rt.export.checkpoints.lora import read_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings inside PEFT
 
-# Values that differ from PEFT's defaults, for fields that change how an adapter is merged.
-CHANGING: dict[str, list[dict[str, Any]]] = {
+# Fields that change how an adapter is merged, with values that differ from PEFT's defaults.
+FOLLOWED_FIELDS: dict[str, list[dict[str, Any]]] = {
     "r": [{"r": 3}],
     "lora_alpha": [{"lora_alpha": 5}, {"lora_alpha": 0.25}],
     "lora_dropout": [{"lora_dropout": 0.5}],
@@ -30,8 +30,8 @@ CHANGING: dict[str, list[dict[str, Any]]] = {
     "layers_pattern": [{"layers_to_transform": [0], "layers_pattern": "layers"}],
     "init_lora_weights": [{"init_lora_weights": value} for value in (False, "gaussian", "orthogonal", "mica")],
 }
-# Values of fields that only describe an adapter: any value is accepted.
-DESCRIPTIVE: dict[str, Any] = {
+# Fields that only describe an adapter, so that any value is accepted.
+DESCRIPTIVE_FIELDS: dict[str, Any] = {
     "auto_mapping": {"base_model_class": "Model", "parent_library": "library"},
     "base_model_name_or_path": "owner/model",
     "eva_config": {"rho": 2.0},
@@ -40,7 +40,7 @@ DESCRIPTIVE: dict[str, Any] = {
     "revision": "main",
     "task_type": "CAUSAL_LM",
 }
-UNSAVED = "runtime_config"
+UNSAVED_FIELD = "runtime_config"  # PEFT does not write this field
 
 
 class Layer(nn.Module):
@@ -61,13 +61,19 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    """Import PEFT, which takes seconds."""
+    """Return the module `peft`, imported only for tests that use it, as the import takes seconds."""
     return pytest.importorskip("peft")
 
 
-def save(peft: Any, folder: Path, **values: Any) -> dict[str, Tensor]:
-    """Save an adapter with random weights, and return the weights of the model after PEFT merged it."""
-    config = peft.LoraConfig(**{"target_modules": ["q_proj", "o_proj"]} | values)
+def save_adapter(peft: Any, folder: Path, **fields: Any) -> dict[str, Tensor]:
+    """Save an adapter with random weights, and return the model's weights after PEFT merged the adapter.
+
+    Args:
+        peft: the module `peft`.
+        folder: folder of the adapter.
+        **fields: fields of the adapter's configuration.
+    """
+    config = peft.LoraConfig(**{"target_modules": ["q_proj", "o_proj"]} | fields)
     model = peft.get_peft_model(Model(), config)
     for name, weight in model.named_parameters():
         if "lora_" in name:
@@ -78,53 +84,58 @@ def save(peft: Any, folder: Path, **values: Any) -> dict[str, Tensor]:
     return merged
 
 
-def edit(folder: Path, **values: Any) -> None:
+def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def merge(folder: Path) -> dict[str, Tensor]:
+def merge_adapter(folder: Path) -> dict[str, Tensor]:
     weights = Model().state_dict()
     read_adapter(folder, 1.0).merge(weights, lambda name: True)
     return {name: compute_tensor(weight) for name, weight in weights.items()}
 
 
-def merge_error(folder: Path) -> CheckpointError | None:
+def find_merge_error(folder: Path) -> CheckpointError | None:
+    """Return the error with which an adapter is rejected; None if the adapter is merged."""
     try:
-        merge(folder)
+        merge_adapter(folder)
     except CheckpointError as error:
         return error
     return None
 
 
-def test_an_adapter_with_every_field_at_its_default_is_merged_as_peft_merges_it(peft: Any, tmp_path: Path) -> None:
-    expected = save(peft, tmp_path)
-    saved = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {UNSAVED}
-    torch.testing.assert_close(merge(tmp_path), expected, rtol=0, atol=1e-6)
-    for name in saved.keys() - {"peft_type"}:  # files of older releases lack fields
-        fewer_fields = {field: value for field, value in saved.items() if field != name}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(fewer_fields))
-        torch.testing.assert_close(merge(tmp_path), expected, rtol=0, atol=1e-6)
-
-
-def test_every_other_value_of_a_field_is_merged_as_peft_merges_it_or_rejected_by_name(
+def test_an_adapter_with_default_or_missing_fields_is_merged_as_peft_merges_the_adapter(
     peft: Any, tmp_path: Path
 ) -> None:
-    for i, values in enumerate(values for name in CHANGING for values in CHANGING[name]):
-        expected = save(peft, tmp_path / str(i), **values)
-        torch.testing.assert_close(merge(tmp_path / str(i)), expected, rtol=0, atol=1e-6, msg=str(values))
+    expected = save_adapter(peft, tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {UNSAVED_FIELD}
+    torch.testing.assert_close(merge_adapter(tmp_path), expected, rtol=0, atol=1e-6)
+    for name in saved.keys() - {"peft_type"}:  # files of older PEFT releases lack fields
+        fewer_fields = {field: value for field, value in saved.items() if field != name}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(fewer_fields))
+        torch.testing.assert_close(merge_adapter(tmp_path), expected, rtol=0, atol=1e-6)
+
+
+def test_an_adapter_with_a_field_that_is_not_default_is_merged_as_in_peft_or_rejected_by_name(
+    peft: Any, tmp_path: Path
+) -> None:
+    for i, values in enumerate(values for name in FOLLOWED_FIELDS for values in FOLLOWED_FIELDS[name]):
+        expected = save_adapter(peft, tmp_path / str(i), **values)
+        torch.testing.assert_close(merge_adapter(tmp_path / str(i)), expected, rtol=0, atol=1e-6, msg=str(values))
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     folder = tmp_path / "default"
-    expected = save(peft, tmp_path / "default")
+    expected = save_adapter(peft, tmp_path / "default")
     default = json.loads((folder / "adapter_config.json").read_text())
-    for name in sorted(names - CHANGING.keys()):
-        for value in [DESCRIPTIVE[name]] if name in DESCRIPTIVE else (True, 17, ["other"], {"other": 1}, "other"):
-            edit(folder, **{**default, name: value})
-            if name in DESCRIPTIVE:
-                torch.testing.assert_close(merge(folder), expected, rtol=0, atol=1e-6)
+    for name in sorted(names - FOLLOWED_FIELDS.keys()):
+        for value in (
+            [DESCRIPTIVE_FIELDS[name]] if name in DESCRIPTIVE_FIELDS else (True, 17, ["other"], {"other": 1}, "other")
+        ):
+            edit_config(folder, **{**default, name: value})
+            if name in DESCRIPTIVE_FIELDS:
+                torch.testing.assert_close(merge_adapter(folder), expected, rtol=0, atol=1e-6)
             else:
-                error = merge_error(folder)
+                error = find_merge_error(folder)
                 assert error is not None, (name, value)
                 assert error.field == f"{folder / 'adapter_config.json'}: {name}"
                 assert error.remedy == "merge it with PEFT, and export the result"
@@ -147,17 +158,17 @@ def test_every_other_value_of_a_field_is_merged_as_peft_merges_it_or_rejected_by
     ],
     ids=str,
 )
-def test_adapters_of_other_than_linear_layers_are_rejected(peft: Any, tmp_path: Path, values: dict[str, Any]) -> None:
+def test_adapters_with_unsupported_peft_options_are_rejected(peft: Any, tmp_path: Path, values: dict[str, Any]) -> None:
     model = peft.get_peft_model(Model(), peft.LoraConfig(**{"target_modules": ["q_proj"]} | values))
     model.save_pretrained(tmp_path)
-    assert merge_error(tmp_path) is not None
+    assert find_merge_error(tmp_path) is not None
 
 
-def test_a_rank_that_peft_would_not_load_is_rejected(peft: Any, tmp_path: Path) -> None:
-    save(peft, tmp_path, r=3)
-    edit(tmp_path, r=2, rank_pattern={"o_proj": 3})
-    assert merge_error(tmp_path) is None
-    edit(tmp_path, rank_pattern={})
-    error = merge_error(tmp_path)
+def test_an_adapter_with_weights_of_another_rank_than_configured_is_rejected(peft: Any, tmp_path: Path) -> None:
+    save_adapter(peft, tmp_path, r=3)
+    edit_config(tmp_path, r=2, rank_pattern={"o_proj": 3})
+    assert find_merge_error(tmp_path) is None
+    edit_config(tmp_path, rank_pattern={})
+    error = find_merge_error(tmp_path)
     assert error is not None
     assert error.expected.endswith("of ranks [2]")

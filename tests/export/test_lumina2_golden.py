@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_copies import copy_checkpoint
 from family_readers import read_lumina2
-from goldens import DATA, PromptRuns, assert_close, load_golden, read_manifest, read_values
+from goldens import DATA, PromptRunner, assert_close, compute_graph_values, load_golden, read_manifest
 from numpy.typing import NDArray
 from shared_goldens import GoldenFamily, RowEndDecoderGolden
 
@@ -44,40 +44,42 @@ class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def pixels(image: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return an image `[height, width, 3]` as the encoder reads it, `[1, 3, height, width]`."""
+def convert_to_pixels(image: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the encoder's input `[1, 3, height, width]`, -1 to 1, of an image `[height, width, 3]`, 0 to 255."""
     return (image.astype(np.float32) / 255 * 2 - 1).transpose(2, 0, 1)[None]
 
 
-def by_name(trace: dict[str, Any]) -> str:
+def get_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-@pytest.mark.parametrize("trace", TRACES, ids=by_name)
-def test_scores_of_every_generated_code_of_a_run(family: GoldenFamily, trace: dict[str, Any]) -> None:
-    """Compare scores after guidance, whose scale changes with every token; forced tokens change it, too."""
+@pytest.mark.parametrize("trace", TRACES, ids=get_name)
+def test_guided_scores_of_every_generated_code_equal_the_recorded_scores(
+    family: GoldenFamily, trace: dict[str, Any]
+) -> None:
+    """Compare logits after guidance; the guidance scale changes with every token, also with forced row ends."""
     ids = trace["generated_ids"]
-    size = 0 if trace["name"] == "i2i" else 3  # tokens of begin of image and size, generated without guidance
+    size_tokens = 0 if trace["name"] == "i2i" else 3  # begin of image and image size, without guidance
     uncond = trace["unconditional_prefix"]
-    runs = PromptRuns(family.bundle, [*trace["prompt_ids"], *ids[:size]], uncond)
-    last = [output["logits"][:, -1:] for output in runs.outputs]
-    logits = np.concatenate([last, [out["logits"] for out in runs.step(np.array(ids[size:-1]))]], 2)[:, 0]
+    runs = PromptRunner(family.bundle, [*trace["prompt_ids"], *ids[:size_tokens]], uncond)
+    last_logits = [output["logits"][:, -1:] for output in runs.outputs]
+    logits = np.concatenate([last_logits, [out["logits"] for out in runs.step(np.array(ids[size_tokens:-1]))]], 2)[:, 0]
     name = f"{trace['name']}_code_scores"
-    expected = ARRAYS[name] if name in ARRAYS else ARRAYS[f"{trace['name']}_scores"][size:, CODES]
+    expected = ARRAYS[name] if name in ARRAYS else ARRAYS[f"{trace['name']}_scores"][size_tokens:, CODES]
     layout = RowEndLayout(np.size(trace["codes"]), trace["latent"][1], row_end=1)
     sampling = Sampling(cfg_scale=trace["cfg"], cfg_final=4.0)
     guidance = Guidance(sampling, layout)
-    free_indices = np.flatnonzero(np.array(trace["forced"][size:]) == 0)
+    free_indices = np.flatnonzero(np.array(trace["forced"][size_tokens:]) == 0)
     cells = np.arange(layout.num_codes - len(free_indices), layout.num_codes)
     if uncond is not None:
-        used = np.array(trace["scale_used"])[size:][free_indices]
-        np.testing.assert_allclose(used, guidance.scales(cells), rtol=1e-6)
+        used_scales = np.array(trace["scale_used"])[size_tokens:][free_indices]
+        np.testing.assert_allclose(used_scales, guidance.scales(cells), rtol=1e-6)
     guided = guidance.mix_logits(logits[:, free_indices], cells)
     assert_close(guided, expected[free_indices], 1e-5 * max(30, 10 * trace["cfg"]))
     assert guided.argmax(-1).tolist() == np.ravel(trace["codes"])[cells].tolist()
 
 
-def test_filter_probs_inside_an_image_row_at_the_size_and_before_the_image() -> None:
+def test_filtered_probabilities_of_image_size_and_text_tokens_equal_the_recorded_ones() -> None:
     logits = ARRAYS["filter_logits"]
     for i, (image_k, text_k, temperature) in enumerate(ARRAYS["filter_params"]):
         for name, top_k, ids in (
@@ -92,7 +94,7 @@ def test_filter_probs_inside_an_image_row_at_the_size_and_before_the_image() -> 
 
 
 @pytest.mark.parametrize("case", PROTOCOL["prompt_cases"], ids=lambda case: repr(case["text"][-20:]))
-def test_texts_of_all_kinds_have_the_published_ids(lumina2_bundle: Path, case: dict[str, Any]) -> None:
+def test_prompts_have_the_token_ids_of_the_published_program(lumina2_bundle: Path, case: dict[str, Any]) -> None:
     layout = read_manifest(lumina2_bundle).condition.layout
     assert layout is not None
     library = load_tokenizer(lumina2_bundle / "tokenizer.json")
@@ -108,15 +110,18 @@ def test_texts_of_all_kinds_have_the_published_ids(lumina2_bundle: Path, case: d
         assert uncond == TRACES[0]["unconditional_prefix"]
 
 
-def test_codes_begin_at_the_published_token_in_a_vocabulary_of_published_size(tmp_path: Path) -> None:
-    def to_float32(weights: dict[str, torch.Tensor]) -> None:
+def test_in_a_vocabulary_of_171392_tokens_codes_begin_at_token_155000(tmp_path: Path) -> None:
+    def enlarge_vocabulary(weights: dict[str, torch.Tensor]) -> None:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             old_weight = weights[name]
             weights[name] = torch.zeros(171392, old_weight.shape[1], dtype=old_weight.dtype)
             weights[name][: CODES.start] = old_weight[: CODES.start]
             weights[name][155000 : 155000 + CODES.stop - CODES.start] = old_weight[CODES]
 
-    folders = (FOLDER / "model", copy_checkpoint(FOLDER / "model", tmp_path / "model", to_float32, vocab_size=171392))
+    folders = (
+        FOLDER / "model",
+        copy_checkpoint(FOLDER / "model", tmp_path / "model", enlarge_vocabulary, vocab_size=171392),
+    )
     small, large = (read_lumina2(folder, FOLDER / "movqgan/270M", grid=8) for folder in folders)
     assert torch.equal(small.code_embeddings, large.code_embeddings)
     heads = [model.graphs[0].module.head.weight for model in (small, large)]
@@ -124,12 +129,12 @@ def test_codes_begin_at_the_published_token_in_a_vocabulary_of_published_size(tm
 
 
 @pytest.mark.parametrize("pixels", [512, 768])
-def test_sizes_are_those_of_the_published_program(pixels: int) -> None:
+def test_image_sizes_equal_the_sizes_of_the_published_program(pixels: int) -> None:
     sizes = [[32 * columns, 32 * rows] for rows, columns in list_patch_grids(pixels // 32)]
     assert sorted(sizes) == sorted(PROTOCOL["sizes"][str(pixels)])
 
 
-def test_settings_are_those_of_the_published_program(lumina2_bundle: Path) -> None:
+def test_default_sampling_settings_equal_the_settings_of_the_published_program(lumina2_bundle: Path) -> None:
     defaults = PROTOCOL["defaults"]
     sampling = Sampling(cfg_scale=defaults["cfg"], cfg_final=4.0, top_k=defaults["image_top_k"])
     assert read_manifest(lumina2_bundle).sampling == sampling
@@ -137,7 +142,7 @@ def test_settings_are_those_of_the_published_program(lumina2_bundle: Path) -> No
 
 
 @pytest.mark.parametrize("start", [3, 4, 6, 7.5, 12])
-def test_the_guidance_scale_of_768_pixels_changes_as_published(start: float) -> None:
+def test_guidance_scales_of_an_image_of_768_pixels_equal_the_published_scales(start: float) -> None:
     layout = RowEndLayout(96 * 96, 96, row_end=1)
     expected = ARRAYS[f"official_scale_{start}_24x24"]
     guidance = Guidance(Sampling(cfg_scale=start, cfg_final=4.0), layout)
@@ -147,7 +152,7 @@ def test_the_guidance_scale_of_768_pixels_changes_as_published(start: float) -> 
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (24, 24), (32, 18)])
-def test_row_ends_are_where_the_published_code_forces_them(shape: tuple[int, int]) -> None:
+def test_row_end_tokens_are_at_the_positions_of_the_published_program(shape: tuple[int, int]) -> None:
     rows, columns = shape
     official = ARRAYS[f"official_forced_{rows}x{columns}"].tolist()
     row_end, end_of_image = (PROTOCOL["tokens"][name]["official"] for name in ("<reserved08799>", "<eoss>"))
@@ -155,21 +160,21 @@ def test_row_ends_are_where_the_published_code_forces_them(shape: tuple[int, int
     assert [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end, end_of_image] == official
 
 
-def test_codes_become_every_recorded_value_of_the_decoder_and_the_image(lumina2_bundle: Path) -> None:
+def test_image_decoder_values_and_pixels_equal_the_recorded_arrays(lumina2_bundle: Path) -> None:
     path = lumina2_bundle / "vq_decoder.onnx"
     nodes = onnx.load(path).graph.node
     convolutions = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
     post_quant = convolutions["decoder.post_quant_conv.weight"]
     conv_in = convolutions["decoder.conv_in.weight"]
     names = [post_quant.input[0], post_quant.output[0], conv_in.output[0], "images"]
-    values = read_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
+    values = compute_graph_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
     for array, name in zip(values, ("code_vectors", "post_quant", "conv_in", "decoded"), strict=True):
         assert_close(array[0], ARRAYS[f"vq_{name}"])
     assert np.abs(np.asarray(image_from_pixels(values[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
 
 
-@pytest.mark.parametrize("trace", [trace for trace in TRACES if f"{trace['name']}_uint8" in ARRAYS], ids=by_name)
-def test_codes_of_runs_become_their_images(lumina2_bundle: Path, trace: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trace", [trace for trace in TRACES if f"{trace['name']}_uint8" in ARRAYS], ids=get_name)
+def test_codes_of_a_recorded_run_decode_to_the_recorded_image(lumina2_bundle: Path, trace: dict[str, Any]) -> None:
     codes = {"codes": np.array([trace["codes"]])}
     (image,) = GraphFileSession(lumina2_bundle / "vq_decoder.onnx").run(codes)["images"]
     assert_close(image, ARRAYS.get(f"{trace['name']}_pixels", image))
@@ -188,11 +193,11 @@ def test_layers_inside_the_image_tokenizer_have_the_recorded_outputs() -> None:
         module.register_forward_hook(lambda _, __, out, name=name: assert_close(out[0].numpy(), ARRAYS[f"vq_{name}"]))
     with torch.inference_mode():
         decoded = VQDecoder(vq, None)(torch.from_numpy(ARRAYS["vq_codes"])[None])
-        VQEncoder(vq)(torch.from_numpy(pixels(ARRAYS["vq_image_uint8"])))
+        VQEncoder(vq)(torch.from_numpy(convert_to_pixels(ARRAYS["vq_image_uint8"])))
     assert_close(decoded[0].numpy(), ARRAYS["vq_decoded"])
 
 
-def test_the_rotary_table_is_the_recorded_one() -> None:
+def test_the_rotary_table_equals_the_recorded_table() -> None:
     decoder = read_lumina2(FOLDER / "model", FOLDER / "movqgan/270M", grid=8).graphs[0].module
     for i, name in enumerate(("cos", "sin")):
         half = decoder.rope[: len(ARRAYS[f"rotary_{name}"]), :, i].numpy()
@@ -202,18 +207,20 @@ def test_the_rotary_table_is_the_recorded_one() -> None:
 def test_the_preserved_half_of_an_image_encodes_to_the_recorded_codes(lumina2_bundle: Path) -> None:
     trace = next(trace for trace in TRACES if trace["name"] == "i2i")
     encoder = GraphFileSession(lumina2_bundle / "vq_encoder.onnx")
-    codes = encoder.run({"images": pixels(ARRAYS["i2i_input_uint8"])})["codes"]
+    codes = encoder.run({"images": convert_to_pixels(ARRAYS["i2i_input_uint8"])})["codes"]
     assert codes.reshape(trace["given_rows"], -1).tolist() == trace["codes"][: trace["given_rows"]]
 
 
-def test_an_image_becomes_the_recorded_latents_codes_vectors_and_reconstruction(lumina2_bundle: Path) -> None:
-    outputs = GraphFileSession(lumina2_bundle / "vq_encoder.onnx").run({"images": pixels(ARRAYS["vq_image_uint8"])})
-    assert_close(outputs["pre_quant"][0], ARRAYS["vq_pre_quant"])
-    codes = outputs["codes"].reshape(1, *ARRAYS["vq_encoded"].shape)
+def test_latents_codes_and_reconstruction_of_an_image_equal_the_recorded_arrays(lumina2_bundle: Path) -> None:
+    encoder_outputs = GraphFileSession(lumina2_bundle / "vq_encoder.onnx").run(
+        {"images": convert_to_pixels(ARRAYS["vq_image_uint8"])}
+    )
+    assert_close(encoder_outputs["pre_quant"][0], ARRAYS["vq_pre_quant"])
+    codes = encoder_outputs["codes"].reshape(1, *ARRAYS["vq_encoded"].shape)
     np.testing.assert_array_equal(codes[0], ARRAYS["vq_encoded"])
     path = lumina2_bundle / "vq_decoder.onnx"
     convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
-    vectors, reconstruction = read_values(
+    vectors, reconstruction = compute_graph_values(
         path, [convolutions["decoder.post_quant_conv.weight"].input[0], "images"], {"codes": codes}
     )
     assert_close(vectors[0], ARRAYS["vq_quantized"])

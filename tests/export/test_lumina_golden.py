@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golden
+from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden
 from shared_goldens import GoldenFamily, RowEndDecoderGolden, mix_guided
 
 from lantern_rt.methods import Sampling
@@ -26,28 +26,30 @@ class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def test_filter_probs_of_codes_and_of_text(family: GoldenFamily) -> None:
+def test_filtered_probabilities_of_codes_and_of_text_tokens_equal_the_recorded_ones(family: GoldenFamily) -> None:
     for i, (image_k, text_k, temperature) in enumerate(family.arrays["filter_params"]):
         logits = family.arrays["filter_logits"]
-        for top_k, recorded, part_logits in (
+        for top_k, recorded, logits_subset in (
             (image_k, family.arrays["filter_image_probs"][i], logits[:, family.codes]),
             (text_k, family.arrays["filter_text_probs"][i], logits),
         ):
             sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
-            expected = recorded[:, family.codes] if part_logits is not logits else recorded
-            np.testing.assert_allclose(compute_distribution(part_logits, sampling), expected, rtol=0, atol=1e-4)
+            expected = recorded[:, family.codes] if logits_subset is not logits else recorded
+            np.testing.assert_allclose(compute_distribution(logits_subset, sampling), expected, rtol=0, atol=1e-4)
         assert family.arrays["filter_image_probs"][i].sum(1) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"run{trace['prompt']}_{trace['name']}")
-def test_scores_of_every_generated_token_of_a_run_of_lumina(family: GoldenFamily, trace: dict[str, Any]) -> None:
+def test_guided_scores_of_every_generated_token_equal_the_recorded_scores(
+    family: GoldenFamily, trace: dict[str, Any]
+) -> None:
     scores = family.arrays[f"run{trace['prompt']}_{trace['name']}_scores"][:, family.codes]
     ids = trace["generated_ids"]
     uncond = trace["unconditional_prefix"]
-    runs = PromptRuns(family.bundle, [*trace["prompt_ids"], *ids[:3]], uncond)
-    prefix_logits = runs.outputs[0]["logits"][0, -4:-1]  # begin of image and size, which are unguided
+    runs = PromptRunner(family.bundle, [*trace["prompt_ids"], *ids[:3]], uncond)
+    prefix_logits = runs.outputs[0]["logits"][0, -4:-1]  # begin of image and image size, without guidance
     out = runs.step(np.array(ids[3:-1], np.int64))
-    last = mix_guided([{"logits": output["logits"][:, -1:]} for output in runs.outputs])
+    last_logits = mix_guided([{"logits": output["logits"][:, -1:]} for output in runs.outputs])
     assert_close(prefix_logits, scores[:3])
-    assert_close(np.concatenate([last, mix_guided(out)[:-1]]), scores[3:-1], GUIDED_TOLERANCE)
-    assert_close(out[0]["logits"][0, -1], scores[-1])  # the end of the turn is unguided again
+    assert_close(np.concatenate([last_logits, mix_guided(out)[:-1]]), scores[3:-1], GUIDED_TOLERANCE)
+    assert_close(out[0]["logits"][0, -1], scores[-1])  # the end-of-turn token, without guidance

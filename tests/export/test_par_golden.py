@@ -18,9 +18,9 @@ from shared_goldens import (
     check_logits,
     compute_logits,
     group_layout,
-    replay_choices,
     residual_sum_names,
     run_whole_sequence,
+    sample_recorded_codes,
 )
 
 from lantern_rt import CheckpointError, Pipeline
@@ -31,16 +31,15 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.sampling import compute_distribution
 
 TRACES: list[dict[str, Any]] = json.loads((DATA / "par" / "traces.json").read_text())
-# No request can stop guidance and resume it, as some recorded runs do; they are compared by logits only.
-POSSIBLE = [trace for trace in TRACES if sorted(trace.get("guided", []), reverse=True) == trace.get("guided", [])]
-GREEDY = [trace for trace in POSSIBLE if not trace["sample"]]
-SAMPLED = [trace for trace in TRACES if trace["sample"]]
+# Some recorded runs stop guidance and later resume guidance, which no request can do. Only their logits are compared.
+REQUESTABLE = [trace for trace in TRACES if sorted(trace.get("guided", []), reverse=True) == trace.get("guided", [])]
+GREEDY = [trace for trace in REQUESTABLE if not trace["sample"]]
 GRIDS = {"4x": (4, 6, 8), "16x": (8, 12)}
 CASES = [(model, grid) for model, grids in GRIDS.items() for grid in grids]
 LAYERS = 2
 
 
-def by_name(trace: dict[str, Any]) -> str:
+def get_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
@@ -51,7 +50,7 @@ def arrays() -> Arrays:
 
 @pytest.fixture(scope="module")
 def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pipeline]:
-    """Export each model for each grid; the small image tokenizer has the first codes of the recorded one."""
+    """Return a pipeline for each model and grid size; the image tokenizer is cut to the model's number of codes."""
     folder = tmp_path_factory.mktemp("par")
     pipelines = {}
     for model, grid in CASES:
@@ -61,13 +60,15 @@ def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pip
         vq["model"]["quantize.embedding.weight"] = vq["model"]["quantize.embedding.weight"][: config["vocab_size"]]
         torch.save(vq, folder / "vq.pt")
         target = DATA / "par" / model / f"par_{model}.pt"
-        read = read_par(target, folder / "vq.pt", config=folder / "config.json")
-        pipelines[model, grid] = Pipeline.from_bundle(export_model(read, folder / f"{model}-{grid}"), threads=1)
+        contents = read_par(target, folder / "vq.pt", config=folder / "config.json")
+        pipelines[model, grid] = Pipeline.from_bundle(export_model(contents, folder / f"{model}-{grid}"), threads=1)
     return pipelines
 
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("4x", 24), ("16x", 24)])
-def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: str, grid: int) -> None:
+def test_cells_are_generated_in_the_order_and_forward_passes_of_the_published_program(
+    arrays: Arrays, model: str, grid: int
+) -> None:
     spec = make_parallel_order(grid, 4 if model == "4x" else 16)
     assert spec is not None
     row, column = arrays[f"{model}_g{grid}_order"].T
@@ -79,7 +80,7 @@ def test_the_order_and_the_passes_are_the_published_ones(arrays: Arrays, model: 
 
 
 @pytest.mark.parametrize(("model", "grid"), CASES)
-def test_inputs_mask_and_rotary_positions_are_the_recorded_ones(
+def test_input_tokens_attention_mask_and_rotary_positions_equal_the_recorded_arrays(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
@@ -98,7 +99,7 @@ def test_inputs_mask_and_rotary_positions_are_the_recorded_ones(
 
 
 @pytest.mark.parametrize("model", GRIDS)
-def test_a_pass_over_the_whole_sequence_has_the_recorded_layers_and_logits(
+def test_a_forward_pass_over_a_whole_image_gives_the_recorded_hidden_states_and_logits(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
 ) -> None:
     grid = {"4x": 6, "16x": 8}[model]
@@ -108,13 +109,15 @@ def test_a_pass_over_the_whole_sequence_has_the_recorded_layers_and_logits(
     class_id = int(arrays[f"{model}_tf_class_ids"][0])
     assert_close(compute_logits(pipe, tokens, class_ids=class_id), logits[:, : grid**2])
     names = residual_sum_names(pipe.bundle.folder)
-    embeds, *layers, last = run_whole_sequence(pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id)
-    rows = [embeds, *(layer.swapaxes(0, 1) for layer in layers), last]
+    embeds, *layers, last_hidden = run_whole_sequence(
+        pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id
+    )
+    rows = [embeds, *(layer.swapaxes(0, 1) for layer in layers), last_hidden]
     assert_close(np.concatenate([row[:1] for row in rows]), arrays[f"{model}_tf_layer_hidden"][:, : grid**2])
 
 
 @pytest.mark.parametrize("name", ["4x_g4", "16x_g8"])
-def test_inputs_keys_and_values_of_the_first_run_are_recorded(
+def test_inputs_keys_and_values_of_the_first_run_equal_the_recorded_arrays(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, name: str
 ) -> None:
     model, _, grid = name.partition("_g")
@@ -130,23 +133,23 @@ def test_inputs_keys_and_values_of_the_first_run_are_recorded(
         )  # [layer, row, head, position, width]
 
 
-@pytest.mark.parametrize("trace", TRACES, ids=by_name)
-def test_the_logits_of_a_run_are_the_recorded_ones_and_sample_its_tokens(
+@pytest.mark.parametrize("trace", TRACES, ids=get_name)
+def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_tokens(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
     name = trace["name"]
     pipe = pipes[trace["model"], trace["grid"]]
     cells = group_layout(pipe).cells
     for i, (class_id, ids) in enumerate(zip(trace["class_ids"], trace["ids"], strict=True)):
-        used = check_logits(name, i, trace, compute_logits(pipe, ids, class_ids=class_id), arrays)
-        assert replay_choices(used, i, trace) == ids
+        guided_logits = check_logits(name, i, trace, compute_logits(pipe, ids, class_ids=class_id), arrays)
+        assert sample_recorded_codes(guided_logits, i, trace) == ids
         raster = np.zeros(len(ids), np.int64)
         raster[cells] = ids
         assert raster.tolist() == trace["raster"][i]
 
 
-@pytest.mark.parametrize("trace", GREEDY, ids=by_name)
-def test_greedy_images_are_the_recorded_ones_alone_and_in_a_batch(
+@pytest.mark.parametrize("trace", GREEDY, ids=get_name)
+def test_greedy_images_equal_the_recorded_images_alone_and_in_a_batch(
     pipes: dict[tuple[str, int], Pipeline], trace: dict[str, Any]
 ) -> None:
     count = sum(trace.get("guided", []))
@@ -157,13 +160,13 @@ def test_greedy_images_are_the_recorded_ones_alone_and_in_a_batch(
     larger_batch = generate(class_ids=[*trace["class_ids"], 0, 6, 2], method="groups")
     assert [codes.tolist() for codes in larger_batch.codes[: len(trace["raster"])]] == trace["raster"]
     for class_id, raster in zip(trace["class_ids"], trace["raster"], strict=True):
-        alone = generate(class_ids=class_id, method="ar")
-        assert alone.codes[0].tolist() == raster
+        single_result = generate(class_ids=class_id, method="ar")
+        assert single_result.codes[0].tolist() == raster
         groups = group_layout(pipes[trace["model"], trace["grid"]]).groups
-        assert alone.stats.target_passes == len(groups)
+        assert single_result.stats.target_passes == len(groups)
 
 
-def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
+def test_filtered_probabilities_equal_the_recorded_probabilities(arrays: Arrays) -> None:
     for (temperature, top_k, top_p), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
         distribution = compute_distribution(arrays["filter_logits"], sampling)
@@ -185,7 +188,7 @@ def test_filtered_probabilities_are_the_published_ones(arrays: Arrays) -> None:
         ({"config": {"n_head": 4, "par": 1}, "grid": 4}, "par: unknown field"),
     ],
 )
-def test_checkpoints_that_are_not_par_are_rejected_with_one_line(
+def test_the_error_of_an_invalid_par_checkpoint_is_one_line(
     tmp_path: Path, fields: dict[str, Any], expected: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields.get("config", {"n_head": 4})))
@@ -196,7 +199,7 @@ def test_checkpoints_that_are_not_par_are_rejected_with_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_the_file_of_par_is_rejected_as_llamagen(tmp_path: Path) -> None:
+def test_a_par_checkpoint_is_rejected_if_the_family_option_is_llamagen(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 4}')
     options = {"target": DATA / "par/4x/par_4x.pt", "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
     with pytest.raises(CheckpointError, match="unexpected: spe_tok_embeddings"):

@@ -1,4 +1,4 @@
-"""Exported graphs compute the outputs of their modules; a graph that does not is rejected."""
+"""Comparison of exported graphs with their PyTorch modules: equal outputs pass, different outputs are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from refusals import error_of
+from refusals import catch_error
 from small_models import CONFIG, make_target, randomise_norms
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ from lantern_rt.export.verify import check_graph_parity, choose_tolerance
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> DecoderConfig:
+def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
     num_kv_heads = draw(st.integers(1, 3))
     heads = num_kv_heads * draw(st.integers(1, 3))
     width = heads * 4 * draw(st.integers(1, 4))
@@ -55,16 +55,16 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
     )
 
 
-few = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+few_examples = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
-@few
-@given(config=configs(), seed=st.integers(0, 99), two_heads=st.booleans())
-def test_a_target_graph_equals_its_module(
+@few_examples
+@given(config=decoder_configs(), seed=st.integers(0, 99), two_heads=st.booleans())
+def test_a_target_graph_gives_the_outputs_of_the_pytorch_module(
     tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, two_heads: bool
 ) -> None:
     torch.manual_seed(seed)
-    if two_heads:  # as in NAR: a norm before each head, and a last layer for each
+    if two_heads:  # NAR has a norm before each of two heads, and a last layer for each head
         config = replace(config, two_heads=True, final_norm=True, num_layers=config.num_layers + 1)
     decoder = Decoder(config)
     randomise_norms(decoder)
@@ -72,9 +72,9 @@ def test_a_target_graph_equals_its_module(
     assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
 
 
-@few
-@given(config=configs(), seed=st.integers(0, 99), bias=st.booleans())
-def test_a_drafter_graph_equals_its_module(
+@few_examples
+@given(config=decoder_configs(), seed=st.integers(0, 99), bias=st.booleans())
+def test_a_drafter_graph_gives_the_outputs_of_the_pytorch_module(
     tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, bias: bool
 ) -> None:
     torch.manual_seed(seed)
@@ -85,22 +85,24 @@ def test_a_drafter_graph_equals_its_module(
     assert check_graph_parity(graph, write_graph(graph, tmp_path_factory.mktemp("graph"))[0]) < 2e-5
 
 
-class FarFromZero(nn.Module):
-    """Loses digits by additions, which every processor rounds in the same way."""
+class RoundingModule(nn.Module):
+    """Module that rounds its input by adding and subtracting 1000; every processor rounds these in the same way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.far = nn.Parameter(torch.tensor([1000.0]))
+        self.offset = nn.Parameter(torch.tensor([1000.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.far - self.far
+        return x + self.offset - self.offset
 
 
-def test_the_default_tolerance_is_a_multiple_of_the_modules_rounding() -> None:
+def test_the_default_tolerance_is_32_times_the_rounding_error_of_the_module() -> None:
     values = np.full((1, 1), 0.1, np.float32)
     x = TensorSpec("x", ("rows", 1))
     y = TensorSpec("y", ("rows", 1))
-    graph = Graph("far", FarFromZero(), (x,), (y,), name_test_cases({"x": values}), lambda ops: None, tolerance=None)
+    graph = Graph(
+        "rounding", RoundingModule(), (x,), (y,), name_test_cases({"x": values}), lambda ops: None, tolerance=None
+    )
     rounding = float(np.abs(values + np.float32(1000) - np.float32(1000) - values).max())
     assert choose_tolerance(graph) == pytest.approx(32 * rounding)
     assert choose_tolerance(replace(graph, tolerance=0.5)) == 0.5
@@ -123,9 +125,9 @@ def vq_configs(draw: st.DrawFn) -> VQTokenizerConfig:
     )
 
 
-@settings(few, max_examples=8)
+@settings(few_examples, max_examples=8)
 @given(config=vq_configs(), grid=st.integers(2, 4))
-def test_the_graphs_of_an_image_tokenizer_equal_its_module(
+def test_image_tokenizer_graphs_give_the_outputs_of_the_pytorch_module(
     tmp_path_factory: pytest.TempPathFactory, config: VQTokenizerConfig, grid: int
 ) -> None:
     torch.manual_seed(0)
@@ -137,24 +139,28 @@ def test_the_graphs_of_an_image_tokenizer_equal_its_module(
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_graphs_of_large_images_are_checked_with_one_image_and_accept_several(
+def test_image_tokenizer_graphs_for_large_images_are_tested_with_one_image_and_accept_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: bool
 ) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(VQTokenizerConfig(20, 4, 8, 32, (32, 64), (64, 32), 1, attention))
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
-    usual_graphs = make_vq_graphs(tokenizer, 3)
-    monkeypatch.setattr("lantern_rt.export.families.common.MAX_PAIR_PIXELS", 5)  # these images have 6 pixels
-    for graph, usual_graph in zip(make_vq_graphs(tokenizer, 3), usual_graphs, strict=True):
+    two_image_graphs = make_vq_graphs(tokenizer, 3)
+    monkeypatch.setattr(
+        "lantern_rt.export.families.common.MAX_PAIR_PIXELS", 5
+    )  # this tokenizer's images have 6 x 6 pixels
+    for graph, two_image_graph in zip(make_vq_graphs(tokenizer, 3), two_image_graphs, strict=True):
         assert list(graph.test_cases) == ["1 rows"]
         assert (
-            check_graph_parity(replace(graph, test_cases=usual_graph.test_cases), write_graph(graph, tmp_path)[0])
+            check_graph_parity(replace(graph, test_cases=two_image_graph.test_cases), write_graph(graph, tmp_path)[0])
             < 1e-4
         )
 
 
-def test_graphs_of_variable_size_are_checked_with_small_images_and_accept_any_size(tmp_path: Path) -> None:
+def test_image_tokenizer_graphs_of_variable_size_are_tested_with_small_images_and_accept_any_size(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(VQTokenizerConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
     randomise_norms(tokenizer)
@@ -162,40 +168,40 @@ def test_graphs_of_variable_size_are_checked_with_small_images_and_accept_any_si
     decoder, encoder = make_vq_graphs(tokenizer, 256, accepts_any_size=True)
     assert [case["images"].shape[2:] for case in encoder.test_cases.values()] == [(128, 128)] * 2
     assert [case["codes"].shape for case in decoder.test_cases.values()] == [(2, 32, 32), (1, 64, 16)]
-    wide = {"codes": np.arange(18).reshape(2, 3, 3)}, {"images": np.ones((2, 3, 12, 20), np.float32)}
-    for graph, inputs in zip((decoder, encoder), wide, strict=True):
+    wide_inputs = {"codes": np.arange(18).reshape(2, 3, 3)}, {"images": np.ones((2, 3, 12, 20), np.float32)}
+    for graph, inputs in zip((decoder, encoder), wide_inputs, strict=True):
         assert check_graph_parity(replace(graph, test_cases={"wide": inputs}), write_graph(graph, tmp_path)[0]) < 1e-4
 
 
-def test_checks_of_a_large_vocabulary_are_short() -> None:
+def test_test_cases_of_a_decoder_with_a_large_vocabulary_have_at_most_8_nodes() -> None:
     config = replace(CONFIG, vocab_size=1 << 17, prefix=99)
     graph = make_target_graph(Decoder(config), torch.zeros(1, config.hidden_size))
     assert [case["input_embeds"].shape[1] for case in graph.test_cases.values()] == [8, 1, 7, 8, 7]
 
 
-def test_the_error_of_a_graph_that_differs_names_every_tensor(tmp_path: Path) -> None:
+def test_the_error_of_a_graph_with_wrong_outputs_names_each_wrong_output(tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     written = write_graph(graph, tmp_path)
     with torch.no_grad():
         dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-1] += 1e-2
-    message = str(error_of(ParityError, check_graph_parity, graph, written[0]))
-    named = ("target.onnx", "logits by", "hidden_states by", "new_key_values.1.value by")
-    assert [name for name in named if name not in message] == []
+    message = str(catch_error(ParityError, check_graph_parity, graph, written[0]))
+    expected_words = ("target.onnx", "logits by", "hidden_states by", "new_key_values.1.value by")
+    assert [word for word in expected_words if word not in message] == []
     assert "new_key_values.0" not in message
     assert "new_key_values.1.key" not in message
 
 
-def test_the_error_of_a_device_layout_that_differs_names_the_layout(
+def test_the_error_of_wrong_outputs_in_the_device_layout_names_the_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
-    monkeypatch.setitem(MASKED, "float32", 0.0)  # every node attends to every column
-    error = error_of(ParityError, check_graph_parity, graph, path)
-    named = str(error).partition(": logits by ")[2].split(", ")
-    assert "new_key_values.0" not in str(error)  # the inputs of the first layer are the same
-    layouts = [part for part in named if part.endswith(")")]
-    assert layouts == ["device layout)"] * 6  # logits, states, keys and values of two layers
+    monkeypatch.setitem(MASKED, "float32", 0.0)  # masked positions are no longer masked
+    error = catch_error(ParityError, check_graph_parity, graph, path)
+    error_parts = str(error).partition(": logits by ")[2].split(", ")
+    assert "new_key_values.0" not in str(error)  # keys and values of layer 0 do not depend on attention
+    layouts = [part for part in error_parts if part.endswith(")")]
+    assert layouts == ["device layout)"] * 6  # logits, hidden states, and keys and values of two layers
 
 
 def test_a_graph_that_does_not_run_is_rejected(tmp_path: Path) -> None:
@@ -208,21 +214,23 @@ def test_a_graph_that_does_not_run_is_rejected(tmp_path: Path) -> None:
         check_graph_parity(graph, path)
 
 
-class Frozen(nn.Module):
-    """A module whose trace has the number of rows of its example as a constant."""
+class BatchSizeModule(nn.Module):
+    """Module whose traced graph has the number of rows of the traced example as a constant."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * len(x)
 
 
-def test_a_traced_module_that_froze_a_size_is_rejected(tmp_path: Path) -> None:
+def test_a_graph_that_is_correct_only_for_the_traced_number_of_rows_is_rejected(tmp_path: Path) -> None:
     test_cases = name_test_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
-    graph = Graph("frozen", Frozen(), (TensorSpec("x", ("rows", 3)),), (TensorSpec("y", ("rows", 3)),), test_cases)
+    graph = Graph(
+        "batch_size", BatchSizeModule(), (TensorSpec("x", ("rows", 3)),), (TensorSpec("y", ("rows", 3)),), test_cases
+    )
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
         check_graph_parity(graph, write_graph(graph, tmp_path)[0])
 
 
-def test_attention_weights_are_never_denormal_and_those_of_masked_columns_are_negligible(
+def test_attention_weights_are_not_denormal_and_below_1e_30_at_masked_positions(
     tmp_path: Path,
 ) -> None:
     graph = make_target(torch.float32)
@@ -233,7 +241,7 @@ def test_attention_weights_are_never_denormal_and_those_of_masked_columns_are_ne
     outputs = GraphFileSession(tmp_path / "target.onnx", low_memory=True, model=model.SerializeToString()).run(inputs)
     is_masked = inputs["attention_mask"] < 0
     shape = outputs[softmaxes[0]].shape
-    # The queries of a group are stacked in the third axis.
+    # Axis 2 holds the queries of all heads that share a key head.
     is_masked = np.broadcast_to(np.tile(is_masked, (1, 1, shape[2] // is_masked.shape[2], 1)), shape)
     assert is_masked.any()
     for name in softmaxes:

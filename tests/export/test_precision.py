@@ -1,4 +1,4 @@
-"""Rounding of weights, and graphs that compute with the rounded weights."""
+"""Rounding of weights to the types of a precision, and graphs that compute with the rounded weights."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from lantern_rt.export.graph.precision import (
 )
 from lantern_rt.export.verify import check_graph_parity
 
-PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # float32 graphs do not have bf16
+FLOAT32_PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # only bfloat16 graphs accept bf16
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("int4", 7)])
-def test_rounding_errors_are_at_most_half_a_step_of_the_block(kind: str, steps: int) -> None:
+@pytest.mark.parametrize(("storage_type", "max_integer"), [("int8", 127), ("int4", 7)])
+def test_the_rounding_error_of_a_weight_is_at_most_half_the_scale_of_the_block(
+    storage_type: str, max_integer: int
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
-    integers, scales = quantize(weight, kind)  # type: ignore[arg-type]
-    size = find_block_size(kind, 128)  # type: ignore[arg-type]
-    assert size is not None
-    assert integers.abs().max() == steps
-    assert scales.shape == (128 // size, 6)
-    error = (integers * scales.repeat_interleave(size, 0) - weight).abs()
-    assert (error <= scales.repeat_interleave(size, 0) * 0.5001).all()
+    integers, scales = quantize(weight, storage_type)  # type: ignore[arg-type]
+    block_size = find_block_size(storage_type, 128)  # type: ignore[arg-type]
+    assert block_size is not None
+    assert integers.abs().max() == max_integer
+    assert scales.shape == (128 // block_size, 6)
+    error = (integers * scales.repeat_interleave(block_size, 0) - weight).abs()
+    assert (error <= scales.repeat_interleave(block_size, 0) * 0.5001).all()  # 0.0001 allows for rounding in float32
 
 
 def test_a_block_of_zeros_stays_zero() -> None:
@@ -52,52 +54,52 @@ def test_a_block_of_zeros_stays_zero() -> None:
     assert not fake_quantize(torch.zeros(2, 32), "int4", is_matrix=True).any()
 
 
-def test_the_chunks_of_a_weight_add_up_to_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concatenated_chunks_of_a_weight_equal_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 40)
     weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
-    assert [len(chunk) for chunk in iter_float32_chunks(weight)] == [5] * 19 + [1]
-    assert [len(chunk) for chunk in iter_float32_chunks(weight, 32)] == [32] * 3
+    assert [len(chunk) for chunk in iter_float32_chunks(weight)] == [5] * 19 + [1]  # 5 rows of 8 are 40 numbers
+    assert [len(chunk) for chunk in iter_float32_chunks(weight, 32)] == [32] * 3  # a multiple of 32 rows
     assert torch.equal(torch.cat(list(iter_float32_chunks(weight))), weight.float())
     assert torch.equal(next(iter_float32_chunks(torch.tensor(3.0))), torch.tensor(3.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
-def test_rounding_in_chunks_equals_rounding_at_once_and_does_not_change_the_weight(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: StorageType
+@pytest.mark.parametrize("storage_type", ["float16", "int8", "int4"])
+def test_rounding_a_weight_in_chunks_gives_the_same_result_and_leaves_the_weight_unchanged(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, storage_type: StorageType
 ) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # not contiguous in memory
-    before = weight.clone()
-    whole = fake_quantize(weight, kind, is_matrix=True)
+    original_weight = weight.clone()
+    rounded_weight = fake_quantize(weight, storage_type, is_matrix=True)
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 1000)
-    assert torch.equal(fake_quantize(weight, kind, is_matrix=True), whole)
-    assert torch.equal(weight, before)
-    if kind == "float16":
-        assert torch.equal(whole, weight.half().float())
+    assert torch.equal(fake_quantize(weight, storage_type, is_matrix=True), rounded_weight)
+    assert torch.equal(weight, original_weight)
+    if storage_type == "float16":
+        assert torch.equal(rounded_weight, weight.half().float())
 
 
-def test_only_matrices_of_layers_become_integers() -> None:
+def test_only_matrices_of_whole_blocks_are_stored_as_integers() -> None:
     matrix = torch.zeros(64, 8)
     assert choose_storage_type(matrix, True, "int8-weights") == "int8"
-    assert choose_storage_type(matrix[:40], True, "int8-weights") == "float16"  # 40 is not a multiple of a block
+    assert choose_storage_type(matrix[:40], True, "int8-weights") == "float16"  # 40 is not a multiple of the block size
     assert choose_storage_type(matrix, False, "int4-weights") == "float16"
     assert choose_storage_type(matrix[0], False, "int4-weights") == "float32"
     assert choose_storage_type(matrix, True, "fp32") == "float32"
 
 
-def test_only_weights_of_the_checkpoint_are_quantized() -> None:
+def test_int4_weights_quantize_the_matrices_of_layers_but_not_the_head_norms_and_rotary_table() -> None:
     plan = plan_graph(make_target(torch.float32), "int4-weights")
-    kinds = {
-        kind: {name for name, storage in plan.storage_types.items() if storage == kind}
-        for kind in plan.storage_types.values()
+    names_by_type = {
+        storage_type: {name for name, other_type in plan.storage_types.items() if other_type == storage_type}
+        for storage_type in plan.storage_types.values()
     }
-    assert kinds["float16"] == {"head.weight"}
-    assert len(kinds["int4"]) == 5 * 3  # five matrices in each of three layers
-    assert {"rotary.cos", "rotary.sin", "rotary.swap", "norm.weight"} <= kinds["float32"]
+    assert names_by_type["float16"] == {"head.weight"}
+    assert len(names_by_type["int4"]) == 5 * 3  # five matrices in each of three layers
+    assert {"rotary.cos", "rotary.sin", "rotary.swap", "norm.weight"} <= names_by_type["float32"]
 
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
-def test_numbers_beyond_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
+def test_weights_beyond_the_range_of_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
     assert resolve_storage_type("w", weight, "float16", "bf16-safe") == "float32"
     assert resolve_storage_type("w", weight, "float16", "int8-weights") == "float32"
     assert resolve_storage_type("w", torch.randn(9, 9), "float16", "fp16") == "float16"
@@ -109,15 +111,18 @@ def test_numbers_beyond_float16_stay_float32_or_are_rejected(weight: torch.Tenso
         resolve_storage_type("w", weight, "float16", "fp16")
 
 
-def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
+def test_the_error_of_an_unknown_precision_lists_the_valid_precisions() -> None:
     with pytest.raises(
         RequestError, match=r"^precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
     ):
         parse_precisions("int4")
     with pytest.raises(RequestError, match=r"^drafter_precision: found 'half'"):
         parse_precisions("fp32", "half")
-    chosen = parse_precisions("int8-weights", "int4-weights")
-    assert [chosen.precision_of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
+
+
+def test_each_graph_has_a_precision_that_follows_from_the_options() -> None:
+    precisions = parse_precisions("int8-weights", "int4-weights")
+    assert [precisions.precision_of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
         "int8-weights",
         "int4-weights",
         "bf16-safe",
@@ -130,7 +135,7 @@ def test_the_error_of_an_unknown_precision_names_the_known_ones() -> None:
     ("processor", "expected"),
     [("x86_64 avx avx2 avx512f avx512_vnni", "int8"), ("x86_64 avx avx2", "fp32"), ("aarch64 asimddp", "int8")],
 )
-def test_auto_selects_int8_if_the_processor_has_instructions_for_it(
+def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32(
     monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
@@ -147,18 +152,18 @@ def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Pa
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_graph_parity(graph, path, plan) < 2e-5
-    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
+    types = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     name = "layers.0.ffn.up.weight." + ("bfloat16" if rule == "bf16" else "scales")
-    assert kinds[name] == kinds["head.weight.bfloat16"] == TensorProto.BFLOAT16
-    if rule == "bf16":  # a bfloat16 checkpoint is stored without loss
+    assert types[name] == types["head.weight.bfloat16"] == TensorProto.BFLOAT16
+    if rule == "bf16":  # a bfloat16 checkpoint is stored without rounding
         assert check_graph_parity(graph, path) < 2e-5
 
 
-@pytest.mark.parametrize("rule", PRECISIONS)
-def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precision) -> None:
+@pytest.mark.parametrize("rule", FLOAT32_PRECISIONS)
+def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.bfloat16)
     plan = plan_graph(graph, rule)
-    expected = plan.weight_bytes
+    expected_bytes = plan.weight_bytes
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_graph_parity(graph, path, plan) < (0.1 if rule == "int8" else 2e-5)
     model = onnx.load(path)
@@ -166,8 +171,8 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
     assert (TensorProto.INT8 in types, TensorProto.INT4 in types) == ("int8" in rule, rule == "int4-weights")
     assert model.opset_import[0].version == (21 if "int" in rule else 20)
     onnx.checker.check_model(model)
-    sizes = sum(part.num_bytes for name in plan.weights for part in plan.list_initializers(name))
-    assert sizes == expected
+    written_bytes = sum(part.num_bytes for name in plan.weights for part in plan.list_initializers(name))
+    assert written_bytes == expected_bytes
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
@@ -175,23 +180,23 @@ def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: 
     graph = convert_to_float16(make_target(torch.bfloat16))
     plan = plan_graph(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
-    assert check_graph_parity(graph, path, plan) < 0.01  # in both layouts
-    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
-    assert kinds["layers.0.ffn.up.weight.scales"] == kinds["head.weight"] == TensorProto.FLOAT16
-    wrong = plan_graph(graph, rule)
-    wrong.weights["layers.0.ffn.up.weight"] = torch.full((64, 96), 1e6)
+    assert check_graph_parity(graph, path, plan) < 0.01  # checks the file layout and the device layout
+    types = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
+    assert types["layers.0.ffn.up.weight.scales"] == types["head.weight"] == TensorProto.FLOAT16
+    invalid_plan = plan_graph(graph, rule)
+    invalid_plan.weights["layers.0.ffn.up.weight"] = torch.full((64, 96), 1e6)
     with pytest.raises(CheckpointError, match="expected numbers that float16 holds"):
-        wrong.write(tmp_path / "wrong.onnx")
+        invalid_plan.write(tmp_path / "invalid.onnx")
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
 def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.float32)
     path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
-    session = GraphFileSession(path)  # with all fusions, as in generation
+    session = GraphFileSession(path)  # uses all fusions of ONNX Runtime, like generation
     inputs = dict(list(graph.test_cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
-    whole = session.run(inputs)["logits"]
+    logits = session.run(inputs)["logits"]  # [rows, nodes, vocab]
     for num_nodes in (2, 3):
         first_nodes = dict(inputs)
         first_nodes["input_embeds"] = np.ascontiguousarray(inputs["input_embeds"][:, :num_nodes])
@@ -200,10 +205,10 @@ def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path
         first_nodes["attention_mask"] = np.ascontiguousarray(
             inputs["attention_mask"][:, :, :num_nodes, : past + num_nodes]
         )
-        np.testing.assert_allclose(session.run(first_nodes)["logits"], whole[:, :num_nodes], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(session.run(first_nodes)["logits"], logits[:, :num_nodes], rtol=0, atol=2e-6)
 
 
-def test_onnx_runtime_fuses_integer_matrices(tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_dequantization_and_product_of_integer_matrices(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     path = plan_graph(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
     options = onnxruntime.SessionOptions()

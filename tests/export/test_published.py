@@ -1,4 +1,4 @@
-"""Published models by name: downloaded from a stand-in for the hub, exported to the cache, and used."""
+"""Published models by name: downloaded from a fake hub, exported to the bundle cache, and used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from published_host import NAME, Host
-from stand_in_hub import COMMIT, OLD, REPOSITORIES, STALLED, run, serve_hub
+from published_host import NAME, EmptyCacheHost
+from stand_in_hub import COMMIT, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
 
 from lantern_rt import published
 from lantern_rt.bundle.files import open_bundle
@@ -27,39 +27,40 @@ from lantern_rt.errors import CheckpointError
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
+    """Yield the address of the fake hub."""
     with serve_hub() as address:
         yield address
 
 
 @pytest.fixture
-def host(hub: str, tmp_path: Path) -> Host:
-    return Host(hub, tmp_path)
+def host(hub: str, tmp_path: Path) -> EmptyCacheHost:
+    return EmptyCacheHost(hub, tmp_path)
 
 
-def test_a_name_becomes_an_image_and_the_next_needs_no_hub(host: Host) -> None:
-    first = host("run", NAME, "--class-id", 3, "--output", host.folder / "first.png")
-    assert (first.returncode, first.stderr.count("\n")) == (2, 2)
-    assert "1.0 MB from FoundationVision/LlamaGen (licence: MIT)" in first.stderr
-    assert "--yes: found no terminal to ask in, expected --yes, to download it" in first.stderr
+def test_a_published_model_is_downloaded_once_and_generates_later_images_without_the_hub(host: EmptyCacheHost) -> None:
+    unconfirmed = host("run", NAME, "--class-id", 3, "--output", host.folder / "first.png")
+    assert (unconfirmed.returncode, unconfirmed.stderr.count("\n")) == (2, 2)
+    assert "1.0 MB from FoundationVision/LlamaGen (licence: MIT)" in unconfirmed.stderr
+    assert "--yes: found no terminal to ask in, expected --yes, to download it" in unconfirmed.stderr
     assert not host.cache.exists()
-    image = host.generate("first.png")
+    first_path = host.generate("first.png")
     assert host.bundles == [f"{NAME}@int8"]
-    again = host.generate("second.png", hub="http://127.0.0.1:9")
-    with Image.open(image) as first_image, Image.open(again) as second_image:
+    second_path = host.generate("second.png", hub="http://127.0.0.1:9")  # nothing listens on this port
+    with Image.open(first_path) as first_image, Image.open(second_path) as second_image:
         assert first_image.tobytes() == second_image.tobytes()
-    replayed = host("run", "--from", image, "--output", host.folder / "third.png")
+    replayed = host("run", "--from", first_path, "--output", host.folder / "third.png")
     assert replayed.returncode == 0, replayed.stderr
     (listed,) = json.loads(host("models", "--json").stdout)["models"]
     assert (listed["name"], listed["cached"]) == (NAME, [str(host.cache / f"{NAME}@int8")])
     assert "in the cache" in host("models").stdout
     assert host("models", "--remove", NAME).returncode == 0
     assert host.bundles == []
-    missing = host("inspect", NAME)
-    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
-    assert "a published model that is not in the cache" in missing.stderr
+    inspected = host("inspect", NAME)
+    assert (inspected.returncode, inspected.stderr.count("\n")) == (2, 1)
+    assert "a published model that is not in the cache" in inspected.stderr
 
 
-def test_in_a_terminal_it_asks(host: Host) -> None:
+def test_in_a_terminal_the_program_asks_before_the_download(host: EmptyCacheHost) -> None:
     leader, follower = pty.openpty()
     program = host.start("run", NAME, "--class-id", 3, stdin=follower, stderr=subprocess.PIPE, cwd=host.folder)
     os.write(leader, b"n\n")
@@ -72,7 +73,7 @@ def test_in_a_terminal_it_asks(host: Host) -> None:
 
 
 @pytest.mark.slow
-def test_python_downloads_only_if_told_to(host: Host) -> None:
+def test_from_bundle_in_python_downloads_a_model_only_with_download_true(host: EmptyCacheHost) -> None:
     code = (
         "import sys; from pathlib import Path; from lantern_rt import Pipeline, BundleError, published\n"
         "published.TABLE = Path(sys.argv[1])\n"
@@ -80,42 +81,42 @@ def test_python_downloads_only_if_told_to(host: Host) -> None:
         "except BundleError as error: print(error.remedy)\n"
         f"with Pipeline.from_bundle({NAME!r}, download=True) as pipe: print(pipe(class_ids=3).settings.method)\n"
     )
-    further = {"LANTERN_RT_CACHE": str(host.cache)}
-    done = run(host.hub, host.folder / "home", "-c", code, str(host.folder / "models.json"), **further)
-    assert done.returncode == 0, done.stderr
-    remedy, method = done.stdout.splitlines()
+    variables = {"LANTERN_RT_CACHE": str(host.cache)}
+    process = run(host.hub, host.folder / "home", "-c", code, str(host.folder / "models.json"), **variables)
+    assert process.returncode == 0, process.stderr
+    remedy, method = process.stdout.splitlines()
     assert (remedy, method != "") == (f"`lantern-rt run {NAME}` downloads it; in Python, download=True", True)
 
 
 @pytest.mark.slow
-def test_export_takes_a_name_and_options_replace_its_settings(host: Host) -> None:
+def test_export_accepts_the_name_of_a_published_model_and_other_options(host: EmptyCacheHost) -> None:
     folder = host.folder / "bundle"
-    done = host("export", NAME, "--precision", "fp16", "--output", folder)
-    assert done.returncode == 0, done.stderr
+    process = host("export", NAME, "--precision", "fp16", "--output", folder)
+    assert process.returncode == 0, process.stderr
     manifest = json.loads((folder / "bundle.json").read_text())
     assert (manifest["family"], manifest["target"]["precision"]) == ("llamagen", "fp16")
     origins = {source["role"]: source["origin"] for source in manifest["provenance"]["sources"]}
     assert origins["target"] == f"hf:FoundationVision/LlamaGen/c2i_B_256.pt@{COMMIT}"
 
 
-def test_a_download_that_was_killed_goes_on(host: Host) -> None:
-    STALLED.add("vq_ds16_c2i.pt")
+def test_a_killed_download_continues_without_repeating_complete_files(host: EmptyCacheHost) -> None:
+    STALLING_FILES.add("vq_ds16_c2i.pt")
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
-        _wait_for(lambda: "vq_ds16_c2i.pt" not in STALLED)  # requested
+        _wait_until(lambda: "vq_ds16_c2i.pt" not in STALLING_FILES)  # until the file is requested
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         program.wait()
     assert host.bundles == []
-    STALLED.add("c2i_B_256.pt")  # complete, so not downloaded again
+    STALLING_FILES.add("c2i_B_256.pt")  # a request for this file would stall, but the file is complete already
     try:
         host.generate("image.png")
-        assert "c2i_B_256.pt" in STALLED
+        assert "c2i_B_256.pt" in STALLING_FILES
     finally:
-        STALLED.clear()
+        STALLING_FILES.clear()
 
 
-def test_programs_that_need_the_same_model_export_it_once(host: Host) -> None:
+def test_programs_that_need_the_same_model_at_the_same_time_export_that_model_once(host: EmptyCacheHost) -> None:
     commands = [("run", NAME, "--class-id", 3, "--yes", "--output", host.folder / f"{i}.png") for i in range(3)]
     programs = [host.start(*command, stderr=subprocess.PIPE) for command in commands]
     errors = [program.communicate(timeout=240)[1] for program in programs]
@@ -125,10 +126,10 @@ def test_programs_that_need_the_same_model_export_it_once(host: Host) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_that_was_killed_leaves_nothing_that_is_used(host: Host) -> None:
+def test_files_of_a_killed_export_are_not_used_by_the_next_export(host: EmptyCacheHost) -> None:
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
-        _wait_for(lambda: [*host.cache.glob(".*.partial/new/*.onnx")])
+        _wait_until(lambda: [*host.cache.glob(".*.partial/new/*.onnx")])
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         program.wait()
@@ -137,48 +138,48 @@ def test_an_export_that_was_killed_leaves_nothing_that_is_used(host: Host) -> No
 
 
 @pytest.mark.slow
-def test_a_pinned_revision_is_what_is_used_whatever_was_uploaded_since(hub: str, tmp_path: Path) -> None:
-    host = Host(hub, tmp_path, revision=f"@{OLD}")
+def test_a_model_with_a_pinned_revision_ignores_later_uploads(hub: str, tmp_path: Path) -> None:
+    host = EmptyCacheHost(hub, tmp_path, revision=f"@{OLD_COMMIT}")
     repository = "FoundationVision/LlamaGen"
-    REPOSITORIES[f"{repository}@{OLD}"] = dict(REPOSITORIES[repository])
+    REPOSITORIES[f"{repository}@{OLD_COMMIT}"] = dict(REPOSITORIES[repository])
     REPOSITORIES[repository] = dict.fromkeys(REPOSITORIES[repository], b"changed")
     try:
         host.generate("image.png")
         manifest = json.loads((host.cache / f"{NAME}@int8" / "bundle.json").read_text())
-        assert all(source["origin"].endswith(f"@{OLD}") for source in manifest["provenance"]["sources"])
-        missing_revision = Host(hub, tmp_path, revision="@v9")
-        missing_revision.generate("again.png")  # the cache still has it
+        assert all(source["origin"].endswith(f"@{OLD_COMMIT}") for source in manifest["provenance"]["sources"])
+        missing_revision = EmptyCacheHost(hub, tmp_path, revision="@v9")
+        missing_revision.generate("again.png")  # the cache still has the bundle
         missing_revision("models", "--remove", NAME)
         rejected = missing_revision("run", NAME, "--class-id", 3, "--yes")
         assert (rejected.returncode, "rejected by the hub" in rejected.stderr) == (2, True)
     finally:
-        REPOSITORIES[repository] = REPOSITORIES.pop(f"{repository}@{OLD}")
+        REPOSITORIES[repository] = REPOSITORIES.pop(f"{repository}@{OLD_COMMIT}")
 
 
 @pytest.mark.slow
-def test_without_a_network_one_line_says_what_to_do(host: Host) -> None:
-    done = host("run", NAME, "--class-id", 3, "--yes", hub="http://127.0.0.1:9")
-    assert done.returncode == 2
-    assert "the hub cannot be reached" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+def test_the_last_line_of_the_error_without_a_network_says_that_the_hub_cannot_be_reached(host: EmptyCacheHost) -> None:
+    process = host("run", NAME, "--class-id", 3, "--yes", hub="http://127.0.0.1:9")
+    assert process.returncode == 2
+    assert "the hub cannot be reached" in process.stderr.splitlines()[-1]
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", published.load_published_models())
-def test_every_published_model_goes_from_its_name_to_an_image(hub: str, tmp_path: Path, name: str) -> None:
-    host = Host(hub, tmp_path, name)
+def test_every_published_model_generates_an_image_by_name(hub: str, tmp_path: Path, name: str) -> None:
+    host = EmptyCacheHost(hub, tmp_path, name)
     model = published.find_published_model(name)
-    subject = ["a red cube"] if model.family != "llamagen" or "t2i" in name else ["--class-id", "3"]
+    prompt = ["a red cube"] if model.family != "llamagen" or "t2i" in name else ["--class-id", "3"]
     suffix = ".npz" if model.family == "glm_image" else ".png"
-    done = host("run", name, *subject, "--yes", "--output", tmp_path / f"image{suffix}")
-    assert done.returncode == 0, done.stderr
+    process = host("run", name, *prompt, "--yes", "--output", tmp_path / f"image{suffix}")
+    assert process.returncode == 0, process.stderr
     if suffix == ".npz":
         with np.load(tmp_path / "image.npz") as file:
             assert json.loads(str(file["recipe"]))["bundle"] == name
         # Without a network, the export reads the downloaded files.
         shutil.rmtree(host.cache)
-        done = host("run", name, *subject, "--yes", "--output", tmp_path / "again.npz", hub="http://127.0.0.1:9")
-        assert done.returncode == 0, done.stderr
+        process = host("run", name, *prompt, "--yes", "--output", tmp_path / "again.npz", hub="http://127.0.0.1:9")
+        assert process.returncode == 0, process.stderr
         return
     with Image.open(tmp_path / "image.png") as image:
         assert image.width > 0
@@ -189,7 +190,7 @@ def test_every_published_model_goes_from_its_name_to_an_image(hub: str, tmp_path
         REPOSITORIES.pop(parse_hub_reference(reference, CheckpointError)[0], None)
 
 
-def _wait_for(condition: Any, seconds: float = 60) -> None:
+def _wait_until(condition: Any, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

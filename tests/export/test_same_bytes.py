@@ -1,4 +1,4 @@
-"""Exports of the same checkpoint with the same precision and name are the same bytes on every processor."""
+"""Reproducible exports: a checkpoint, a precision and a name give the same bytes on every processor."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from published_host import SMALL, Sources
+from published_host import SMALL_CHECKPOINTS, ExportSources
 
 from lantern_rt.export.registry import FAMILIES
 
-EXPORT = """
+# Program that exports a model. Argument: a JSON list of family, output path, checkpoints and options, precisions.
+EXPORT_PROGRAM = """
 import json, sys
 from pathlib import Path
-from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.registry import read_family
+from lantern_rt.export.graph.precision import parse_precisions
+from lantern_rt.export.registry import read_family_checkpoints
 from lantern_rt.export.writer import export_model
 family, output, options, choice = json.loads(sys.argv[1])
-model = read_family(family, options, lambda *_: None)
-export_model(model, Path(output), name="same", precisions=read_precisions(**choice))
+model = read_family_checkpoints(family, options, lambda *_: None)
+export_model(model, Path(output), name="same", precisions=parse_precisions(**choice))
 """
-# Two processors: the number of threads, and the vector instructions of PyTorch, oneDNN and MKL.
-PROCESSORS = (
+# Environment variables that imitate two processors: number of threads, and vector instructions of the libraries.
+PROCESSOR_VARIABLES = (
     {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"},
     {
         "OMP_NUM_THREADS": "1",
@@ -39,43 +40,45 @@ PROCESSORS = (
 DATA = Path(__file__).parent.parent / "data"
 
 
-def small_grouped(target: str) -> Sources:
-    """Return a model that is not among the published names."""
+def list_llamagen_sources(target: str) -> ExportSources:
+    """Return the checkpoints and options of `export` for a small model of PAR or NAR."""
     path = DATA / target
     return {"target": path, "config": path.with_name("config.json"), "vq": DATA / "llamagen-vq/vq_tiny.pt"}, {}
 
 
-READERS = SMALL | {
-    "par": lambda _: small_grouped("par/4x/par_4x.pt"),
-    "nar": lambda _: small_grouped("nar/c2i/nar_c2i.pt"),
+SOURCES = SMALL_CHECKPOINTS | {
+    "par": lambda _: list_llamagen_sources("par/4x/par_4x.pt"),
+    "nar": lambda _: list_llamagen_sources("nar/c2i/nar_c2i.pt"),
 }
-CHOICES = {"int8": {"target": "int8"}, "fp16": {"compute": "float16", "vq": "fp16"}}
+PRECISIONS = {"int8": {"target": "int8"}, "fp16": {"compute": "float16", "vq": "fp16"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", CHOICES)
-@pytest.mark.parametrize("family", READERS)
-def test_a_bundle_does_not_depend_on_the_exporting_processor(tmp_path: Path, family: str, precision: str) -> None:
-    sources, other_options = READERS[family](tmp_path)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", SOURCES)
+def test_exports_with_different_threads_and_vector_instructions_have_the_same_bytes(
+    tmp_path: Path, family: str, precision: str
+) -> None:
+    sources, other_options = SOURCES[family](tmp_path)
     options = {name: str(path) for name, path in sources.items()} | other_options
     name = "llamagen" if family == "text" else family
     files_by_processor = []
-    for i, processor in enumerate(PROCESSORS):
+    for i, variables in enumerate(PROCESSOR_VARIABLES):
         output = tmp_path / str(i)
-        words = json.dumps([name, str(output), options, CHOICES[precision]])
+        argument = json.dumps([name, str(output), options, PRECISIONS[precision]])
         process = subprocess.run(
-            [sys.executable, "-c", EXPORT, words],
-            env=os.environ | processor,
+            [sys.executable, "-c", EXPORT_PROGRAM, argument],
+            env=os.environ | variables,
             capture_output=True,
             text=True,
             check=False,
         )
         assert process.returncode == 0, process.stderr
         files_by_processor.append({path.name: path.read_bytes() for path in output.iterdir()})
-    first, second = files_by_processor
-    assert first.keys() == second.keys()
-    assert [name for name in first if first[name] != second[name]] == []
+    files, other_files = files_by_processor
+    assert files.keys() == other_files.keys()
+    assert [name for name in files if files[name] != other_files[name]] == []
 
 
-def test_every_family_is_exported_twice() -> None:
-    assert {*READERS} - {"text"} == {*FAMILIES}
+def test_the_comparison_of_exports_includes_every_family() -> None:
+    assert {*SOURCES} - {"text"} == {*FAMILIES}

@@ -1,4 +1,4 @@
-"""SimpleAR's checkpoints: layouts, sizes, defaults, and rejected files."""
+"""Checkpoints of SimpleAR: valid variants are read, invalid files are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_copies import COSMOS, SIMPLEAR, copy_checkpoint
 from family_readers import read_simplear
-from refusals import error_of
+from refusals import catch_error
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -21,30 +21,38 @@ from lantern_rt.export.checkpoints.deferred import compute_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.families.simplear import list_image_sizes
 
-Read = Callable[[Path], object]
+# Function of an empty folder that copies a checkpoint to the folder, changes the copy and reads the copy.
+Reader = Callable[[Path], object]
 EMBED = "model.embed_tokens.weight"
 
 
-def simplear(weights: Any = None, config: Any = None, **fields: Any) -> Read:
+def make_simplear_reader(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
+    """Return a reader of SimpleAR.
+
+    Args:
+        weights: function that changes the weights.
+        config: function that changes the configuration.
+        **fields: fields of the configuration to replace.
+    """
     return lambda folder: read_simplear(
         copy_checkpoint(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4
     )
 
 
-def simplear_tokenizer(folder: Path) -> None:
+def read_without_image_start(folder: Path) -> None:
     target = copy_checkpoint(SIMPLEAR, folder / "target")
     content = (target / "tokenizer.json").read_text()
     (target / "tokenizer.json").write_text(content.replace("<|soi|>", "<|sot|>"))
     read_simplear(target, COSMOS, grid=4)
 
 
-def decoder_only(folder: Path) -> None:
+def read_without_image_encoder(folder: Path) -> None:
     (folder / "cosmos").mkdir()
     shutil.copy(COSMOS / "decoder.jit", folder / "cosmos")
     read_simplear(SIMPLEAR, folder / "cosmos", grid=4)
 
 
-def test_training_settings_in_the_tokenizer_do_not_change_the_prompt_layout(tmp_path: Path) -> None:
+def test_padding_truncation_and_dropout_of_the_tokenizer_do_not_change_the_prompt_layout(tmp_path: Path) -> None:
     target = copy_checkpoint(SIMPLEAR, tmp_path / "target")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.enable_padding(length=64)
@@ -57,37 +65,46 @@ def test_training_settings_in_the_tokenizer_do_not_change_the_prompt_layout(tmp_
     assert actual.layout == expected.layout
 
 
-WRONG_CHECKPOINTS: dict[str, tuple[Read, str, str]] = {
-    "no Qwen2": (simplear(model_type="qwen3"), "model_type", "'qwen3' 'qwen2'"),
-    "a window of attention": (simplear(use_sliding_window=True), "use_sliding_window", "True False"),
-    "other biases": (
-        simplear(lambda w: w.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(112)})),
+# By name: function that reads the checkpoint, last part of the invalid field's name, words of the message.
+INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
+    "other model type than Qwen2": (make_simplear_reader(model_type="qwen3"), "model_type", "'qwen3' 'qwen2'"),
+    "sliding-window attention": (make_simplear_reader(use_sliding_window=True), "use_sliding_window", "True False"),
+    "key bias of the wrong shape": (
+        make_simplear_reader(lambda w: w.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(112)})),
         "model.layers.1.self_attn.{q,k,v}_proj.bias",
         "(112,), (112,), (16,)",
     ),
-    "no head in the file": (simplear(tie_word_embeddings=False), "lm_head.weight", "missing weight"),
-    "fewer codes": (
-        simplear(lambda w: w.update({EMBED: w[EMBED][:-1]})),
+    "untied output head that is missing": (
+        make_simplear_reader(tie_word_embeddings=False),
+        "lm_head.weight",
+        "missing weight",
+    ),
+    "fewer code embeddings than codes": (
+        make_simplear_reader(lambda w: w.update({EMBED: w[EMBED][:-1]})),
         "vq",
         "576 codes 575",
     ),
-    "a tokenizer without start of image": (simplear_tokenizer, "tokenizer.json", "lacks <|soi|>"),
-    "half an image tokenizer": (decoder_only, "cosmos", "no weights"),
+    "tokenizer without a token for the start of an image": (
+        read_without_image_start,
+        "tokenizer.json",
+        "lacks <|soi|>",
+    ),
+    "image tokenizer without an encoder": (read_without_image_encoder, "cosmos", "no weights"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG_CHECKPOINTS)
-def test_a_checkpoint_that_does_not_fit_is_rejected_by_its_field(tmp_path: Path, case: str) -> None:
-    read, field, words = WRONG_CHECKPOINTS[case]
-    error = error_of(LanternError, read, tmp_path)
+@pytest.mark.parametrize("case", INVALID_CHECKPOINTS)
+def test_the_error_of_an_invalid_simplear_checkpoint_names_the_field_and_the_value(tmp_path: Path, case: str) -> None:
+    read, field, words = INVALID_CHECKPOINTS[case]
+    error = catch_error(LanternError, read, tmp_path)
     assert error.field.endswith(field)
     assert [word for word in words.split() if word not in str(error)] == []
 
 
 def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path: Path) -> None:
-    for half in ("encoder", "decoder"):
-        weights = read_weights(COSMOS / f"{half}.jit")
-        save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / f"{half}.safetensors")
+    for part in ("encoder", "decoder"):
+        weights = read_weights(COSMOS / f"{part}.jit")
+        save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / f"{part}.safetensors")
     untied = copy_checkpoint(
         SIMPLEAR, tmp_path / "target", lambda w: w.update({"lm_head.weight": w[EMBED] + 1}), tie_word_embeddings=False
     )
@@ -101,17 +118,19 @@ def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path:
         assert all(
             torch.equal(compute_tensor(weights[name]), compute_tensor(weight)) for name, weight in stored_weights
         )
-    assert tied.manifest_fields["sampling"].repetition_penalty == 1.1  # from generation_config.json
+    assert tied.manifest_fields["sampling"].repetition_penalty == 1.1  # the value in generation_config.json
 
 
 def test_an_invalid_config_of_the_image_tokenizer_is_ignored(tmp_path: Path) -> None:
     shutil.copytree(COSMOS, tmp_path / "cosmos")
-    (tmp_path / "cosmos/config.json").write_text('{"architectures": ["CosmosTokenizer"],}')  # as NVIDIA publishes it
+    (tmp_path / "cosmos/config.json").write_text(
+        '{"architectures": ["CosmosTokenizer"],}'
+    )  # NVIDIA publishes this file with an invalid comma
     model = read_simplear(SIMPLEAR, tmp_path / "cosmos", grid=4)
     assert np.array_equal(model.codebook, read_simplear(SIMPLEAR, COSMOS, grid=4).codebook)
 
 
-def test_sizes_are_a_square_other_shapes_of_its_area_and_smaller_squares() -> None:
+def test_image_sizes_are_a_square_rectangles_of_about_the_same_area_and_smaller_squares() -> None:
     names = [size.name for size in list_image_sizes(64, 16)]
     assert names[0] == "1024x1024"
     assert "1360x768" in names

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from goldens import DATA, GUIDED_TOLERANCE, PromptRuns, assert_close, load_golden, read_manifest, read_values
-from guided_logits import guide
+from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, compute_graph_values, load_golden, read_manifest
+from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from shared_goldens import DecoderGolden, GoldenFamily, log_softmax
@@ -28,7 +28,7 @@ from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distri
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
-CODES = slice(395, 971)
+CODES = slice(395, 971)  # token ids of the codes
 PROTOCOL = json.loads((FOLDER / "protocol.json").read_text())
 TRACES = {
     trace["name"]: trace for trace in json.loads((FOLDER / "traces.json").read_text())[:-1]
@@ -39,58 +39,69 @@ GENERATION = json.loads((FOLDER / "model/generation_config.json").read_text())
 
 @pytest.fixture(scope="module")
 def family(simplear_bundle: Path) -> GoldenFamily:
-    return GoldenFamily(simplear_bundle, ARRAYS, CODES, scale=6.0, scored=log_softmax)
+    return GoldenFamily(simplear_bundle, ARRAYS, CODES, scale=6.0, compute_scores=log_softmax)
 
 
 class TestDecoder(DecoderGolden):
     pass
 
 
-def code_log_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return log-probabilities among codes, without text tokens."""
+def compute_code_log_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return log-probabilities `[..., codes]`, normalized over the codes only.
+
+    Args:
+        scores: logits `[..., codes]`, or `[..., vocab]` with text tokens, which are left out.
+    """
     return log_softmax(scores[..., CODES] if scores.shape[-1] == CODES.stop else scores)
 
 
-def test_filter_probs_of_the_whole_vocabulary() -> None:
+def test_filtered_probabilities_over_the_whole_vocabulary_equal_the_recorded_ones() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
         distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
         if top_p < 1:
-            # Among equal logits at the bound of top-p, the published program drops some; here all of them remain.
-            only_here = (expected[-1] == 0) & (distribution[-1] > 0)
-            assert (distribution[-1][only_here] == distribution[-1][distribution[-1] > 0].min()).all()
+            # Of equal logits at the top-p limit, the published program drops some. The runtime drops none of them.
+            is_extra = (expected[-1] == 0) & (distribution[-1] > 0)
+            assert (distribution[-1][is_extra] == distribution[-1][distribution[-1] > 0].min()).all()
             distribution = distribution[:-1]
             expected = expected[:-1]
         np.testing.assert_allclose(distribution, expected, rtol=0, atol=1e-4)
 
 
-def score_run(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Return guided log-probabilities of codes for each token of a run, after the tokens that the run generated."""
+def compute_run_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
+    """Return guided log-probabilities `[tokens, codes]` for each token of a recorded run, given the tokens before."""
     uncond = (
         ARRAYS["uncond_ids"] if trace["unconditional_ids"] == len(ARRAYS["uncond_ids"]) else trace["unconditional_ids"]
     )
     ids = np.array(trace["generated_ids"])
-    prompt_runs = PromptRuns(bundle, trace["prompt_ids"], uncond, CODES.start)
+    prompt_runs = PromptRunner(bundle, trace["prompt_ids"], uncond, CODES.start)
     prefill_outputs = prompt_runs.outputs
     outputs = prompt_runs.step(ids[:-1])
     logits = np.stack(
-        [np.append(a["logits"][0, -1:], b["logits"][0], 0) for a, b in zip(prefill_outputs, outputs, strict=True)]
+        [
+            np.append(prefill["logits"][0, -1:], output["logits"][0], 0)
+            for prefill, output in zip(prefill_outputs, outputs, strict=True)
+        ]
     )
     sampling = Sampling(cfg_scale=trace["cfg"], repetition_penalty=trace["repetition_penalty"])
     earlier_codes = [ids[:n] - CODES.start for n in range(len(ids))]
-    return code_log_probabilities(
-        guide(apply_repetition_penalty(logits, [codes[codes >= 0] for codes in earlier_codes], sampling), sampling)
+    return compute_code_log_probabilities(
+        mix_guided_logits(
+            apply_repetition_penalty(logits, [codes[codes >= 0] for codes in earlier_codes], sampling), sampling
+        )
     )
 
 
 @pytest.mark.parametrize("trace", TRACES.values(), ids=lambda trace: str(trace["name"]))
-def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Path, trace: dict[str, Any]) -> None:
+def test_scores_probabilities_and_tokens_of_a_run_equal_the_recorded_ones(
+    simplear_bundle: Path, trace: dict[str, Any]
+) -> None:
     name = trace["name"]
     ids = np.array(trace["generated_ids"])
-    scores = score_run(simplear_bundle, trace)
+    scores = compute_run_scores(simplear_bundle, trace)
     np.testing.assert_array_equal(np.clip(ids - CODES.start, 0, 575), np.ravel(trace["codes"]))
     if f"{name}_scores" in ARRAYS:
-        assert_close(scores, code_log_probabilities(ARRAYS[f"{name}_scores"]), GUIDED_TOLERANCE)
+        assert_close(scores, compute_code_log_probabilities(ARRAYS[f"{name}_scores"]), GUIDED_TOLERANCE)
     if trace["sample"] is None:
         np.testing.assert_array_equal(scores.argmax(-1) + CODES.start, ids)
     elif f"{name}_probs" in ARRAYS:
@@ -106,27 +117,32 @@ def test_scores_generated_ids_and_sample_probs_of_every_run(simplear_bundle: Pat
         )
 
 
-def test_decode_cond_penalised_and_decode_guided_penalised_of_codes() -> None:
+def test_logits_with_a_repetition_penalty_equal_the_recorded_logits_before_and_after_guidance() -> None:
     logits = np.stack(
-        [np.append(ARRAYS[f"{s}_prefill_logits"][-1:], ARRAYS[f"decode_{s}_logits"], 0) for s in ("cond", "uncond")]
+        [
+            np.append(ARRAYS[f"{row_name}_prefill_logits"][-1:], ARRAYS[f"decode_{row_name}_logits"], 0)
+            for row_name in ("cond", "uncond")
+        ]
     )
     earlier_codes = [ARRAYS["decode_tokens"][:n] - CODES.start for n in range(8)]
     sampling = Sampling(cfg_scale=6, repetition_penalty=GENERATION["repetition_penalty"])
     penalised = apply_repetition_penalty(logits[..., CODES], earlier_codes, sampling)
     assert_close(penalised[0], ARRAYS["decode_cond_penalised"][:, CODES])
     assert_close(
-        code_log_probabilities(guide(penalised, sampling)),
-        code_log_probabilities(ARRAYS["decode_guided_penalised"]),
+        compute_code_log_probabilities(mix_guided_logits(penalised, sampling)),
+        compute_code_log_probabilities(ARRAYS["decode_guided_penalised"]),
         GUIDED_TOLERANCE,
     )
 
 
-def test_clamp_codes_agree_with_clamp_ids_of_image_tokens(simplear_bundle: Path) -> None:
+def test_codes_of_image_token_ids_and_their_embeddings_equal_the_recorded_ones(simplear_bundle: Path) -> None:
     ids = ARRAYS["clamp_ids"]
     codes = ARRAYS["clamp_codes"]
     table = np.load(simplear_bundle / "code_embeddings.npy")
     is_text = ids < CODES.start
-    assert codes[is_text].tolist() == [0] * is_text.sum()  # this project never samples text
+    assert (
+        codes[is_text].tolist() == [0] * is_text.sum()
+    )  # the published program maps text tokens to code 0; the runtime never samples text tokens
     np.testing.assert_array_equal(codes[~is_text], ids[~is_text] - CODES.start)
     weights = load_file(FOLDER / "model/model.safetensors")["model.embed_tokens.weight"]
     assert_close(table[codes[~is_text]], weights[ids[~is_text]].float().numpy(), 0)
@@ -135,7 +151,7 @@ def test_clamp_codes_agree_with_clamp_ids_of_image_tokens(simplear_bundle: Path)
 # ---------------------------------------------------------------- image tokenizer
 
 
-def test_fsq_official_codes_indices_and_z_of_the_published_levels() -> None:
+def test_fsq_quantization_with_the_published_levels_gives_the_recorded_codes_and_vectors() -> None:
     levels = (8, 8, 8, 5, 5, 5)
     assert_close(
         decode_fsq_codes(torch.from_numpy(ARRAYS["fsq_official_indices"]), levels).numpy(), ARRAYS["fsq_official_codes"]
@@ -146,7 +162,7 @@ def test_fsq_official_codes_indices_and_z_of_the_published_levels() -> None:
 
 
 @pytest.mark.parametrize("name", ["vq0", "vq1"])
-def test_vq_codes_become_code_vectors_post_quant_mid_and_decoded(simplear_bundle: Path, name: str) -> None:
+def test_values_inside_the_image_decoder_and_pixels_equal_the_recorded_arrays(simplear_bundle: Path, name: str) -> None:
     path = simplear_bundle / "vq_decoder.onnx"
     nodes = onnx.load(path).graph.node
     convolutions = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
@@ -154,7 +170,7 @@ def test_vq_codes_become_code_vectors_post_quant_mid_and_decoded(simplear_bundle
     last_convolution = convolutions["decoder.conv_blocks.0.res.0.conv2.weight"]
     skip = next(node for node in nodes if node.op_type == "Add" and last_convolution.output[0] in node.input)
     mid = next(name for name in skip.input if name != last_convolution.output[0])
-    values = read_values(
+    values = compute_graph_values(
         path,
         [first_convolution.input[0], first_convolution.output[0], mid, "images"],
         {"codes": ARRAYS[f"{name}_codes"]},
@@ -163,18 +179,22 @@ def test_vq_codes_become_code_vectors_post_quant_mid_and_decoded(simplear_bundle
         assert_close(array, ARRAYS[f"{name}_{part}"])
 
 
-def test_vq1_bands_become_vq1_decoded_and_the_transform_is_invertible() -> None:
+def test_the_haar_transform_is_invertible_and_gives_the_recorded_pixels() -> None:
     to_bands, to_pixels = compute_haar_matrices()
     patches = torch.einsum("pb,nb...->np...", to_pixels.float(), torch.from_numpy(ARRAYS["vq1_bands"]))
     assert_close(torch.pixel_shuffle(patches, 4).numpy(), ARRAYS["vq1_decoded"])
     assert torch.equal(to_pixels @ to_bands, torch.eye(48).double())
 
 
-def test_vq_image_becomes_encoder_out_pre_quant_encoded_quantized_and_reconstruction(simplear_bundle: Path) -> None:
+def test_values_inside_the_image_encoder_codes_and_reconstruction_equal_the_recorded_arrays(
+    simplear_bundle: Path,
+) -> None:
     path = simplear_bundle / "vq_encoder.onnx"
     convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
     feeds = {"images": ARRAYS["vq_image"]}
-    encoder_output, latents = read_values(path, [convolutions["quant_conv.weight"].input[0], "pre_quant"], feeds)
+    encoder_output, latents = compute_graph_values(
+        path, [convolutions["quant_conv.weight"].input[0], "pre_quant"], feeds
+    )
     assert_close(encoder_output, ARRAYS["vq_encoder_out"])
     assert_close(latents, ARRAYS["vq_pre_quant"])
     codes = GraphFileSession(path).run(feeds)["codes"].reshape(ARRAYS["vq_encoded"].shape)
@@ -187,7 +207,7 @@ def test_vq_image_becomes_encoder_out_pre_quant_encoded_quantized_and_reconstruc
 
 
 @pytest.mark.parametrize("name", ["run0_cfg6", "run1_cfg6", "run2_cfg6", "run1_published"])
-def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name: str) -> None:
+def test_codes_of_a_recorded_run_decode_to_the_recorded_pixels(simplear_bundle: Path, name: str) -> None:
     feeds = {"codes": np.array([TRACES[name]["codes"]])}
     (image,) = GraphFileSession(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
     assert_close(image, ARRAYS[f"{name}_pixels"])
@@ -197,7 +217,7 @@ def test_codes_of_runs_become_their_pixels_and_uint8(simplear_bundle: Path, name
 # ---------------------------------------------------------------- prompts
 
 
-def test_prompts_negative_and_null_prompts_have_the_published_ids(simplear_bundle: Path) -> None:
+def test_prompts_negative_prompts_and_empty_prompts_have_the_published_token_ids(simplear_bundle: Path) -> None:
     bundle_manifest = read_manifest(simplear_bundle)
     library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])

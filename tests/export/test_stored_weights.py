@@ -1,4 +1,4 @@
-"""Stored weights of graphs are read as float32, in every storage format."""
+"""Weights read from graph files as float32, in every storage format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from refusals import expects_error
+from refusals import expect_error
 from small_models import make_target
 
 from lantern_rt.bundle.weights import StoredWeights
@@ -17,7 +17,7 @@ from lantern_rt.export.graph.precision import StorageRule, fake_quantize
 
 
 @pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
-def test_every_weight_is_read_as_the_graph_uses_it(rule: StorageRule, tmp_path: Path) -> None:
+def test_stored_weights_are_read_with_the_rounded_values_that_the_graph_uses(rule: StorageRule, tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     plan = plan_graph(graph, rule)
     stored_weights = StoredWeights(plan.write(tmp_path / "target.onnx")[0])
@@ -27,5 +27,5 @@ def test_every_weight_is_read_as_the_graph_uses_it(rule: StorageRule, tmp_path: 
         np.testing.assert_array_equal(stored_weights.float32(name), expected.T)
         assert stored_weights[name].shape == tuple(expected.T.shape)
     assert "layers.9" not in stored_weights
-    with expects_error(BundleError, "target.onnx: has no weight layers.9; export the bundle again"):
+    with expect_error(BundleError, "target.onnx: has no weight layers.9; export the bundle again"):
         stored_weights.float32("layers.9")

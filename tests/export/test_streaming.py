@@ -1,4 +1,4 @@
-"""Low memory: checkpoints are mapped, transforms deferred, weights written one by one, modules run layer by layer."""
+"""Memory of an export: checkpoints are memory-mapped, and weights are converted one layer at a time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lantern_rt.export.verify import check_graph_parity
 from lantern_rt.memory import PeakMemoryMonitor, measure_process_memory
 
 MEGABYTE = 1 << 20
-linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
 def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
     calls: list[int] = []
 
-    def make() -> Tensor:
+    def make_tensor() -> Tensor:
         calls.append(1)
         return torch.arange(6.0).view(2, 3)
 
-    tensor = defer_tensor(make, (2, 3), torch.float32)
+    tensor = defer_tensor(make_tensor, (2, 3), torch.float32)
     weight = nn.Parameter(tensor, requires_grad=False)
     assert (weight.shape, weight.dtype, weight.numel(), calls) == ((2, 3), torch.float32, 6, [])
     assert (weight + 1).sum() == 21
@@ -43,19 +43,21 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
     assert len(calls) == 2
 
 
-@linux
+@only_linux
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
-def test_reading_a_checkpoint_maps_it(tmp_path: Path, in_new_process: Any, name: str) -> None:
+def test_reading_a_checkpoint_of_64_mb_takes_less_than_24_mb_of_memory(
+    tmp_path: Path, call_in_new_process: Any, name: str
+) -> None:
     weights = {f"w{i}": torch.ones(8, MEGABYTE, dtype=torch.bfloat16) for i in range(4)}  # 16 MB each
     if name.endswith(".pt"):
         torch.save(weights, tmp_path / name)
     else:
         save_file(weights, tmp_path / name)
-    assert in_new_process(bytes_of_reading, tmp_path / name) < 24 * MEGABYTE
+    assert call_in_new_process(measure_reading_memory, tmp_path / name) < 24 * MEGABYTE
 
 
-def bytes_of_reading(path: Path) -> int:
-    """Return the bytes of memory for reading a checkpoint of four weights."""
+def measure_reading_memory(path: Path) -> int:
+    """Return the bytes of memory that reading a checkpoint of four weights adds to the process."""
     before = measure_process_memory() or 0
     with PeakMemoryMonitor() as peak:
         weights = read_weights(path)
@@ -64,7 +66,7 @@ def bytes_of_reading(path: Path) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_module_with_weights_of_any_dtype_is_written_and_computed_in_float32(
+def test_a_module_with_weights_of_any_dtype_equals_its_graph_and_keeps_the_dtype(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     graph = make_target(dtype)
@@ -72,7 +74,7 @@ def test_a_module_with_weights_of_any_dtype_is_written_and_computed_in_float32(
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
-def test_a_module_has_its_original_weights_after_an_error() -> None:
+def test_a_converted_module_has_the_original_weights_again_after_an_error() -> None:
     module = nn.Linear(3, 2).to(torch.bfloat16)
     weight = module.weight
     with convert_weights(module):
@@ -83,17 +85,18 @@ def test_a_module_has_its_original_weights_after_an_error() -> None:
     assert not module._forward_pre_hooks
 
 
-@linux
+@only_linux
 @pytest.mark.parametrize("rule", ["fp16", "int8"])
 def test_only_one_layer_at_a_time_is_converted_to_float32(
-    tmp_path: Path, in_new_process: Any, rule: StorageRule
+    tmp_path: Path, call_in_new_process: Any, rule: StorageRule
 ) -> None:
-    layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
-    assert in_new_process(bytes_of_exporting, tmp_path, rule) < 6 * layer
+    # Four attention matrices and three feed-forward matrices: 17 MB in float32. All 12 layers have 200 MB.
+    layer_bytes = 4 * (4 * 512**2 + 3 * 512 * 2048)
+    assert call_in_new_process(measure_export_memory, tmp_path, rule) < 6 * layer_bytes
 
 
-def bytes_of_exporting(folder: Path, rule: StorageRule) -> int:
-    """Return the bytes of memory for writing a decoder of 12 layers and running it in both layouts."""
+def measure_export_memory(folder: Path, rule: StorageRule) -> int:
+    """Return the bytes of memory for writing a decoder of 12 layers and running the file and device layouts."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
     graph = make_target(torch.bfloat16, config)
     plan = plan_graph(graph, rule)
@@ -109,7 +112,7 @@ def bytes_of_exporting(folder: Path, rule: StorageRule) -> int:
 
 
 class SimilarWeights(nn.Module):
-    """Module with several weights of the same shape, two of which are shared and one transposed."""
+    """Module with several weights of the same shape; the embedding table and the head share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,11 +125,11 @@ class SimilarWeights(nn.Module):
         return mixed
 
 
-def test_traced_weights_of_the_same_shape_are_distinct_and_shared_weights_shared(tmp_path: Path) -> None:
+def test_a_traced_graph_stores_a_shared_weight_once_and_other_weights_of_its_shape_separately(tmp_path: Path) -> None:
     torch.manual_seed(0)
     test_cases = name_test_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
     graph = Graph(
-        "twins",
+        "similar_weights",
         SimilarWeights().eval(),
         (TensorSpec("ids", ("rows",), "int64"),),
         (TensorSpec("y", ("rows", 8)),),

@@ -1,4 +1,4 @@
-"""T5 text encoders and the text condition graph, compared with `transformers` on small random encoders."""
+"""T5 text encoders and graphs of text conditions, compared with `transformers` on small random encoders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import copy_json, copy_sharded
+from checkpoint_copies import copy_as_shards, copy_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,59 +24,87 @@ from lantern_rt.export.verify import check_graph_parity
 transformers = pytest.importorskip("transformers")
 
 
-def caption(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
+def make_caption_condition(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
+    """Return a random projection of text embeddings to prefixes.
+
+    Args:
+        prefix: maximum number of positions of a prefix.
+        caption_dim: width of a text embedding.
+        width: width of a prefix embedding.
+    """
     torch.manual_seed(1)
     return CaptionCondition(
         torch.randn(width, caption_dim) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_dim)
     )
 
 
-def published(encoder: Any, caption: CaptionCondition, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Compute prefixes from right-padded ids as LlamaGen does: encode, roll, zero the padding, project."""
+def compute_published_prefixes(
+    encoder: Any, condition: CaptionCondition, ids: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
+    """Compute prefixes as LlamaGen does: encode, roll the padding to the left, zero the padding, project.
+
+    Args:
+        encoder: T5 encoder of `transformers`.
+        condition: projection of the text embeddings.
+        ids: token ids with padding on the right, `[rows, positions]`.
+        mask: 1 at tokens and 0 at padding, `[rows, positions]`.
+
+    Returns:
+        Prefix embeddings, `[rows, positions, width]`.
+    """
     with torch.no_grad():
         states = encoder(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state
         rolled = torch.stack(
             [torch.roll(row, -int(length), 0) for row, length in zip(states, mask.sum(1), strict=True)]
         )
-        rows: np.ndarray = caption.project(rolled * torch.from_numpy(mask[:, ::-1].copy())[..., None]).numpy()
+        rows: np.ndarray = condition.project(rolled * torch.from_numpy(mask[:, ::-1].copy())[..., None]).numpy()
     return rows
 
 
 def pad_left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """Return inputs of the condition graph, with the padding moved from the right to the left."""
     rolled = np.stack([np.roll(row, -length) for row, length in zip(ids, mask.sum(1), strict=True)])
     return {"token_ids": rolled, "token_mask": np.ascontiguousarray(mask[:, ::-1])}
 
 
-def prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+def make_prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return random token ids with padding on the right, and the mask of the tokens, both `[prompts, prefix]`.
+
+    Args:
+        lengths: number of tokens of each prompt.
+        prefix: number of positions.
+        vocabulary: number of token ids.
+    """
     mask = (np.arange(prefix) < np.array(lengths)[:, None]).astype(np.int64)
     return np.random.default_rng(0).integers(1, vocabulary, size=mask.shape) * mask, mask
 
 
-def test_prompts_of_every_length_agree_with_transformers_and_llamagen(tmp_path: Path) -> None:
-    """Check that padding on the left equals padding on the right and rolling, for prompts of all lengths."""
+def test_prefixes_of_prompts_of_any_length_equal_the_prefixes_of_llamagen_with_transformers(tmp_path: Path) -> None:
     encoder = save_t5(tmp_path / "t5")
-    projection = caption(120, 32)
-    graph = make_text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", projection).graph
+    condition = make_caption_condition(120, 32)
+    graph = make_text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", condition).graph
     path = write_graph(graph, tmp_path)[0]
-    ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
-    out = GraphFileSession(path).run(pad_left(ids, mask))
-    expected = published(encoder, projection, ids, mask)
-    np.testing.assert_allclose(out["prefix_embeds"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    ids, mask = make_prompts([1, 7, 64, 119, 120], 120, 50)
+    outputs = GraphFileSession(path).run(pad_left(ids, mask))
+    expected = compute_published_prefixes(encoder, condition, ids, mask)
+    np.testing.assert_allclose(outputs["prefix_embeds"], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     for i, length in enumerate(mask.sum(1)):  # each prompt alone, without padding
-        alone = GraphFileSession(path).run(
+        single_outputs = GraphFileSession(path).run(
             {"token_ids": ids[i : i + 1, :length], "token_mask": mask[i : i + 1, :length]}
         )
-        np.testing.assert_allclose(alone["prefix_embeds"][0], expected[i], rtol=0, atol=1e-4 * np.abs(expected).max())
-        assert not alone["prefix_embeds"][0, : 120 - length].any()
+        np.testing.assert_allclose(
+            single_outputs["prefix_embeds"][0], expected[i], rtol=0, atol=1e-4 * np.abs(expected).max()
+        )
+        assert not single_outputs["prefix_embeds"][0, : 120 - length].any()
     with torch.no_grad():
-        uncond = projection.project(projection.uncond).numpy()
-    np.testing.assert_allclose(out["uncond_embeds"], np.broadcast_to(uncond, expected.shape), rtol=0, atol=1e-6)
+        uncond = condition.project(condition.uncond).numpy()
+    np.testing.assert_allclose(outputs["uncond_embeds"], np.broadcast_to(uncond, expected.shape), rtol=0, atol=1e-6)
 
 
-few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+few_examples = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@few
+@few_examples
 @given(
     heads=st.integers(1, 4),
     head_dim=st.integers(1, 9),
@@ -86,7 +114,7 @@ few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthC
     distance=st.integers(20, 200),
     prefix=st.integers(2, 40),
 )
-def test_encoders_of_any_size_equal_transformers(
+def test_prefixes_of_t5_encoders_of_any_size_equal_the_prefixes_with_transformers(
     tmp_path_factory: pytest.TempPathFactory,
     heads: int,
     head_dim: int,
@@ -106,32 +134,32 @@ def test_encoders_of_any_size_equal_transformers(
         relative_attention_num_buckets=buckets,
         relative_attention_max_distance=distance,
     )
-    projection = caption(prefix, width)
-    graph = make_text_condition(read_text_encoder(folder, width).encoder, b"", projection).graph
+    condition = make_caption_condition(prefix, width)
+    graph = make_text_condition(read_text_encoder(folder, width).encoder, b"", condition).graph
     path = write_graph(graph, folder)[0]
     assert check_graph_parity(graph, path) < 1e-4
-    ids, mask = prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
-    expected = published(encoder, projection, ids, mask)
+    ids, mask = make_prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
+    expected = compute_published_prefixes(encoder, condition, ids, mask)
     embeds = GraphFileSession(path).run(pad_left(ids, mask))["prefix_embeds"]
     np.testing.assert_allclose(embeds, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
 
 
-def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_path: Path) -> None:
-    save_t5(tmp_path / "one", whole=True)
-    shards_folder = copy_sharded(tmp_path / "one", tmp_path / "two", shards=2)
+def test_the_encoder_is_read_from_a_sharded_checkpoint_of_a_whole_t5(tmp_path: Path) -> None:
+    save_t5(tmp_path / "whole", whole=True)
+    shards_folder = copy_as_shards(tmp_path / "whole", tmp_path / "sharded", shards=2)
     # Indices of converted files list other names of shared.weight, which the files do not have.
     index = json.loads((shards_folder / "model.safetensors.index.json").read_text())
     first_shard = "model-00001-of-00002.safetensors"
     index["weight_map"] |= dict.fromkeys(["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], first_shard)
     (shards_folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    whole, sharded = (read_text_encoder(folder, 32) for folder in (tmp_path / "one", shards_folder))
+    whole, sharded = (read_text_encoder(folder, 32) for folder in (tmp_path / "whole", shards_folder))
     pairs = zip(whole.encoder.state_dict().values(), sharded.encoder.state_dict().values(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    kinds = ("_config", "_tokenizer", "_index", "", "")
-    assert [role for role, _ in sharded.sources] == [f"text_encoder{kind}" for kind in kinds]
+    suffixes = ("_config", "_tokenizer", "_index", "", "")
+    assert [role for role, _ in sharded.sources] == [f"text_encoder{suffix}" for suffix in suffixes]
 
 
-def test_two_equal_embedding_tables_are_read_as_one(tmp_path: Path) -> None:
+def test_a_checkpoint_with_two_equal_embedding_tables_is_read(tmp_path: Path) -> None:
     save_t5(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
@@ -140,7 +168,7 @@ def test_two_equal_embedding_tables_are_read_as_one(tmp_path: Path) -> None:
     assert torch.equal(encoder.embed_tokens.weight, weights["shared.weight"])
 
 
-def test_unusual_configurations_print_no_warnings_of_transformers(
+def test_reading_a_t5_with_an_invalid_padding_id_prints_no_warnings_of_transformers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_t5(tmp_path)

@@ -1,4 +1,4 @@
-"""Make a bundle from a text encoder's folder, and an image from a prompt."""
+"""Bundles with a text encoder: export, verification, and generation of images from prompts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
-TEXT = DATA / "lantern-llamagen-hf/t2i"
-CLASS = DATA / "lantern-llamagen-hf/c2i"
+TARGET = DATA / "lantern-llamagen-hf/t2i"
 VQ = DATA / "llamagen-vq/vq_tiny.pt"
 DRAFTER = DATA / "lantern-drafter-llamagen"
 TOKENIZER = DATA / "tiny-text-tokenizer/tokenizer.json"
@@ -42,7 +41,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, encoder: tuple[Path, Any]) -> Path:
     output = tmp_path_factory.mktemp("bundles") / "text"
-    files = ["--target", TEXT, "--vq", VQ, "--drafter", DRAFTER, "--text-encoder", encoder[0], "--output", output]
+    files = ["--target", TARGET, "--vq", VQ, "--drafter", DRAFTER, "--text-encoder", encoder[0], "--output", output]
     assert run_program(["export", "--family", "llamagen", *map(str, files)]) == 0
     return output
 
@@ -64,14 +63,25 @@ def test_the_manifest_has_the_condition_and_sources_of_a_text_bundle(bundle: Pat
     ]
 
 
-def published_embeddings(encoder: tuple[Path, Any], prompt: str, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute text embeddings and mask as LlamaGen's wrapper does, with the classes of `transformers`."""
+def compute_published_embeddings(
+    encoder: tuple[Path, Any], prompt: str, num_positions: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute text embeddings as LlamaGen's T5 wrapper does, with the classes of `transformers`.
+
+    Args:
+        encoder: folder of the text encoder, and its model in `transformers`.
+        prompt: text of the prompt.
+        num_positions: number of positions with padding.
+
+    Returns:
+        Embeddings `[1, positions, width]`, and the mask of the tokens `[1, positions]`.
+    """
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(encoder[0] / "tokenizer.json"), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
     tokens = tokenizer(
         [clean_caption(prompt)],
-        max_length=slots,
+        max_length=num_positions,
         padding="max_length",
         truncation=True,
         return_attention_mask=True,
@@ -84,14 +94,18 @@ def published_embeddings(encoder: tuple[Path, Any], prompt: str, slots: int) -> 
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_prefixes_of_a_prompt_agree_with_prefixes_of_its_embeddings_from_transformers(
+def test_the_prefix_of_a_prompt_equals_the_prefix_of_text_embeddings_from_transformers(
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
 ) -> None:
-    text, embeddings = (Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle))
-    (from_prompt,) = compute_prefixes(text.bundle, text.engines, text.check(prompt).images)
-    embeddings_and_mask = published_embeddings(encoder, prompt, 8)
+    text_pipeline, embeddings_pipeline = (
+        Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle)
+    )
+    (from_prompt,) = compute_prefixes(text_pipeline.bundle, text_pipeline.engines, text_pipeline.check(prompt).images)
+    embeddings_and_mask = compute_published_embeddings(encoder, prompt, 8)
     (from_embeddings,) = compute_prefixes(
-        embeddings.bundle, embeddings.engines, embeddings.check(embeddings=embeddings_and_mask).images
+        embeddings_pipeline.bundle,
+        embeddings_pipeline.engines,
+        embeddings_pipeline.check(embeddings=embeddings_and_mask).images,
     )
     for row, expected_row in ((from_prompt.cond, from_embeddings.cond), (from_prompt.uncond, from_embeddings.uncond)):
         np.testing.assert_array_equal(row.is_real_token, expected_row.is_real_token)
@@ -99,13 +113,13 @@ def test_prefixes_of_a_prompt_agree_with_prefixes_of_its_embeddings_from_transfo
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle"])
-def test_a_batch_of_prompts_generates_the_tokens_of_its_embeddings(
+def test_prompts_and_their_text_embeddings_from_transformers_lead_to_the_same_codes(
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], method: str
 ) -> None:
     result = Pipeline.from_bundle(bundle, threads=1)(PROMPTS, method=method, **GREEDY)
     embeddings_pipeline = Pipeline.from_bundle(lantern_t2i_bundle, threads=1)
     for prompt, codes in zip(PROMPTS, result.codes, strict=True):
-        embeddings_and_mask = published_embeddings(encoder, prompt, 8)
+        embeddings_and_mask = compute_published_embeddings(encoder, prompt, 8)
         np.testing.assert_array_equal(
             codes, embeddings_pipeline(embeddings=embeddings_and_mask, method="ar", **GREEDY).codes[0]
         )
@@ -118,10 +132,10 @@ def test_the_command_line_generates_an_image_of_a_prompt(program: Any, bundle: P
     assert image["codes"] == Pipeline.from_bundle(bundle)(PROMPTS[0], seed=3).codes[0].tolist()
 
 
-def test_verify_passes_with_the_text_encoder_and_fails_with_another(
+def test_verify_passes_with_the_exported_text_encoder_and_fails_with_changed_weights(
     program: Any, bundle: Path, encoder: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    files = ["verify", bundle, TEXT, VQ, DRAFTER]
+    files = ["verify", bundle, TARGET, VQ, DRAFTER]
     code, out, _ = program(*files, encoder[0], "--json")
     rows = json.loads(out)["tensors"]
     assert code == 0
@@ -138,16 +152,18 @@ def test_verify_allows_for_the_rounding_of_a_float16_encoder(program: Any, tmp_p
     copy_checkpoint(
         tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: weight.half() for name, weight in w.items()})
     )
-    files = ["--target", TEXT, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
+    files = ["--target", TARGET, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
     assert program("export", *files)[0] == 0
-    code, out, _ = program("verify", tmp_path / "bundle", TEXT, VQ, tmp_path / "half", "--json")
+    code, out, _ = program("verify", tmp_path / "bundle", TARGET, VQ, tmp_path / "half", "--json")
     rows = json.loads(out)["tensors"]
     assert code == 0
     (row,) = (row for row in rows if row["tensor"] == "prefix_embeds")
     assert row["difference"] < row["limit"]
 
 
-def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_text_encoder_without_transformers_names_the_missing_library(
+    encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match="transformers is not installed") as error:
         read_text_encoder(encoder[0], 32)

@@ -1,4 +1,4 @@
-"""`lantern-rt verify`: bundles agree with their checkpoints, altered bundles do not, damaged bundles are rejected."""
+"""Command `lantern-rt verify`, which compares a bundle with checkpoints or with ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from checkpoint_copies import (
     VQGAN,
     Weights,
     config_path,
+    copy_as_shards,
     copy_checkpoint,
     copy_json,
-    copy_sharded,
     copy_weights,
 )
 from goldens import DATA
@@ -39,24 +39,32 @@ from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
 from lantern_rt.export.verify import compare_top_tokens, measure_kl_divergence
 
-# Checkpoints in the order of the provenance; the small bundles are exported with a configuration.
+# Checkpoints of the small bundles, in the order in which `verify` lists the sources of a bundle.
 C2I_FILES = [C2I, VQ, config_path(C2I)]
 T2I_FILES = [T2I, VQ, DRAFTER, config_path(T2I)]
 ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
 
 
-def verify_report(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
-    """Return the output of `verify --json`, and the graphs and tensors that failed."""
+def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
+    """Run `verify --json`.
+
+    Args:
+        program: fixture that runs `lantern-rt`.
+        *arguments: paths of the bundle and of the checkpoints.
+
+    Returns:
+        The report, and the pairs of graph and tensor that failed.
+    """
     code, out, err = program("verify", *arguments, "--json")
-    content = json.loads(out)
-    assert code == (0 if content["passed"] else 2), err
-    return content, {(row["graph"], row["tensor"]) for row in content["tensors"] if not row["passed"]}
+    report = json.loads(out)
+    assert code == (0 if report["passed"] else 2), err
+    return report, {(row["graph"], row["tensor"]) for row in report["tensors"] if not row["passed"]}
 
 
 @pytest.fixture(scope="module")
 def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export a text-conditional bundle with an int8 target and an int4 drafter."""
+    """Return a text-conditional bundle with an int8 target and an int4 drafter."""
     folder = tmp_path_factory.mktemp("rounded") / "bundle"
     arguments: list[object] = ["export", "--target", T2I, "--vq", VQ, "--config", T2I.with_name("config.json")]
     arguments += ["--drafter", DRAFTER, "--output", folder]
@@ -65,7 +73,7 @@ def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_divergence_of_distributions_is_in_nats() -> None:
+def test_the_kl_divergence_of_distributions_is_in_nats() -> None:
     expected = np.log([[0.5, 0.5], [0.25, 0.75]])
     logits = np.log([[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(
@@ -73,13 +81,13 @@ def test_the_divergence_of_distributions_is_in_nats() -> None:
     )
 
 
-def test_only_near_ties_count_as_agreement() -> None:
+def test_top_tokens_agree_if_they_are_equal_or_have_almost_equal_probabilities() -> None:
     expected = np.log([[0.5, 0.45, 0.05], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     logits = np.log([[0.45, 0.5, 0.05], [0.45, 0.5, 0.05], [0.6, 0.3, 0.1]])
     assert compare_top_tokens(expected, logits).tolist() == [True, False, True]
 
 
-def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> None:
+def test_verify_passes_for_a_bundle_and_the_checkpoints_of_the_export(c2i_bundle: Path, program: Any) -> None:
     code, out, err = program("verify", c2i_bundle, *C2I_FILES)
     assert code == 0, out
     assert out.strip().endswith("passed")
@@ -88,109 +96,115 @@ def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> 
     assert "comparing target.onnx" in err
 
 
-def test_checkpoints_in_one_folder_are_found_by_their_names(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
+def test_verify_finds_the_checkpoints_in_a_folder_by_their_names(
+    c2i_bundle: Path, tmp_path: Path, program: Any
+) -> None:
     for file in C2I_FILES:
         shutil.copy(file, tmp_path)
-    assert verify_report(program, c2i_bundle, tmp_path)[1] == set()
+    assert run_verify(program, c2i_bundle, tmp_path)[1] == set()
 
 
-def test_an_anole_bundle_agrees_only_with_its_folders(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
-    content, failed = verify_report(program, anole_bundle, *ANOLE_FILES)
+def test_verify_of_an_anole_bundle_fails_for_a_changed_output_head(
+    anole_bundle: Path, tmp_path: Path, program: Any
+) -> None:
+    report, failed = run_verify(program, anole_bundle, *ANOLE_FILES)
     assert not failed
-    assert {row["graph"] for row in content["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
-    assert [row["agreement"] for row in content["distributions"]] == [1.0, 1.0]
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
+    assert [row["agreement"] for row in report["distributions"]] == [1.0, 1.0]
     other_target = copy_checkpoint(
         ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1)
     )  # the row of code 0
-    _, failed = verify_report(program, anole_bundle, other_target, *ANOLE_FILES[1:])
+    _, failed = run_verify(program, anole_bundle, other_target, *ANOLE_FILES[1:])
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
 
-def test_a_lumina2_bundle_agrees_with_its_folders_and_not_with_other_weights_fields_or_shards(
+def test_verify_of_a_lumina2_bundle_fails_for_changed_weights_fields_or_shards(
     lumina2_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
-    content, failed = verify_report(program, lumina2_bundle, LUMINA2, MOVQGAN)
+    report, failed = run_verify(program, lumina2_bundle, LUMINA2, MOVQGAN)
     assert not failed
-    assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"} | {
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"} | {
         "code_embeddings",
         "neighbors",
         "tokenizer",
     }
-    wrong = copy_checkpoint(
+    changed_target = copy_checkpoint(
         LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1)
     )
-    assert ("target", "logits") in verify_report(program, lumina2_bundle, wrong, MOVQGAN)[1]
+    assert ("target", "logits") in run_verify(program, lumina2_bundle, changed_target, MOVQGAN)[1]
     code, _, err = program(
         "verify", lumina2_bundle, copy_checkpoint(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN
     )
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = copy_sharded(LUMINA2, tmp_path / "shards")
-    assert not verify_report(program, lumina2_bundle, shards, MOVQGAN)[1]
+    shards = copy_as_shards(LUMINA2, tmp_path / "shards")
+    assert not run_verify(program, lumina2_bundle, shards, MOVQGAN)[1]
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
     code, _, err = program("verify", lumina2_bundle, shards, MOVQGAN)
     assert (code, "does not hold what the index says" in err) == (2, True)
 
 
-def test_a_glm_image_bundle_agrees_with_its_folder_and_not_with_other_weights_or_fields(
-    tmp_path: Path, program: Any
-) -> None:
+def test_verify_of_a_glm_image_bundle_fails_for_changed_weights_fields_or_shards(tmp_path: Path, program: Any) -> None:
     assert program("export", "--family", "glm_image", "--target", GLM_IMAGE, "--grid", 2, "--output", "glm")[0] == 0
-    content, failed = verify_report(program, "glm", GLM_IMAGE)
+    report, failed = run_verify(program, "glm", GLM_IMAGE)
     assert not failed
-    assert {row["graph"] for row in content["tensors"]} == {
+    assert {row["graph"] for row in report["tensors"]} == {
         *("target", "condition", "vq_encoder", "code_embeddings", "neighbors", "tokenizer")
     }
-    content, failed = verify_report(program, "glm")
-    assert (failed, {row["graph"] for row in content["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
+    report, failed = run_verify(program, "glm")
+    assert (failed, {row["graph"] for row in report["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
     part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
-    wrong = shutil.copytree(GLM_IMAGE, tmp_path / "wrong")
-    copy_checkpoint(GLM_IMAGE / part, wrong / part, lambda w: w[scale].mul_(1.5))
-    assert ("target", "logits") in verify_report(program, "glm", wrong)[1]
-    config = json.loads((wrong / part / "config.json").read_text())
+    changed_folder = shutil.copytree(GLM_IMAGE, tmp_path / "changed")
+    copy_checkpoint(GLM_IMAGE / part, changed_folder / part, lambda w: w[scale].mul_(1.5))
+    assert ("target", "logits") in run_verify(program, "glm", changed_folder)[1]
+    config = json.loads((changed_folder / part / "config.json").read_text())
     config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
-    (wrong / part / "config.json").write_text(json.dumps(config))
-    code, _, err = program("verify", "glm", wrong)
+    (changed_folder / part / "config.json").write_text(json.dumps(config))
+    code, _, err = program("verify", "glm", changed_folder)
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
     shards = tmp_path / "shards"
     shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
-    copy_sharded(GLM_IMAGE / part, shards / part)
-    assert not verify_report(program, "glm", shards)[1]
+    copy_as_shards(GLM_IMAGE / part, shards / part)
+    assert not run_verify(program, "glm", shards)[1]
     shutil.copy(shards / part / "model-00001-of-00003.safetensors", shards / part / "model-00002-of-00003.safetensors")
     code, _, err = program("verify", "glm", shards)
     assert (code, "does not hold what the index says" in err) == (2, True)
 
 
-def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
+def test_verify_fails_for_a_target_with_changed_weights(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
     other_target = copy_weights(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
-    _, failed = verify_report(program, c2i_bundle, other_target, *C2I_FILES[1:])
+    _, failed = run_verify(program, c2i_bundle, other_target, *C2I_FILES[1:])
     tensors = {tensor for _, tensor in failed}
     assert {"logits", "hidden_states", "new_key_values.2.key"} <= tensors
     assert "new_key_values.1.key" not in tensors
 
 
-def test_without_a_checkpoint_graphs_are_compared_with_the_reference_evaluator(
+def test_verify_without_a_checkpoint_compares_graphs_with_the_reference_evaluator_of_onnx(
     rounded_bundle: Path, emu3_bundle: Path, program: Any
 ) -> None:
-    content, failed = verify_report(program, rounded_bundle)
+    report, failed = run_verify(program, rounded_bundle)
     assert not failed
-    assert content["against"] == "ONNX reference evaluator"
-    assert {row["graph"] for row in content["tensors"]} == GRAPHS
-    assert [row["graph"] for row in content["distributions"]] == ["target", "drafter"]
-    content, failed = verify_report(program, emu3_bundle)  # a bundle with several image sizes
+    assert report["against"] == "ONNX reference evaluator"
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS
+    assert [row["graph"] for row in report["distributions"]] == ["target", "drafter"]
+    report, failed = run_verify(program, emu3_bundle)  # a bundle with several image sizes
     assert not failed
-    assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"}
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"}
 
 
-def test_rounded_bundles_are_judged_by_their_distributions(rounded_bundle: Path, program: Any) -> None:
-    content, failed = verify_report(program, rounded_bundle, *T2I_FILES)
+def test_verify_compares_targets_with_rounded_weights_by_kl_divergence_not_by_tensors(
+    rounded_bundle: Path, program: Any
+) -> None:
+    report, failed = run_verify(program, rounded_bundle, *T2I_FILES)
     assert not failed
-    target, drafter = content["distributions"]
+    target, drafter = report["distributions"]
     assert 0 < target["mean_divergence"] < target["divergence_limit"] < drafter["divergence_limit"]
-    assert all(row["limit"] is None for row in content["tensors"] if row["graph"] == "target")
+    assert all(row["limit"] is None for row in report["tensors"] if row["graph"] == "target")
 
 
-def test_a_rounded_bundle_has_its_precision_in_the_manifest_and_generates_images(rounded_bundle: Path) -> None:
+def test_a_bundle_with_rounded_weights_generates_images_and_has_the_precisions_in_the_manifest(
+    rounded_bundle: Path,
+) -> None:
     manifest = open_bundle(rounded_bundle).manifest
     assert manifest.target.precision == "int8-weights"
     assert manifest.drafter is not None
@@ -198,10 +212,10 @@ def test_a_rounded_bundle_has_its_precision_in_the_manifest_and_generates_images
     width = manifest.condition.caption_dim or 0
     embeddings = np.random.default_rng(0).standard_normal((5, width), np.float32)
     pipeline = Pipeline.from_bundle(rounded_bundle, threads=1)
-    exact, plain = (
+    eagle_result, ar_result = (
         pipeline(embeddings=embeddings, seed=3, method=method, temperature=0.0) for method in ("eagle", "ar")
     )
-    assert np.array_equal(np.asarray(exact.images[0]), np.asarray(plain.images[0]))
+    assert np.array_equal(np.asarray(eagle_result.images[0]), np.asarray(ar_result.images[0]))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +226,7 @@ def test_a_rounded_bundle_has_its_precision_in_the_manifest_and_generates_images
         ([DATA / "absent.pt", *C2I_FILES[1:]], "absent.pt: no such file"),
     ],
 )
-def test_checkpoints_that_the_bundle_was_not_exported_from_are_rejected(
+def test_verify_rejects_missing_and_additional_checkpoints(
     c2i_bundle: Path, program: Any, files: list[Path], words: str
 ) -> None:
     code, _, err = program("verify", c2i_bundle, *files)
@@ -220,15 +234,15 @@ def test_checkpoints_that_the_bundle_was_not_exported_from_are_rejected(
     assert words.format(C2I) in err
 
 
-def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(program: Any) -> None:
+def test_verify_rejects_a_checkpoint_for_a_bundle_of_an_unknown_family(program: Any) -> None:
     code, _, err = program("verify", "scenes", C2I)
     assert code == 2
     families = "llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3, emu35, simplear"
     assert f"found a bundle of family 'scenes', expected a bundle of {families}" in err
 
 
-def copy_altered(bundle: Path, output_path: Path, role: str, edit: Callable[[Path], Any]) -> Path:
-    """Copy a bundle, change a file, and update its hash in the manifest.
+def copy_with_edited_file(bundle: Path, output_path: Path, role: str, edit: Callable[[Path], Any]) -> Path:
+    """Copy a bundle, edit a file of the copy, and update the hash in the manifest.
 
     Args:
         bundle: folder of the bundle.
@@ -241,7 +255,7 @@ def copy_altered(bundle: Path, output_path: Path, role: str, edit: Callable[[Pat
     path = output_path / manifest["files"][role]["path"]
     edit(path)
     manifest["files"][role] = FileEntry.from_file(path).model_dump()
-    if (output_path / "class.data").is_file():
+    if (output_path / "class.data").is_file():  # the file that `move_weight_to_file` writes
         manifest["files"]["class.data"] = FileEntry.from_file(output_path / "class.data").model_dump()
     (output_path / "bundle.json").write_text(json.dumps(manifest))
     return output_path
@@ -252,7 +266,7 @@ def add_noise(path: Path) -> None:
     np.save(path, table + np.float32(1e-3) * np.random.default_rng(0).standard_normal(table.shape, np.float32))
 
 
-def swap_two(path: Path) -> None:
+def swap_neighbours(path: Path) -> None:
     arrays = dict(np.load(path))
     arrays["indices"][3, [5, 6]] = arrays["indices"][3, [6, 5]]
     np.savez(path, **arrays)
@@ -262,10 +276,10 @@ def swap_two(path: Path) -> None:
     ("role", "edit", "failed"),
     [
         ("code_embeddings", add_noise, {("code_embeddings", "rows")}),
-        ("neighbors", swap_two, {("neighbors", "indices")}),
+        ("neighbors", swap_neighbours, {("neighbors", "indices")}),
     ],
 )
-def test_an_array_that_differs_from_the_checkpoint_fails(
+def test_verify_fails_for_changed_code_embeddings_or_neighbours(
     c2i_bundle: Path,
     tmp_path: Path,
     program: Any,
@@ -273,21 +287,22 @@ def test_an_array_that_differs_from_the_checkpoint_fails(
     edit: Callable[[Path], None],
     failed: set[tuple[str, str]],
 ) -> None:
-    assert verify_report(program, copy_altered(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
+    assert run_verify(program, copy_with_edited_file(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
 
 
-def test_another_tokenizer_file_fails(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
-    bundle = copy_altered(
+def test_verify_fails_for_a_changed_tokenizer_file(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
+    bundle = copy_with_edited_file(
         anole_bundle, tmp_path / "b", "tokenizer", lambda path: path.write_text(path.read_text() + " ")
     )
-    assert verify_report(program, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
+    assert run_verify(program, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
 
 
-def more_classes(weights: Weights) -> None:
-    weights["cls_embedding.embedding_table.weight"] = torch.ones(14, 64)
+def replace_class_embeddings(weights: Weights) -> None:
+    rows = 13 + 1  # 13 classes, and the class of unconditional rows
+    weights["cls_embedding.embedding_table.weight"] = torch.ones(rows, 64)
 
 
-def fewer_layers(weights: Weights) -> None:
+def remove_last_layer(weights: Weights) -> None:
     for name in [name for name in weights if name.startswith("layers.2.")]:
         del weights[name]
 
@@ -295,12 +310,16 @@ def fewer_layers(weights: Weights) -> None:
 @pytest.mark.parametrize(
     ("edit", "fields", "words"),
     [
-        (fewer_layers, {"n_layer": 2}, "c2i_tiny.pt: target.num_layers: found 2, expected 3, as the bundle has"),
-        (more_classes, {"num_classes": 13}, "c2i_tiny.pt: condition.classes: found 13, expected 10, as the bundle has"),
+        (remove_last_layer, {"n_layer": 2}, "c2i_tiny.pt: target.num_layers: found 2, expected 3, as the bundle has"),
+        (
+            replace_class_embeddings,
+            {"num_classes": 13},
+            "c2i_tiny.pt: condition.classes: found 13, expected 10, as the bundle has",
+        ),
         (lambda weights: None, {"block_size": 25}, "config.json: block_size: found a grid of 5, expected 4"),
     ],
 )
-def test_a_checkpoint_of_other_sizes_is_rejected_in_one_line(
+def test_verify_rejects_a_checkpoint_of_other_sizes_with_one_line(
     c2i_bundle: Path, tmp_path: Path, program: Any, edit: Any, fields: Any, words: str
 ) -> None:
     config = copy_json(config_path(C2I), tmp_path / "config.json", **fields)
@@ -309,7 +328,9 @@ def test_a_checkpoint_of_other_sizes_is_rejected_in_one_line(
     assert words in err.splitlines()[-1]
 
 
-def test_a_bundle_is_compared_with_the_weights_that_it_was_exported_from(tmp_path: Path, program: Any) -> None:
+def test_verify_compares_with_the_weights_of_the_export_if_a_checkpoint_has_model_and_ema(
+    tmp_path: Path, program: Any
+) -> None:
     content = torch.load(C2I, weights_only=True)
     torch.save(
         content | {"ema": {name: weight * 1.5 for name, weight in content["model"].items()}}, tmp_path / "both.pt"
@@ -319,19 +340,19 @@ def test_a_bundle_is_compared_with_the_weights_that_it_was_exported_from(tmp_pat
         code, _, err = program("export", *files, "--output", tmp_path / f"b{i}", *options)
         assert code == 0
         assert ("both.pt: has model and ema; using model" in err) == (options == [])
-        assert verify_report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_path(C2I))[1] == set()
+        assert run_verify(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_path(C2I))[1] == set()
     averaged_sha256, model_sha256 = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
     assert averaged_sha256 != model_sha256
 
 
-def test_the_error_of_a_drafter_with_other_sizes_names_its_file(
+def test_the_error_of_a_drafter_with_more_layers_than_the_bundle_names_the_drafter_file(
     t2i_drafter_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
-    def double(weights: Weights) -> None:
+    def add_second_layer(weights: Weights) -> None:
         second_layer = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
         weights |= second_layer | {"layers.1.input_layernorm.weight": torch.ones(64)}
 
-    drafter = copy_checkpoint(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
+    drafter = copy_checkpoint(DRAFTER, tmp_path / "drafter", add_second_layer, num_hidden_layers=2)
     files = [drafter if file == DRAFTER else file for file in T2I_FILES]
     code, _, err = program("verify", t2i_drafter_bundle, *files)
     assert code == 2
@@ -339,7 +360,9 @@ def test_the_error_of_a_drafter_with_other_sizes_names_its_file(
     assert line in err.splitlines()[-1]
 
 
-def edit_model(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], None]:
+def make_file_edit(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], None]:
+    """Return a function of a path that changes the ONNX model in a file."""
+
     def edit(path: Path) -> None:
         model = onnx.load(path, load_external_data=False)
         change(model)
@@ -348,16 +371,16 @@ def edit_model(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], Non
     return edit
 
 
-def first_weight(model: onnx.ModelProto) -> TensorProto:
+def find_first_matrix(model: onnx.ModelProto) -> TensorProto:
     return next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
 
 
-def external(key: str, value: str) -> Callable[[Path], None]:
-    """Return an edit that moves the first weight to a separate file, with a wrong description in the graph."""
+def move_weight_to_file(key: str, value: str) -> Callable[[Path], None]:
+    """Return a function that moves a weight of a graph file to another file, with a wrong `key` in the graph."""
 
     def edit(path: Path) -> None:
         model = onnx.load(path)
-        weight = first_weight(model)
+        weight = find_first_matrix(model)
         external_data_helper.set_external_data(weight, "class.data", **{"offset": 0, "length": len(weight.raw_data)})
         (path.parent / "class.data").write_bytes(weight.raw_data)
         weight.ClearField("raw_data")
@@ -367,37 +390,38 @@ def external(key: str, value: str) -> Callable[[Path], None]:
     return edit
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    name: edit_model(change)
+# By name: function that damages the graph file at a path.
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    name: make_file_edit(change)
     for name, change in {
-        "an operator that is unknown": lambda model: setattr(model.graph.node[0], "op_type", "Nothing"),
+        "an unknown operator": lambda model: setattr(model.graph.node[0], "op_type", "Nothing"),
         "a missing input": lambda model: model.graph.node[0].input.__setitem__(0, "nowhere"),
         "no operators": lambda model: model.graph.ClearField("node"),
         "no outputs": lambda model: model.graph.ClearField("output"),
-        "an operator set of the future": lambda model: setattr(model.opset_import[0], "version", 4000),
-        "a weight of another size": lambda model: first_weight(model).dims.__setitem__(0, 7),
-        "a weight of an unknown type": lambda model: setattr(first_weight(model), "data_type", 99),
-        "an input of text": lambda model: setattr(
+        "an operator set version that does not exist": lambda model: setattr(model.opset_import[0], "version", 4000),
+        "a weight of another size": lambda model: find_first_matrix(model).dims.__setitem__(0, 7),
+        "a weight of an unknown type": lambda model: setattr(find_first_matrix(model), "data_type", 99),
+        "an input of strings": lambda model: setattr(
             model.graph.input[0].type.tensor_type, "elem_type", TensorProto.STRING
         ),
-        "an endless input": lambda model: setattr(
+        "an input of 2 ** 50 rows": lambda model: setattr(
             model.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", 1 << 50
         ),
         "no inputs": lambda model: model.graph.ClearField("input"),
         "a cycle": lambda model: model.graph.node[0].input.append(model.graph.node[-1].output[0]),
     }.items()
 } | {
-    f"weights at {key} {value}": external(key, value)
+    f"weights at {key} {value}": move_weight_to_file(key, value)
     for key, value in (("offset", "9999999999"), ("length", "-4"), ("offset", "x"), ("length", "9"))
 }
 
 
 @pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_the_error_of_a_damaged_graph_is_one_line_with_its_name(
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_error_of_a_damaged_graph_file_is_one_line_with_the_file_name(
     c2i_bundle: Path, tmp_path: Path, program: Any, damage: str, against: list[object]
 ) -> None:
-    bundle = copy_altered(c2i_bundle, tmp_path / "b", "condition", DAMAGE[damage])
+    bundle = copy_with_edited_file(c2i_bundle, tmp_path / "b", "condition", DAMAGES[damage])
     code, _, err = program("verify", bundle, *against)
     assert code == 2
     line = err.splitlines()[-1]

@@ -1,7 +1,7 @@
-"""Every name whose weights may be published, from an empty cache to an image on a host without PyTorch.
+"""Published bundles of all models with an open licence generate images on a host without PyTorch.
 
-The session `wheel` names the Python of an environment that has none in LANTERN_WITHOUT_PYTORCH; otherwise this Python
-runs the programs, without the modules.
+The Python of an environment without PyTorch is in the variable LANTERN_WITHOUT_PYTORCH, which the nox session `wheel`
+sets. Without this variable, the current Python runs the programs, and imports of PyTorch and ONNX fail.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from published_host import SMALL
-from stand_in_hub import COMMIT, COMPLETED, REPOSITORIES, STALLED, environment, serve_hub
+from published_host import SMALL_CHECKPOINTS
+from stand_in_hub import COMMIT, COMPLETED_BYTES, REPOSITORIES, STALLING_FILES, environment, serve_hub
 
 from lantern_rt import published
 from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.registry import read_family_checkpoints
 from lantern_rt.export.writer import export_model
 
-OTHER = os.environ.get("LANTERN_WITHOUT_PYTORCH")
-ABSENT = [] if OTHER else ["torch", "onnx", "safetensors", "transformers"]
-# `run` for many names in one process; its words: modules to leave out, table, commands.
+PYTHON_WITHOUT_PYTORCH = os.environ.get("LANTERN_WITHOUT_PYTORCH")
+BLOCKED_MODULES = [] if PYTHON_WITHOUT_PYTORCH else ["torch", "onnx", "safetensors", "transformers"]
+# Program that runs several commands in one process. Arguments: modules that cannot be imported, table, commands.
 PROGRAM = """
 import json, sys
 from importlib.util import find_spec
@@ -47,13 +47,14 @@ sys.exit(sum(run_program(command) != 0 for command in json.loads(commands)))
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
+    """Yield the address of the fake hub."""
     with serve_hub() as address:
         yield address
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> dict[str, Any]:
-    """Return table rows of all publishable names, with finished bundles on the hub; families share exports."""
+def table_rows(tmp_path: Path) -> dict[str, Any]:
+    """Return table rows of all models with an open licence, and store their bundles on the fake hub."""
     rows: dict[str, Any] = {}
     exports: dict[str, dict[str, bytes]] = {}
     for name, model in published.load_published_models().items():
@@ -62,10 +63,10 @@ def models(tmp_path: Path) -> dict[str, Any]:
         if model.family not in exports:
             folder = tmp_path / model.family
             folder.mkdir()
-            sources, further = SMALL[model.family](folder)
-            options = {role: str(path) for role, path in sources.items()} | further
-            loaded = read_family_checkpoints(model.family, options, lambda *_: None)
-            output = export_model(loaded, folder / "bundle", name="NAME", precisions=parse_precisions(target="int8"))
+            sources, other_options = SMALL_CHECKPOINTS[model.family](folder)
+            options = {role: str(path) for role, path in sources.items()} | other_options
+            contents = read_family_checkpoints(model.family, options, lambda *_: None)
+            output = export_model(contents, folder / "bundle", name="NAME", precisions=parse_precisions(target="int8"))
             exports[model.family] = {path.name: path.read_bytes() for path in output.iterdir()}
         files = dict(exports[model.family])
         files["bundle.json"] = files["bundle.json"].replace(b'"NAME"', json.dumps(name).encode())
@@ -78,45 +79,54 @@ def models(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_name_that_may_be_published_becomes_an_image(hub: str, tmp_path: Path, models: dict[str, Any]) -> None:
-    assert {row["family"] for row in models.values()} == {"llamagen", "emu3", "emu35"}
+def test_every_model_with_an_open_licence_generates_an_image_without_pytorch(
+    hub: str, tmp_path: Path, table_rows: dict[str, Any]
+) -> None:
+    assert {row["family"] for row in table_rows.values()} == {"llamagen", "emu3", "emu35"}
     table = tmp_path / "models.json"
-    table.write_text(json.dumps(models))
+    table.write_text(json.dumps(table_rows))
 
-    def start(output: Path, address: str, **options: Any) -> subprocess.Popen[str]:
+    def start_program(output: Path, address: str, **options: Any) -> subprocess.Popen[str]:
         commands = []
-        for name, row in models.items():
-            subject = ["--class-id", "3"] if row["family"] == "llamagen" else ["a fox"]
-            commands.append(["run", name, *subject, "--seed", "1", "--yes", "--output", str(output / f"{name}.png")])
+        for name, row in table_rows.items():
+            prompt = ["--class-id", "3"] if row["family"] == "llamagen" else ["a fox"]
+            commands.append(["run", name, *prompt, "--seed", "1", "--yes", "--output", str(output / f"{name}.png")])
         output.mkdir(exist_ok=True)
         variables = environment(address, tmp_path / "home", LANTERN_RT_CACHE=str(tmp_path / "bundles"))
-        command = [OTHER or sys.executable, "-c", PROGRAM, json.dumps(ABSENT), str(table), json.dumps(commands)]
+        command = [
+            PYTHON_WITHOUT_PYTORCH or sys.executable,
+            "-c",
+            PROGRAM,
+            json.dumps(BLOCKED_MODULES),
+            str(table),
+            json.dumps(commands),
+        ]
         return subprocess.Popen(command, env=variables, cwd=output, text=True, start_new_session=True, **options)
 
     first_folder = tmp_path / "first"
     second_folder = tmp_path / "again"
-    STALLED.add("vq_decoder.onnx")
-    killed = start(first_folder, hub, stderr=subprocess.DEVNULL)
+    STALLING_FILES.add("vq_decoder.onnx")
+    killed_program = start_program(first_folder, hub, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 120
-        while "vq_decoder.onnx" in STALLED:
+        while "vq_decoder.onnx" in STALLING_FILES:
             assert time.monotonic() < end
-            assert killed.poll() is None
+            assert killed_program.poll() is None
             time.sleep(0.02)
     finally:
-        os.killpg(killed.pid, signal.SIGKILL)
-        killed.wait()
+        os.killpg(killed_program.pid, signal.SIGKILL)
+        killed_program.wait()
     assert not (tmp_path / "bundles").exists()
-    for folder, address in ((first_folder, hub), (second_folder, "http://127.0.0.1:9")):
-        program = start(folder, address, stderr=subprocess.PIPE)
+    for folder, address in ((first_folder, hub), (second_folder, "http://127.0.0.1:9")):  # no hub on port 9
+        program = start_program(folder, address, stderr=subprocess.PIPE)
         _, errors = program.communicate(timeout=300)
         assert program.returncode == 0, errors
-    # Each file once, also of the download that was killed, and no other.
-    finished = {name: row["bundles"]["int8"] for name, row in models.items()}
-    assert {name: COMPLETED[f"owner/{name}"] for name in models} == {
-        name: bundle["download_bytes"] for name, bundle in finished.items()
+    # The hub sent each file of a bundle once, although one download was killed, and no other file.
+    bundles = {name: row["bundles"]["int8"] for name, row in table_rows.items()}
+    assert {name: COMPLETED_BYTES[f"owner/{name}"] for name in table_rows} == {
+        name: bundle["download_bytes"] for name, bundle in bundles.items()
     }
-    for name, bundle in finished.items():
+    for name, bundle in bundles.items():
         with (
             Image.open(first_folder / f"{name}.png") as first_image,
             Image.open(second_folder / f"{name}.png") as second_image,

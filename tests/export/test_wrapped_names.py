@@ -1,4 +1,4 @@
-"""Readers accept the names of weights that compiled, parallel, sharded, checkpointed and averaged modules save."""
+"""Checkpoints of wrapped modules: prefixes of weight names from PyTorch wrappers are removed when a file is read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from checkpoint_copies import (
     VQ,
     VQGAN,
     config_path,
+    copy_as_shards,
     copy_published_emu3,
-    copy_sharded,
 )
 from family_readers import (
     read_anole,
@@ -37,9 +37,9 @@ from family_readers import (
     read_lumina2,
     read_simplear,
 )
-from refusals import error_of
+from refusals import catch_error
 from safetensors.torch import load_file, save_file
-from small_janus import random_janus, write_janus
+from small_janus import make_random_janus, write_janus
 from small_models import save_t5
 from torch import Tensor, nn
 
@@ -56,47 +56,55 @@ from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq, read_vqgan
 
 Weights = dict[str, Tensor]
-Wrap = Callable[[Weights], Weights]
+Wrapper = Callable[[Weights], Weights]  # returns the weights under the names that a wrapper module saves
 
 
-def prefixed(prefix: str) -> Wrap:
+def add_prefix(prefix: str) -> Wrapper:
     return lambda weights: {prefix + name: weight for name, weight in weights.items()}
 
 
-def within(part: str) -> Wrap:
-    """Return a function that adds a name two levels above every weight, as activation checkpointing does."""
+def add_inner_name(name_part: str) -> Wrapper:
+    """Return a function that inserts `name_part` before the last two parts of names, like activation checkpointing."""
 
     def wrap(weights: Weights) -> Weights:
         parts = {name: name.split(".") for name in weights}
-        return {".".join([*path[:-2], part, *path[-2:]]): weights[name] for name, path in parts.items()}
+        return {".".join([*path[:-2], name_part, *path[-2:]]): weights[name] for name, path in parts.items()}
 
     return wrap
 
 
-def averaged(weights: Weights) -> Weights:
-    return {"n_averaged": torch.tensor(7), **prefixed("module.")(weights)}
+def add_average_names(weights: Weights) -> Weights:
+    """Return the weights as `torch.optim.swa_utils.AveragedModel` saves them."""
+    return {"n_averaged": torch.tensor(7), **add_prefix("module.")(weights)}
 
 
-WRAPPERS: dict[str, Wrap] = {
-    "compiled": prefixed("_orig_mod."),
-    "data-parallel": prefixed("module."),
-    "DeepSpeed": prefixed("_forward_module."),
-    "FSDP": prefixed("_fsdp_wrapped_module."),
-    "checkpointed layers": within("_checkpoint_wrapped_module"),
-    "averaged": averaged,
-    "compiled, data-parallel": prefixed("module._orig_mod."),
-    "data-parallel, compiled": prefixed("_orig_mod.module."),
-    "data-parallel twice": prefixed("module.module."),
-    "all of them": lambda weights: prefixed("_forward_module.")(
-        averaged(prefixed("_fsdp_wrapped_module.")(within("_checkpoint_wrapped_module._orig_mod")(weights)))
+WRAPPERS: dict[str, Wrapper] = {
+    "compiled": add_prefix("_orig_mod."),
+    "data-parallel": add_prefix("module."),
+    "DeepSpeed": add_prefix("_forward_module."),
+    "FSDP": add_prefix("_fsdp_wrapped_module."),
+    "checkpointed layers": add_inner_name("_checkpoint_wrapped_module"),
+    "averaged": add_average_names,
+    "compiled, data-parallel": add_prefix("module._orig_mod."),
+    "data-parallel, compiled": add_prefix("_orig_mod.module."),
+    "data-parallel twice": add_prefix("module.module."),
+    "all of them": lambda weights: add_prefix("_forward_module.")(
+        add_average_names(
+            add_prefix("_fsdp_wrapped_module.")(add_inner_name("_checkpoint_wrapped_module._orig_mod")(weights))
+        )
     ),
-    "averaged, in ema": averaged,
+    "averaged, in ema": add_average_names,
 }
 
 
 def wrap_files(folder: Path, wrapper: str) -> None:
-    """Save every file of weights in a folder again, with the names of a wrapped module, and update the index."""
-    wrap = WRAPPERS[wrapper]
+    """Rename the weights in all files of a folder as a wrapped module names them, and update the index.
+
+    Args:
+        folder: folder of the checkpoint.
+        wrapper: key of `WRAPPERS`.
+    """
+    rename_weights = WRAPPERS[wrapper]
     in_ema = wrapper.endswith("in ema")
     for path in folder.rglob("*.jit"):
         save_file(
@@ -104,7 +112,7 @@ def wrap_files(folder: Path, wrapper: str) -> None:
         )
         path.unlink()
     for path in list(folder.rglob("*.safetensors")):
-        weights = wrap(load_file(path))
+        weights = rename_weights(load_file(path))
         if in_ema and path.name == "model.safetensors":
             torch.save({"ema": weights}, path.with_name("pytorch_model.bin"))
             path.unlink()
@@ -118,14 +126,16 @@ def wrap_files(folder: Path, wrapper: str) -> None:
     for path in [path for suffix in ("pt", "bin", "ckpt") for path in folder.rglob(f"*.{suffix}")]:
         content = torch.load(path, weights_only=True)
         if "ema" not in content:
-            weights = wrap(next((content[key] for key in ("model", "state_dict") if key in content), content))
+            weights = rename_weights(next((content[key] for key in ("model", "state_dict") if key in content), content))
             torch.save({"ema" if in_ema else "model": weights}, path)
 
 
 # ---------------------------------------------------------------- readers
 
 
-def copy_into(*sources: Path) -> Callable[[Path], None]:
+def make_copier(*sources: Path) -> Callable[[Path], None]:
+    """Return a function that copies files, and the content of folders, to a folder."""
+
     def copy(folder: Path) -> None:
         for source in sources:
             if source.is_dir():
@@ -136,101 +146,107 @@ def copy_into(*sources: Path) -> Callable[[Path], None]:
     return copy
 
 
-def cosmos(folder: Path) -> nn.Module:
+def read_cosmos(folder: Path) -> nn.Module:
     return load_cosmos_vq(Checkpoint(folder, "vq"))
 
 
-def small_drafter(folder: Path) -> object:
-    return read_drafter(folder, target())
+def read_small_drafter(folder: Path) -> object:
+    return read_drafter(folder, read_small_target())
 
 
-def target() -> Decoder:
+def read_small_target() -> Decoder:
     return read_llamagen_transformer(T2I, config=config_path(T2I)).decoder
 
 
-# By name: function that writes a checkpoint's folder, and function that reads it.
+# By name: function that writes a checkpoint to a folder, and function that reads the folder.
 READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "LlamaGen": (
-        copy_into(C2I),
+        make_copier(C2I),
         lambda folder: read_llamagen_transformer(folder / C2I.name, config=config_path(C2I)),
     ),
-    "LlamaGen in LANTERN's layout": (copy_into(LANTERN / "t2i"), read_llamagen_transformer),
+    "LlamaGen in LANTERN's layout": (make_copier(LANTERN / "t2i"), read_llamagen_transformer),
     "LlamaGen in shards": (
-        lambda folder: copy_sharded(LANTERN / "c2i", folder / "shards"),
+        lambda folder: copy_as_shards(LANTERN / "c2i", folder / "shards"),
         lambda folder: read_llamagen_transformer(folder / "shards"),
     ),
-    "LlamaGen's image tokenizer": (copy_into(VQ), lambda folder: read_llamagen_vq(folder / VQ.name)),
-    "a drafter": (copy_into(DRAFTER), small_drafter),
+    "LlamaGen's image tokenizer": (make_copier(VQ), lambda folder: read_llamagen_vq(folder / VQ.name)),
+    "a drafter": (make_copier(DRAFTER), read_small_drafter),
     "a text encoder": (save_t5, lambda folder: read_text_encoder(folder, 32)),
-    "Anole": (copy_into(ANOLE), lambda folder: read_anole(folder, VQGAN)),
-    "Chameleon's image tokenizer": (copy_into(VQGAN), read_vqgan),
-    "Lumina-mGPT": (copy_into(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
-    "Lumina-mGPT 2.0": (copy_into(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),
-    "MoVQGAN": (copy_into(MOVQGAN), read_movqgan),
-    "Janus in shards": (lambda folder: write_janus(random_janus(), folder), read_janus),
-    "Emu3": (copy_into(EMU3), lambda folder: read_emu3(folder, grid=4)),
+    "Anole": (make_copier(ANOLE), lambda folder: read_anole(folder, VQGAN)),
+    "Chameleon's image tokenizer": (make_copier(VQGAN), read_vqgan),
+    "Lumina-mGPT": (make_copier(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
+    "Lumina-mGPT 2.0": (make_copier(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),
+    "MoVQGAN": (make_copier(MOVQGAN), read_movqgan),
+    "Janus in shards": (lambda folder: write_janus(make_random_janus(), folder), read_janus),
+    "Emu3": (make_copier(EMU3), lambda folder: read_emu3(folder, grid=4)),
     "Emu3 as published": (
         copy_published_emu3,
         lambda folder: read_emu3(folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer", grid=4),
     ),
-    "SimpleAR": (copy_into(SIMPLEAR), lambda folder: read_simplear(folder, COSMOS, grid=4)),
-    "Cosmos": (copy_into(COSMOS), cosmos),
+    "SimpleAR": (make_copier(SIMPLEAR), lambda folder: read_simplear(folder, COSMOS, grid=4)),
+    "Cosmos": (make_copier(COSMOS), read_cosmos),
 }
 
 
-def tensors(result: Any) -> Iterator[Tensor]:
-    """Yield all tensors in the result of a reader, in order."""
+def list_tensors(result: Any) -> Iterator[Tensor]:
+    """Yield all tensors in the result of a reader."""
     if isinstance(result, Tensor):
         yield compute_tensor(result)
     elif isinstance(result, nn.Module):
         yield from map(compute_tensor, result.state_dict().values())
     elif isinstance(result, BundleContents):
-        yield from tensors([*(graph.module for graph in result.graphs), result.code_embeddings])
+        yield from list_tensors([*(graph.module for graph in result.graphs), result.code_embeddings])
     elif isinstance(result, tuple | list):
-        for part in result:
-            yield from tensors(part)
+        for item in result:
+            yield from list_tensors(item)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Tensor]]]:
-    """Return a function that writes a reader's folder once, and returns it with its tensors."""
+    """Return a function that writes the checkpoint of a reader once, and returns the folder and the tensors."""
     torch.set_num_threads(1)
     cache: dict[str, tuple[Path, list[Tensor]]] = {}
 
-    def checkpoint(reader: str) -> tuple[Path, list[Tensor]]:
+    def write_checkpoint(reader: str) -> tuple[Path, list[Tensor]]:
         if reader not in cache:
             write, read = READERS[reader]
-            folder = tmp_path_factory.mktemp("plain")
+            folder = tmp_path_factory.mktemp("unwrapped")
             write(folder)
-            cache[reader] = folder, list(tensors(read(folder)))
+            cache[reader] = folder, list(list_tensors(read(folder)))
         return cache[reader]
 
-    return checkpoint
+    return write_checkpoint
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_wrapped_checkpoint_reads_as_the_plain_one(
+def test_a_checkpoint_of_a_wrapped_module_is_read_with_the_tensors_of_the_unwrapped_module(
     checkpoints: Callable[[str], tuple[Path, list[Tensor]]], tmp_path: Path, reader: str, wrapper: str
 ) -> None:
     folder, expected = checkpoints(reader)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     wrap_files(tmp_path, wrapper)
-    wrapped_tensors = list(tensors(READERS[reader][1](tmp_path)))
+    wrapped_tensors = list(list_tensors(READERS[reader][1](tmp_path)))
     assert len(expected) > 5
     assert len(wrapped_tensors) == len(expected)
     assert all(map(torch.equal, wrapped_tensors, expected))
 
 
-@pytest.mark.parametrize("weights", [True, False])
-def test_averaged_weights_besides_the_models_are_unwrapped(tmp_path: Path, weights: bool) -> None:
-    plain = {"a.weight": torch.ones(2)}
-    torch.save({"model": plain, "ema": averaged({"a.weight": torch.full((2,), 2.0)})}, tmp_path / "a.pt")
-    assert read_weights(tmp_path / "a.pt", prefer_ema=weights)["a.weight"].tolist() == [1.0 + weights] * 2
+@pytest.mark.parametrize("prefer_ema", [True, False])
+def test_averaged_weights_in_a_file_with_model_and_ema_are_read_by_the_unwrapped_names(
+    tmp_path: Path, prefer_ema: bool
+) -> None:
+    model_weights = {"a.weight": torch.ones(2)}
+    torch.save(
+        {"model": model_weights, "ema": add_average_names({"a.weight": torch.full((2,), 2.0)})}, tmp_path / "a.pt"
+    )
+    assert (
+        read_weights(tmp_path / "a.pt", prefer_ema=prefer_ema)["a.weight"].tolist() == [2.0 if prefer_ema else 1.0] * 2
+    )
 
 
 def test_two_weights_whose_names_differ_only_by_wrappers_are_rejected(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(2), "module.a.weight": torch.zeros(2)}, tmp_path / "a.pt")
-    error = error_of(CheckpointError, read_weights, tmp_path / "a.pt")
+    error = catch_error(CheckpointError, read_weights, tmp_path / "a.pt")
     assert error.field == f"{tmp_path / 'a.pt'}: module.a.weight"
     assert error.problem == "is a second a.weight"

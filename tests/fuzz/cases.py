@@ -1,4 +1,4 @@
-"""Hostile inputs by seed, and a check of the program's reaction to each."""
+"""Generators of hostile inputs from seeds, and a check of the program's reaction to each input."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from bundle_folder import write_manifest
-from mutations import VALUES, damage, damage_file, damage_json, refer
-from plan_folder import write_plans
+from bundle_folder import write_bundle_manifest
+from mutations import VALUES, damage_bytes, damage_file, damage_json, move_weight_to_file
+from plan_folder import write_engine_folder
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
@@ -28,29 +28,29 @@ from lantern_rt.output.images import encode_png
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import generate_shards
 
-SECONDS = 120
-MEMORY = 2 << 30
+MAX_SECONDS = 120  # time limit of a case
+MAX_MEMORY_GROWTH = 2 << 30  # bytes that a case may add to the peak memory
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2")
 DATA = Path(__file__).parents[1] / "data"
-Case = list[str] | Callable[[], object]  # words of a command line, or a call of the library
+Case = list[str] | Callable[[], object]  # arguments of a command line, or a function that calls the library
 
 
-class Originals:
-    """Valid inputs of every kind.
+class ValidInputs:
+    """A collection of valid inputs of every kind, whose copies the cases damage.
 
     Args:
         folder: folder for the inputs.
-        trained: LlamaGen bundle whose images fill the shards.
+        trained: LlamaGen bundle that generates the images of the training shards.
     """
 
     def __init__(self, folder: Path, trained: Path) -> None:
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
         self._add_presets()
         pipeline = Pipeline.from_bundle(self.bundle, threads=1)
-        self.picture = pipeline("red cube", method="lantern").images[0]
+        self.image = pipeline("red cube", method="lantern").images[0]
         self.classes = make_tiny_bundle(folder / "classes", kind="class", grid=4)
         self.engines = folder / "engines"
-        write_plans(self.bundle, self.engines)
+        write_engine_folder(self.bundle, self.engines)
         self.trained = trained
         self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
@@ -67,104 +67,133 @@ class Originals:
         figures = {"tokens_per_pass": 2.0, "excess_nll": 0.01, "images": 9, "date": "2026-01-02"}
         methods = {"balanced": {"method": "sjd", "window": 3}, "fast": {"method": "rows", "window": 2}}
         manifest["presets"] = {name: {"method": method, "figures": figures} for name, method in methods.items()}
-        write_manifest(self.bundle, manifest)
+        write_bundle_manifest(self.bundle, manifest)
 
 
 # ---------------------------------------------------------------- kinds of input
 
 
-def run(bundle: Path, out: Path, *options: object) -> list[str]:
-    subject = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
-    common = ["--threads", "1", "--output", out / "picture.png"]
-    return [str(word) for word in ("run", bundle, *subject, *common, *options)]
+# Each function makes a case. `originals` are the valid inputs, `folder` is an empty folder for the case, and `rng`
+# chooses the damage.
 
 
-def manifests(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make a bundle with a damaged manifest."""
-    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "damaged"))
+def make_run_command(bundle: Path, out: Path, *options: object) -> list[str]:
+    """Return the command `lantern-rt run` for one image of a bundle, with an output file in the folder `out`."""
+    condition = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
+    common_options = ["--threads", "1", "--output", out / "picture.png"]
+    return [str(word) for word in ("run", bundle, *condition, *common_options, *options)]
+
+
+def make_manifest_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Make a bundle with a damaged manifest, and return a command that opens the bundle."""
+    bundle = Path(shutil.copytree(rng.choice((valid_inputs.bundle, valid_inputs.classes)), folder / "damaged"))
     damage_file(bundle / MANIFEST_FILE, rng)
-    return _open(bundle, folder, rng)
+    return _make_open_command(bundle, folder, rng)
 
 
-def references(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """Make a graph that reads a file which its bundle does not list, under any name that could hide a graph."""
-    bundle = Path(shutil.copytree(originals.bundle, folder / "damaged"))
+def make_external_data_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> Case:
+    """Make a graph file with an unusual name that refers to external data which the manifest does not list.
+
+    The returned function checks that opening the bundle raises a `LanternError`.
+    """
+    bundle = Path(shutil.copytree(valid_inputs.bundle, folder / "damaged"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     role = rng.choice(GRAPHS[:4])
     entry = manifest["files"][role]
     locations = ("unlisted.data", "../outside.data", "/etc/hostname", "sub/../target.onnx", "a\\b", "\x1b[2J", "")
     location = rng.choice(locations)
-    data = refer((bundle / entry["path"]).read_bytes(), location, rng)
+    data = move_weight_to_file((bundle / entry["path"]).read_bytes(), location, rng)
     name = rng.choice(("t", "t.bin", "t.ONNX", "t.onnx ", "t.onnx", "t.onnx.data", "sub/t.onnx"))
     for path in (bundle / "unlisted.data", folder / "outside.data", bundle / name):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    write_manifest(bundle, manifest | {"files": {**manifest["files"], role: {**entry, "path": name}}})
+    write_bundle_manifest(bundle, manifest | {"files": {**manifest["files"], role: {**entry, "path": name}}})
 
-    def open_it() -> None:
+    def expect_rejection() -> None:
         with pytest.raises(LanternError):
             open_bundle(bundle)
 
-    return open_it
+    return expect_rejection
 
 
-def pictures(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make a damaged image to generate again, or an image with a false record."""
-    texts = dict(originals.picture.info)
-    has_false_record = rng.random() < 0.6
-    if has_false_record:
+def make_image_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Make a PNG file with damaged bytes or metadata, and return a command that generates the image again from it."""
+    texts = dict(valid_inputs.image.info)
+    has_damaged_metadata = rng.random() < 0.6
+    if has_damaged_metadata:
         name = rng.choice([*texts, "settings", "settings"])
         text = (
             damage_json(texts[name], rng) if name == "settings" else str(rng.choice(VALUES)).encode("utf-8", "replace")
         )
         texts[name] = text.decode("utf-8", "replace")
     path = folder / "damaged.png"
-    path.write_bytes(encode_png(originals.picture, texts))
-    if not has_false_record or rng.random() < 0.3:
+    path.write_bytes(encode_png(valid_inputs.image, texts))
+    if not has_damaged_metadata or rng.random() < 0.3:
         damage_file(path, rng)
-    return ["run", str(originals.bundle), "--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
+    return [
+        "run",
+        str(valid_inputs.bundle),
+        "--from",
+        str(path),
+        "--output",
+        str(folder / "out/a.png"),
+        "--threads",
+        "1",
+    ]
 
 
-def shards(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make damaged images to train a drafter on."""
-    damaged = Path(shutil.copytree(originals.shards, folder / "damaged"))
+def make_shard_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Make a damaged shard of training images, and return a command that trains a drafter on the shard."""
+    damaged = Path(shutil.copytree(valid_inputs.shards, folder / "damaged"))
     damage_file(next(damaged.iterdir()), rng)
     output = str(folder / "out/drafter")
-    return ["train-drafter", "fit", str(originals.trained), "--data", str(damaged), "--steps", "1", "--output", output]
+    return [
+        "train-drafter",
+        "fit",
+        str(valid_inputs.trained),
+        "--data",
+        str(damaged),
+        "--steps",
+        "1",
+        "--output",
+        output,
+    ]
 
 
-def bundles(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make a bundle with a damaged file and its hash in the manifest."""
-    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "damaged"))
+def make_bundle_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Make a bundle with a damaged file whose hash in the manifest matches; return a command that opens the bundle."""
+    bundle = Path(shutil.copytree(rng.choice((valid_inputs.bundle, valid_inputs.classes)), folder / "damaged"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     damage_file(bundle / manifest["files"][rng.choice(sorted(manifest["files"]))]["path"], rng)
-    write_manifest(bundle, manifest)
-    return _open(bundle, folder, rng)
+    write_bundle_manifest(bundle, manifest)
+    return _make_open_command(bundle, folder, rng)
 
 
-def _open(bundle: Path, folder: Path, rng: random.Random) -> list[str]:
+def _make_open_command(bundle: Path, folder: Path, rng: random.Random) -> list[str]:
+    """Return the command `inspect` or `run` for a bundle."""
     if rng.random() < 0.15:
         return ["inspect", str(bundle), *rng.choice(((), ("--json",)))]
-    return run(bundle, folder / "out", *_method(rng))
+    return make_run_command(bundle, folder / "out", *_choose_method_options(rng))
 
 
-def _method(rng: random.Random) -> list[str]:
+def _choose_method_options(rng: random.Random) -> list[str]:
+    """Return the options `--quality` or `--method` with a random value, or no options."""
     if rng.random() < 0.2:
         return rng.choice(([], ["--quality", "balanced"], ["--quality", "fast"], ["--quality", "best"]))
     return ["--method", rng.choice(METHODS)]
 
 
-def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make a damaged engine record or engine."""
-    damaged = Path(shutil.copytree(originals.engines, folder / "damaged"))
+def make_engine_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Make a damaged TensorRT engine or engine record, and return a command that reads the engine folder."""
+    damaged = Path(shutil.copytree(valid_inputs.engines, folder / "damaged"))
     damage_file(damaged / rng.choice((ENGINE_FILE, ENGINE_FILE, "target.plan")), rng)
     if rng.random() < 0.4:
         return ["inspect", str(damaged)]
-    return run(originals.bundle, folder / "out", "--engines", damaged, *_method(rng))
+    return make_run_command(valid_inputs.bundle, folder / "out", "--engines", damaged, *_choose_method_options(rng))
 
 
-def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make invalid and unusual names of trees."""
+def make_tree_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Return a command with an invalid or unusual name of a draft tree."""
     numbers = [str(rng.choice((0, 1, 2, 3, 9, 40, 99, 100, 128, 999, 10**9))) for _ in range(3)]
     names = [
         "-".join(("dynamic", *numbers)),
@@ -172,29 +201,33 @@ def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
         "tree" + "".join(f"-{''.join(rng.choices('0123z', k=rng.choice((1, 2, 9, 600))))}" for _ in range(3)),
         str(rng.choice([value for value in VALUES if isinstance(value, str)])),
     ]
-    name = _argument(rng.choice(names))
-    return run(originals.bundle, folder / "out", f"--method={rng.choice(('eagle', 'lantern'))}:tree={name}")
+    name = _keep_argument_characters(rng.choice(names))
+    return make_run_command(
+        valid_inputs.bundle, folder / "out", f"--method={rng.choice(('eagle', 'lantern'))}:tree={name}"
+    )
 
 
-def _argument(text: str) -> str:
-    """Return the part of a text that a program's argument can contain."""
+def _keep_argument_characters(text: str) -> str:
+    """Return a text without the characters that a command-line argument cannot contain: NUL and surrogates."""
     return text.replace("\x00", "").encode("utf-8", "ignore").decode()
 
 
-def prompts(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Make unusual prompts, in a damaged file or as arguments."""
+def make_prompt_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
+    """Return a command with a damaged prompt, as an argument or in a prompt file."""
     text = "red cube\ngreen sphere on sand\na cube on snow\n"
     if rng.random() < 0.3:
-        words = _argument(damage(text.encode(), rng).decode("utf-8", "replace"))
-        return ["run", "--output", str(folder / "out/a.png"), "--", str(originals.bundle), words]
+        words = _keep_argument_characters(damage_bytes(text.encode(), rng).decode("utf-8", "replace"))
+        return ["run", "--output", str(folder / "out/a.png"), "--", str(valid_inputs.bundle), words]
     path = folder / "prompts.txt"
-    path.write_bytes(rng.choice((damage(text.encode(), rng), damage(text.encode() * 9, rng), rng.randbytes(300))))
+    path.write_bytes(
+        rng.choice((damage_bytes(text.encode(), rng), damage_bytes(text.encode() * 9, rng), rng.randbytes(300)))
+    )
     options = ["--method", "ar", "--output", str(folder / "out/report"), "--threads", "1"]
-    return ["eval", str(originals.bundle), "--prompts", str(path), *options]
+    return ["eval", str(valid_inputs.bundle), "--prompts", str(path), *options]
 
 
-def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """Make damaged tokenizers in the format of the library."""
+def make_tokenizer_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> Case:
+    """Make a damaged tokenizer.json, and return a function that loads the tokenizer and encodes a prompt."""
     path = Path(shutil.copy(DATA / "tiny-text-tokenizer/tokenizer.json", folder))
     damage_file(path, rng)
 
@@ -205,8 +238,8 @@ def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
     return encode
 
 
-def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """Make damaged checkpoints in official layouts."""
+def make_checkpoint_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> Case:
+    """Make a damaged LlamaGen checkpoint or drafter, and return a function that reads the model."""
     from family_readers import read_llamagen
 
     vq = DATA / "llamagen-vq/vq_tiny.pt"
@@ -222,44 +255,45 @@ def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
     return partial(read_llamagen, target, vq, drafter=drafter, config=config)
 
 
-KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
-    "manifests": manifests,
-    "bundles": bundles,
-    "references": references,
-    "pictures": pictures,
-    "shards": shards,
-    "engines": engines,
-    "trees": trees,
-    "prompts": prompts,
-    "tokenizers": tokenizers,
-    "checkpoints": checkpoints,
+KINDS: dict[str, Callable[[ValidInputs, Path, random.Random], Case]] = {
+    "manifests": make_manifest_case,
+    "bundles": make_bundle_case,
+    "references": make_external_data_case,
+    "pictures": make_image_case,
+    "shards": make_shard_case,
+    "engines": make_engine_case,
+    "trees": make_tree_case,
+    "prompts": make_prompt_case,
+    "tokenizers": make_tokenizer_case,
+    "checkpoints": make_checkpoint_case,
 }
 
 # ---------------------------------------------------------------- checks
 
 
-def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFixture[str]) -> None:
-    """Run a case and check the program's output, files, time and memory.
+def check_case(kind: str, seed: int, valid_inputs: ValidInputs, capture: pytest.CaptureFixture[str]) -> None:
+    """Run a case and check the exit code, output, remaining files, time and memory of the program.
 
     Args:
-        kind: name in `KINDS`.
+        kind: kind of the input, a key of `KINDS`.
         seed: seed of the case.
-        originals: valid inputs.
-        capture: fixture that captures output, also of libraries (`capfd`).
+        originals: valid inputs, of which the case damages a copy.
+        capture: pytest's fixture `capfd`, which also captures the output of native libraries.
     """
     rng = random.Random(f"{kind} {seed}")
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         patch.setenv("LANTERN_RT_CACHE", str(folder / "cache"))
         (folder / "out").mkdir()
-        case = KINDS[kind](originals, folder, rng)
-        code, text = outcome(case, capture)
+        case = KINDS[kind](valid_inputs, folder, rng)
+        code, text = run_case(case, capture)
         description = f"{kind} {seed}: {case}\n{text[-3000:]}"
         assert code in (0, 2, 130), f"exit code {code}: {description}"
-        noise = [word for word in ("Traceback", "panicked", "Warning:") if word in text]
-        assert not noise, f"{noise}: {description}"
-        *_, last = text.splitlines() or [""]
-        assert code != 2 or last.startswith("lantern-rt: ") or callable(case), f"no line with the reason: {description}"
+        forbidden_words = [word for word in ("Traceback", "panicked", "Warning:") if word in text]
+        assert not forbidden_words, f"{forbidden_words}: {description}"
+        *_, last_line = text.splitlines() or [""]
+        has_error_line = last_line.startswith("lantern-rt: ") or callable(case)
+        assert code != 2 or has_error_line, f"no error line: {description}"
         is_printable = all(character.isprintable() or character == "\n" for character in text)
         assert is_printable, f"control characters: {description!r}"
         remaining_files = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
@@ -269,18 +303,19 @@ def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFix
         )
 
 
-def outcome(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Run a case; return its exit code and all output.
+def run_case(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run a case; return the exit code and all output.
 
-    For calls of the library, a `LanternError` is exit code 2 with its message; other exceptions are raised.
+    If a function raises a `LanternError`, the exit code is 2 and the message is part of the output. Other exceptions
+    are raised.
     """
 
-    def stop(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise AssertionError(f"hangs: {case}")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    signal.alarm(SECONDS)
+    signal.alarm(MAX_SECONDS)
     code = 0
     error = ""
     try:
@@ -293,7 +328,7 @@ def outcome(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
         error = str(exception)
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
-    assert grown < MEMORY, f"{grown:,} bytes: {case}"
+        signal.signal(signal.SIGALRM, previous_handler)
+    memory_growth = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)  # ru_maxrss is in KiB
+    assert memory_growth < MAX_MEMORY_GROWTH, f"{memory_growth:,} bytes: {case}"
     return code, "".join(capture.readouterr()) + error

@@ -1,4 +1,4 @@
-"""Damage to files from a seeded generator: to bytes, JSON, archives, images and graphs."""
+"""Functions that damage files at random: bytes, JSON, zip archives, PNG images, safetensors files and ONNX graphs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ VALUES: tuple[Any, ...] = (
 _CHUNKS = b"tEXt zTXt iTXt iCCP tRNS PLTE gAMA sRGB cHRM pHYs eXIf acTL fcTL fdAT IHDR abcd".split()
 
 
-def damage(data: bytes, rng: random.Random) -> bytes:
-    """Damage bytes one to four times."""
+def damage_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Remove, insert, overwrite or flip bytes at one to four random positions."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        # Half of the positions are in the first 200 bytes, where most formats have a header.
         at = rng.randrange(len(data) + 1) if rng.random() < 0.5 else rng.randrange(min(len(data), 200) + 1)
         size = rng.choice((1, 2, 4, 8, 40))
         junk = rng.choice((rng.randbytes(size), b"\x00" * size, b"\xff" * size, CONTROL.encode()[:size], data[:size]))
@@ -50,18 +51,18 @@ def damage(data: bytes, rng: random.Random) -> bytes:
 def damage_json(text: str, rng: random.Random) -> bytes:
     """Replace, remove, add or rename one to three values of a JSON text; sometimes damage its bytes."""
     if rng.random() < 0.15:
-        return damage(text.encode(), rng)
+        return damage_bytes(text.encode(), rng)
     value = json.loads(text)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        value = _change(value, rng)
+        value = _change_value(value, rng)
     text = json.dumps(value).replace(f'"{_DIGITS}"', "9" * 5_000)
     if rng.random() < 0.02:
         text = "[" * 50_000 + text
     return text.encode("utf-8", "surrogatepass")
 
 
-def _change(value: Any, rng: random.Random) -> Any:
-    """Change something inside a value."""
+def _change_value(value: Any, rng: random.Random) -> Any:
+    """Return a copy of a JSON value with one random change at any depth."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(list(value))
         kind = rng.random()
@@ -69,7 +70,7 @@ def _change(value: Any, rng: random.Random) -> Any:
             return {key: item for key, item in value.items() if key != name}
         if kind < 0.1:
             return {**value, rng.choice((CONTROL, "extra", "a" * 9_000)): rng.choice(VALUES)}
-        return {**value, name: _change(value[name], rng)}
+        return {**value, name: _change_value(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.9:
         at = rng.randrange(len(value))
         kind = rng.random()
@@ -77,7 +78,7 @@ def _change(value: Any, rng: random.Random) -> Any:
             return value[:at] + value[at + 1 :]
         if kind < 0.15:
             return value + value[at : at + 1] * rng.choice((1, 50))
-        return [*value[:at], _change(value[at], rng), *value[at + 1 :]]
+        return [*value[:at], _change_value(value[at], rng), *value[at + 1 :]]
     if type(value) in (int, float) and rng.random() < 0.4:
         return rng.choice((value + 1, value - 1, -value, value * 2, value * 1000, value / 7, str(value)))
     same_type = [candidate for candidate in VALUES if type(candidate) is type(value)]
@@ -85,9 +86,9 @@ def _change(value: Any, rng: random.Random) -> Any:
 
 
 def damage_zip(data: bytes, rng: random.Random) -> bytes:
-    """Damage, remove or recompress a member of a zip archive; or damage its bytes."""
+    """Return a zip archive with one damaged or removed member and recompressed members, or with damaged bytes."""
     if rng.random() < 0.3:
-        return damage(data, rng)
+        return damage_bytes(data, rng)
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(packed, "w") as copy:
         damaged_name = rng.choice(source.namelist())
@@ -96,14 +97,14 @@ def damage_zip(data: bytes, rng: random.Random) -> bytes:
             if name == damaged_name and rng.random() < 0.1:
                 continue
             compression = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2))
-            copy.writestr(name, damage(member, rng) if name == damaged_name else member, compression)
+            copy.writestr(name, damage_bytes(member, rng) if name == damaged_name else member, compression)
     return packed.getvalue()
 
 
 def damage_png(data: bytes, rng: random.Random) -> bytes:
-    """Damage, remove, double, rename or extend a chunk of a PNG; or damage its bytes."""
+    """Return a PNG file with a removed, repeated, renamed, damaged or added chunk, or with damaged bytes."""
     if rng.random() < 0.4:
-        return damage(data, rng)
+        return damage_bytes(data, rng)
     chunks = []
     at = 8
     while at < len(data):
@@ -118,7 +119,7 @@ def damage_png(data: bytes, rng: random.Random) -> bytes:
             [],
             [(name, body)] * 2,
             [(other_name, body)],
-            [(name, damage(body, rng))],
+            [(name, damage_bytes(body, rng))],
             [(name, body), (other_name, rng.randbytes(rng.choice((0, 4, 8, 26, 40))))],
             [(name, body), (other_name, b"prompt\0\0" + zlib.compress(bytes(1 << 23), 9))],
         )
@@ -128,16 +129,25 @@ def damage_png(data: bytes, rng: random.Random) -> bytes:
 
 
 def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """Damage the header of a safetensors file, or any of its bytes."""
+    """Return a safetensors file with a damaged JSON header, or with damaged bytes at any position."""
     if rng.random() < 0.4:
-        return damage(data, rng)
+        return damage_bytes(data, rng)
     size = int.from_bytes(data[:8], "little")
     header = damage_json(json.dumps(json.loads(data[8 : 8 + size])), rng)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
-def refer(data: bytes, location: str, rng: random.Random) -> bytes:
-    """Move a weight of an ONNX graph to another file."""
+def move_weight_to_file(data: bytes, location: str, rng: random.Random) -> bytes:
+    """Move a random weight of an ONNX model to an external file, without writing that file.
+
+    Args:
+        data: serialized ONNX model.
+        location: path of the external file in the model.
+        rng: generator that chooses the weight, and whether the model keeps the weight's data.
+
+    Returns:
+        The changed model, serialized.
+    """
     model = onnx.load_from_string(data)
     tensor = rng.choice([tensor for tensor in model.graph.initializer if tensor.raw_data])
     onnx.external_data_helper.set_external_data(tensor, location, 0, len(tensor.raw_data))
@@ -147,19 +157,19 @@ def refer(data: bytes, location: str, rng: random.Random) -> bytes:
 
 
 def damage_file(path: Path, rng: random.Random) -> None:
-    """Damage a file according to its ending."""
+    """Replace a file by a damaged copy; the kind of damage depends on the file name extension."""
     damage_by_ending: dict[str, Callable[[bytes], bytes]] = {
         ".json": lambda data: damage_json(data.decode(), rng),
-        ".onnx": lambda data: rng.choice((damage, damage_graph))(data, rng),
+        ".onnx": lambda data: rng.choice((damage_bytes, damage_graph))(data, rng),
         ".png": lambda data: damage_png(data, rng),
         ".safetensors": lambda data: damage_safetensors(data, rng),
         **dict.fromkeys((".npz", ".pt", ".bin"), lambda data: damage_zip(data, rng)),
     }
-    path.write_bytes(damage_by_ending.get(path.suffix, lambda data: damage(data, rng))(path.read_bytes()))
+    path.write_bytes(damage_by_ending.get(path.suffix, lambda data: damage_bytes(data, rng))(path.read_bytes()))
 
 
 def damage_graph(data: bytes, rng: random.Random) -> bytes:
-    """Change names, sizes, types, weights or nodes of an ONNX graph, which stays valid protobuf."""
+    """Return an ONNX model with changed names, sizes, types, weights or nodes; the model stays valid protobuf."""
     model = onnx.load_from_string(data)
     graph = model.graph
     for _ in range(rng.choice((1, 1, 2))):
@@ -172,7 +182,7 @@ def damage_graph(data: bytes, rng: random.Random) -> bytes:
         elif kind == 1:
             tensor.data_type = rng.randrange(25)
         elif kind == 2:
-            tensor.raw_data = damage(tensor.raw_data, rng)
+            tensor.raw_data = damage_bytes(tensor.raw_data, rng)
         elif kind == 3:
             node.op_type = rng.choice(("Add", "MatMul", "Gather", "Loop", "Range", "Expand", "Identity", CONTROL))
         elif kind == 4:

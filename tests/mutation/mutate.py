@@ -1,8 +1,9 @@
-"""Find small mutations of the runtime and the engines that the fast tests do not detect.
+"""Mutation testing: find small changes of the runtime and the engines that the fast tests do not detect.
 
-`python tests/mutation/mutate.py --seed 1 --count 60` chooses expressions at random, changes one at a time in a copy of
-this checkout, and runs the tests of its file until one fails. It prints whether each mutation was killed or survived.
-A survivor is either equivalent, such as a limit on work per call, or shows a missing test. CI does not run this.
+`python tests/mutation/mutate.py --seed 1 --count 60` chooses expressions at random. The program changes one expression
+at a time in a copy of this checkout, and runs the tests of the changed file until a test fails. It prints whether the
+tests detected each mutation (killed) or not (survived). A surviving mutation either does not change the behavior or
+shows a missing test. CI does not run this program.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "dist", "node_modules")
-# Tests of every file that is mutated, the most sensitive first.
+# Tests of every file to mutate. The first tests detect the most mutations.
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
@@ -60,7 +61,7 @@ TESTS = {
     "engines/ort/engine.py": "onnxruntime/engine onnxruntime/device_engine",
     "engines/ort/cache_pool.py": "onnxruntime/device_engine onnxruntime/tensorrt_engine",
 }
-# Examples in a fixed order, without shrinking failures, which would take minutes.
+# Hypothesis runs fixed examples and does not shrink failing examples, which would take minutes.
 PROFILE = """
 from hypothesis import Phase, settings
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -72,36 +73,36 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 
 
-def mutants(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield every expression below a node in a slightly different form."""
+def generate_mutants(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield a mutated copy of every expression below a node that can be mutated."""
     for child in ast.iter_child_nodes(node):
         if _is_skipped(node, child):
             continue
-        yield from mutants(child)
-        changed = _mutate(child)
-        if changed is not None:
-            yield ast.copy_location(changed, child)
+        yield from generate_mutants(child)
+        mutant = _mutate(child)
+        if mutant is not None:
+            yield ast.copy_location(mutant, child)
 
 
 def _is_skipped(parent: ast.AST, node: ast.AST) -> bool:
-    """Return whether a node is not mutated: guards, errors, annotations, and arbitrary numbers."""
-    if isinstance(node, ast.keyword):
-        return (
-            node.arg in ("strict", "frozen", "init", "repr", "eq") or ast.unparse(node) == "copy=False"
-        )  # only saves time
-    if isinstance(node, ast.BinOp) and isinstance(
-        node.op, ast.LShift
-    ):  # 1 << 20: practically unlimited; or 2 << 3, a tag
+    """Return whether a node is left out: assertions, errors, annotations, and arbitrary limits.
+
+    Tests need not detect a mutation of these expressions.
+    """
+    if isinstance(node, ast.keyword):  # `copy=False` only saves time
+        return node.arg in ("strict", "frozen", "init", "repr", "eq") or ast.unparse(node) == "copy=False"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):  # a very large limit such as 1 << 20
         return isinstance(node.left, ast.Constant)
-    if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):  # MAX_PASSES = 64: a limit on work or memory
+    if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):  # a limit such as MAX_PASSES = 64
         return isinstance(node.value, ast.Constant) and isinstance(node.value.value, int) and node.value.value > 16
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and parent.func.attr == "reshape":
-        return isinstance(node, ast.UnaryOp)  # -1, which NumPy treats like -2
+        return isinstance(node, ast.UnaryOp)  # NumPy treats -1 and -2 in the same way
     annotations = (getattr(parent, "annotation", None), getattr(parent, "returns", None))
     return isinstance(node, (ast.Assert, ast.Raise, ast.JoinedStr)) or node in annotations
 
 
 def _mutate(node: ast.AST) -> ast.expr | None:
+    """Return a mutated copy of an expression; None if the expression cannot be mutated."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
         return ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)  # type: ignore[list-item]
     if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in SWAPS:
@@ -121,68 +122,69 @@ def _mutate(node: ast.AST) -> ast.expr | None:
 
 
 def apply_mutant(source: str, mutant: ast.expr) -> tuple[str, str]:
-    """Return the source with a mutant in its place, and a description of the change."""
+    """Return the source code with a mutant in place of the original expression, and a description of the change."""
     lines = source.splitlines(keepends=True)
-    ends = [sum(len(line.encode()) for line in lines[:n]) for n in range(len(lines) + 1)]
-    start = ends[mutant.lineno - 1] + mutant.col_offset
-    end = ends[(mutant.end_lineno or 0) - 1] + (mutant.end_col_offset or 0)
+    line_starts = [sum(len(line.encode()) for line in lines[:n]) for n in range(len(lines) + 1)]  # byte offsets
+    start = line_starts[mutant.lineno - 1] + mutant.col_offset
+    end = line_starts[(mutant.end_lineno or 0) - 1] + (mutant.end_col_offset or 0)
     data = source.encode()
-    after = ast.unparse(mutant)
-    before = " ".join(data[start:end].decode().split())
-    words = f"{mutant.lineno}: {before}  ->  {after}  in  {lines[mutant.lineno - 1].strip()}"
-    return (data[:start] + f"({after})".encode() + data[end:]).decode(), words
+    new_code = ast.unparse(mutant)
+    old_code = " ".join(data[start:end].decode().split())
+    description = f"{mutant.lineno}: {old_code}  ->  {new_code}  in  {lines[mutant.lineno - 1].strip()}"
+    return (data[:start] + f"({new_code})".encode() + data[end:]).decode(), description
 
 
-def passes(folder: Path, tests: Iterable[str], seconds: float, compiled: bool = False) -> bool:
-    """Return whether the tests of a copy pass in time.
+def run_tests(folder: Path, tests: Iterable[str], max_seconds: float, write_bytecode: bool = False) -> bool:
+    """Run tests in a copy of the checkout; return whether all tests pass within the time limit.
 
     Args:
         folder: folder of the copy.
-        tests: names of the tests.
-        seconds: time limit.
-        compiled: whether compiled modules are kept for later calls.
+        tests: test files such as `unit/decode`, which stands for tests/unit/test_decode.py.
+        max_seconds: time limit in seconds.
+        write_bytecode: whether Python stores compiled modules for later calls.
     """
     paths = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "" if compiled else "1"}
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1"}
     with (folder / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "pytest", *options, *paths]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
         try:
-            return process.wait(seconds) == 0
+            return process.wait(max_seconds) == 0
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait() == 0
 
 
 def main() -> None:
-    """Mutate the sources and report."""
+    """Run the tests for randomly chosen mutations and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--only", default="", help="mutate files whose path begins so")
+    parser.add_argument("--only", default="", help="mutate only files whose path begins with this text")
     options = parser.parse_args()
     sources = {path: (ROOT / path).read_text() for path in TESTS if path.startswith(options.only)}
-    places = [(path, mutant) for path, source in sources.items() for mutant in mutants(ast.parse(source))]
-    chosen = random.Random(options.seed).sample(places, options.count)
-    survivors = 0
+    mutants = [(path, mutant) for path, source in sources.items() for mutant in generate_mutants(ast.parse(source))]
+    chosen_mutants = random.Random(options.seed).sample(mutants, options.count)
+    num_survivors = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
         shutil.copytree(ROOT, folder, ignore=FILTERED_OUT)
         with (folder / "tests" / "conftest.py").open("a") as conftest:
             conftest.write(PROFILE)
         start = time.monotonic()
-        if not passes(folder, dict.fromkeys(test for path, _ in chosen for test in TESTS[path].split()), 7200, True):
-            sys.exit("the tests fail as it is:\n" + (folder / "output.txt").read_text())
-        seconds = 60 + time.monotonic() - start  # time limit for the tests of a file
-        for path, mutant in chosen:
-            changed, words = apply_mutant(sources[path], mutant)
-            (folder / path).write_text(changed)
-            survived = passes(folder, TESTS[path].split(), seconds)
+        tests = dict.fromkeys(test for path, _ in chosen_mutants for test in TESTS[path].split())
+        if not run_tests(folder, tests, 7200, write_bytecode=True):
+            sys.exit("the tests fail without a mutation:\n" + (folder / "output.txt").read_text())
+        max_seconds = 60 + time.monotonic() - start  # for the tests of a mutant
+        for path, mutant in chosen_mutants:
+            mutated_source, description = apply_mutant(sources[path], mutant)
+            (folder / path).write_text(mutated_source)
+            survived = run_tests(folder, TESTS[path].split(), max_seconds)
             (folder / path).write_text(sources[path])
-            survivors += survived
-            print(f"{'SURVIVED' if survived else 'killed  '} {path}:{words}", flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+            num_survivors += survived
+            print(f"{'SURVIVED' if survived else 'killed  '} {path}:{description}", flush=True)
+    print(f"{len(chosen_mutants) - num_survivors} of {len(chosen_mutants)} killed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A pipeline whose decoders are the graphs for accelerators, here on ONNX Runtime's CPU provider."""
+"""Pipeline that runs the code path for accelerators on the CPU, so that tests need no accelerator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from lantern_rt.engines.ort.backend import OrtGraphLoader
 from lantern_rt.engines.ort.device import OrtDevice
 
 
-def device_pipeline(bundle: str | Path, provider: str = "cpu") -> Pipeline:
-    """Load a bundle on the device path, without recomputing near-equal logits, as on a GPU."""
+def load_device_pipeline(bundle: str | Path, provider: str = "cpu") -> Pipeline:
+    """Load a bundle into a pipeline that uses the CPU like an accelerator.
+
+    Decoders run the graphs for accelerators, and near-equal logits are not recomputed.
+    """
     with pytest.MonkeyPatch.context() as patch:
         initialize = OrtGraphLoader.__init__
 
@@ -23,5 +26,5 @@ def device_pipeline(bundle: str | Path, provider: str = "cpu") -> Pipeline:
 
         patch.setattr(OrtGraphLoader, "__init__", initialize_with_device)
         pipe = Pipeline.from_bundle(bundle, threads=1, provider=provider)
-    pipe.engines.rounding = 0.0
+    pipe.engines.rounding = 0.0  # logits never count as near-equal
     return pipe

@@ -1,4 +1,4 @@
-"""One small model on every engine that runs here: a torch target and drafter with four codes."""
+"""Small target and drafter with four codes, on every engine that this host can run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, write_plan
+from host_tensorrt import HostTensorRT, write_engine_file
 from numpy.typing import NDArray
-from toy_distributions import naive_distribution
+from toy_distributions import compute_naive_distribution
 from toy_engine import (
     ToyModel,
     make_model,
@@ -37,7 +37,7 @@ from lantern_rt.runtime.engine import Engine
 from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 
-SMALL = DecoderConfig(
+SMALL_CONFIG = DecoderConfig(
     hidden_size=32,
     num_layers=2,
     num_heads=4,
@@ -48,11 +48,13 @@ SMALL = DecoderConfig(
     prefix=3,
     prefix_rotation="identity",
 )
-IMAGE = RasterLayout(SMALL.grid**2, SMALL.grid)
-NEIGHBORS = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
+IMAGE_LAYOUT = RasterLayout(SMALL_CONFIG.grid**2, SMALL_CONFIG.grid)
+NEIGHBORS = np.array(
+    [[n for n in range(SMALL_CONFIG.vocab_size) if n != code] for code in range(SMALL_CONFIG.vocab_size)]
+)
 SINGLE_THREAD = 1
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, device", "tensorrt, host")
-ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
+GPU_BACKENDS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (
     ShapeProfile(name="ar", rows=(1, 2, 512), nodes=(2, 2, 2), columns=(64, 64, 64)),
     ShapeProfile(name="tree", rows=(1, 2, 512), nodes=(2, 12, 12), columns=(64, 64, 64)),
@@ -60,94 +62,112 @@ PROFILES = (
 
 
 class SmallModel:
-    """Graph files of the model, and its exact distribution computed with torch."""
+    """Graph files of a small target and drafter with random weights, and the distribution of the target's images."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
         torch.set_num_threads(1)
-        self.decoder = Decoder(SMALL).eval()
-        head = torch.nn.Linear(SMALL.hidden_size, SMALL.vocab_size, bias=False)
-        drafter = EagleDrafter(replace(SMALL, final_norm=False), head, bias=True).eval()
+        self.decoder = Decoder(SMALL_CONFIG).eval()
+        head = torch.nn.Linear(SMALL_CONFIG.hidden_size, SMALL_CONFIG.vocab_size, bias=False)
+        drafter = EagleDrafter(replace(SMALL_CONFIG, final_norm=False), head, bias=True).eval()
         with torch.no_grad():
             for linear in (self.decoder.head, drafter.head):
-                linear.weight.mul_(4)  # makes distributions far from uniform
+                linear.weight.mul_(4)  # makes the token distributions far from uniform
         self.folder = folder
-        self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
-        write_graph(make_target_graph(self.decoder, torch.from_numpy(self.table)), folder)
+        self.code_embeddings = (
+            np.random.default_rng(0).normal(size=(SMALL_CONFIG.vocab_size, SMALL_CONFIG.hidden_size)).astype(np.float32)
+        )
+        write_graph(make_target_graph(self.decoder, torch.from_numpy(self.code_embeddings)), folder)
         write_graph(make_drafter_graph(drafter), folder)
-        self.target_spec = DecoderSpec(**get_decoder_spec_fields(SMALL), max_positions=SMALL.num_rope_positions)
+        self.target_spec = DecoderSpec(
+            **get_decoder_spec_fields(SMALL_CONFIG), max_positions=SMALL_CONFIG.num_rope_positions
+        )
         self.drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.config))
 
-    def model_on(self, backend: str) -> ToyModel:
-        """Return the model on one of `BACKENDS`; `toy` is the toy model of unit tests."""
+    def load_on_backend(self, backend: str) -> ToyModel:
+        """Load the model on a backend of `BACKENDS` or `GPU_BACKENDS`; `toy` is another model, from the unit tests."""
         if backend == "toy":
-            return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix, neighbors=NEIGHBORS)
+            return make_model(
+                vocabulary=SMALL_CONFIG.vocab_size, codes=4, prefix=SMALL_CONFIG.prefix, neighbors=NEIGHBORS
+            )
         if backend.startswith("tensorrt"):
-            return self._on_tensorrt(*backend.split(", "))
+            return self._load_on_tensorrt(*backend.split(", "))
         paths = {role: self.folder / f"{role}.onnx" for role in ("target", "drafter")}
         if backend in ("onnxruntime, device", "onnxruntime, cuda"):
             device = OrtDevice("cuda" if backend == "onnxruntime, cuda" else "cpu")
-            target: Engine = OrtDeviceEngine(paths["target"], self.target_spec, self.table, SINGLE_THREAD, device)
+            target: Engine = OrtDeviceEngine(
+                paths["target"], self.target_spec, self.code_embeddings, SINGLE_THREAD, device
+            )
             drafter: Engine = OrtDeviceEngine(paths["drafter"], self.drafter_spec, None, SINGLE_THREAD, device)
         else:
-            target = OrtEngine(paths["target"], self.target_spec, self.table, SINGLE_THREAD)
+            target = OrtEngine(paths["target"], self.target_spec, self.code_embeddings, SINGLE_THREAD)
             drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, SINGLE_THREAD)
-        return ToyModel(target, drafter, SMALL.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
-
-    def _on_tensorrt(self, name: str, where: str) -> ToyModel:
-        """Load TensorRT engines of both graphs on the GPU, or on its stand-in if `where` is `host`."""
-        on_host = where == "host"
-        specs = SimpleNamespace(
-            target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embeddings=SMALL.vocab_size
+        return ToyModel(
+            target, drafter, SMALL_CONFIG.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE_LAYOUT
         )
-        names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}
-        specs.files = names
-        bundle: Any = SimpleNamespace(path=lambda name: self.folder / names[name], manifest=specs)
-        library = HostLibrary() if on_host else builder.import_library(name)
+
+    def _load_on_tensorrt(self, name: str, location: str) -> ToyModel:
+        """Load TensorRT engines of both graphs on the GPU, or on the stand-in if `location` is `host`."""
+        on_host = location == "host"
+        manifest = SimpleNamespace(
+            target=self.target_spec, drafter=self.drafter_spec, sizes=(), num_embeddings=SMALL_CONFIG.vocab_size
+        )
+        file_names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}
+        manifest.files = file_names
+        bundle: Any = SimpleNamespace(path=lambda name: self.folder / file_names[name], manifest=manifest)
+        library = HostTensorRT() if on_host else builder.import_library(name)
         device = OrtDevice("cpu" if on_host else MEMORY)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
-        def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
+        def load_engine(
+            role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None
+        ) -> TensorRTEngine:
             inputs = builder.write_device_graph(bundle, role, PROFILES, folder)
             graph = folder / f"{role}.onnx"
             gpu = find_gpu()
             assert inputs is not None
             if gpu is None or on_host:
-                plan = write_plan(graph, inputs, graph.with_suffix(".plan"))
+                plan = write_engine_file(graph, inputs, graph.with_suffix(".plan"))
             else:
                 plan = builder.build_engine_file(name, graph, inputs, (gpu.compute_capability,), lambda *progress: None)
             return TensorRTEngine(TensorRTExecutable(library, plan, PROFILES, "rebuild"), spec, table, device)
 
-        target = engine("target", self.target_spec, self.table)
-        drafter = engine("drafter", self.drafter_spec, None)
-        return ToyModel(target, drafter, SMALL.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE)
+        target = load_engine("target", self.target_spec, self.code_embeddings)
+        drafter = load_engine("drafter", self.drafter_spec, None)
+        return ToyModel(
+            target, drafter, SMALL_CONFIG.num_rope_positions, DrafterLayout(), NEIGHBORS, image=IMAGE_LAYOUT
+        )
 
-    def prompt(self, backend: str, identity: int) -> Prompt:
-        """Return a prompt with `identity % 3` padded prefix positions."""
-        padding = identity % 3
+    def make_prompt(self, backend: str, seed: int) -> Prompt:
+        """Return a prompt with random embeddings, of which the first `seed % 3` positions are padding."""
+        padding = seed % 3
         if backend == "toy":
-            return make_prompt(identity, SMALL.prefix, padding)
-        rows = np.random.default_rng(identity).normal(size=(2, SMALL.prefix, SMALL.hidden_size)).astype(np.float32)
-        is_real_token = np.arange(SMALL.prefix) >= padding
+            return make_prompt(seed, SMALL_CONFIG.prefix, padding)
+        rows = (
+            np.random.default_rng(seed)
+            .normal(size=(2, SMALL_CONFIG.prefix, SMALL_CONFIG.hidden_size))
+            .astype(np.float32)
+        )
+        is_real_token = np.arange(SMALL_CONFIG.prefix) >= padding
         return Prompt(PrefixRow(rows[0], is_real_token), PrefixRow(rows[1], is_real_token))
 
-    def joint_distribution(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-        """Compute the probability of every image with full forward passes in torch, `[vocabulary] * codes`."""
-        codes = SMALL.grid**2
-        vocabulary = SMALL.vocab_size
+    def compute_joint_distribution(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
+        """Return the probability of every image, computed with torch, in an array with an axis for each cell."""
+        codes = SMALL_CONFIG.grid**2
+        vocabulary = SMALL_CONFIG.vocab_size
         images = np.array(list(itertools.product(range(vocabulary), repeat=codes)))
         joint = np.ones(len(images))
         rows = [
-            np.concatenate([np.tile(prefix_row.embeds, (len(images), 1, 1)), self.table[images]], 1)
+            np.concatenate([np.tile(prefix_row.embeds, (len(images), 1, 1)), self.code_embeddings[images]], 1)
             for prefix_row in (prompt.cond, prompt.uncond)
         ]
         with torch.no_grad():
-            cond, uncond = (
+            cond_logits, uncond_logits = (
                 self.decoder.head(self.decoder.forward_sequences(torch.from_numpy(row))).double().numpy()
                 for row in rows
             )
-        logits = uncond + sampling.cfg_scale * (cond - uncond)
+        logits = uncond_logits + sampling.cfg_scale * (cond_logits - uncond_logits)
         for i, sequence in enumerate(images):
             for cell, code in enumerate(sequence):
-                joint[i] *= naive_distribution(logits[i, SMALL.prefix - 1 + cell], sampling)[code]
+                joint[i] *= compute_naive_distribution(logits[i, SMALL_CONFIG.prefix - 1 + cell], sampling)[code]
         return joint.reshape((vocabulary,) * codes)

@@ -1,8 +1,8 @@
-"""A stand-in for TensorRT: ONNX Runtime behind the library's API, with host memory in place of device memory.
+"""Stand-in for TensorRT: the API of the library, implemented with ONNX Runtime and host memory.
 
-It is stricter than the library, to find mistakes: tensors that overlap, caches that are not written in place, inputs
-that are NaN and shapes outside a profile are errors. An "engine" is a JSON text with an ONNX graph, the folder of its
-weights, and the shapes of its inputs.
+The stand-in is stricter than TensorRT, to find mistakes. Errors are: tensors that overlap in memory, KV caches that are
+not written in place, inputs with NaN, and shapes outside the profile. An engine file is a JSON text with an ONNX graph,
+the folder of the weights, and the shapes of the inputs.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from lantern_rt.engines.ort.providers import CUDA_STREAM
 from lantern_rt.engines.trt.builder import Inputs
 
 Array = np.ndarray[Any, Any]
-_TYPES = {"float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64"}
-_NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64}
-_NODES = ("rows", "nodes")
-_FREE = ("entries", "earlier", "earlier rows")
-_AXES = {  # names of the axes of a decoder's inputs; inputs of other graphs have only rows
+_TENSORRT_TYPES = {"float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64"}
+_NUMPY_TYPES = {"FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64}
+_NODE_AXES = ("rows", "nodes")
+_UNCONSTRAINED_AXES = ("entries", "earlier", "earlier rows")
+_AXIS_NAMES = {  # axis names of the tensors of a decoder; tensors that are not listed have the axis `rows` first
     "embeddings": ("entries",),
     "hidden": ("earlier rows", "earlier"),
     "write": ("rows",),
     "seen": ("rows", "nodes", "words"),
-    **dict.fromkeys(("token_ids", "hidden_ids", "position_ids", "logits", "hidden_states"), _NODES),
+    **dict.fromkeys(("token_ids", "hidden_ids", "position_ids", "logits", "hidden_states"), _NODE_AXES),
 }
 
 
-class _Graphs(Enum):
+class _CudaGraphStrategy(Enum):
     DISABLED = 0
     WHOLE_GRAPH_CAPTURE = 1
 
 
-class _Mode(Enum):
+class _TensorIOMode(Enum):
     INPUT = 1
     OUTPUT = 2
 
 
-class _Type(Enum):
+class _DataType(Enum):
     FLOAT = 1
     HALF = 2
     INT64 = 3
@@ -55,17 +55,19 @@ class _Type(Enum):
     BF16 = 5
 
 
-class _Allocation(Enum):
+class _AllocationStrategy(Enum):
     ON_PROFILE_CHANGE = 1
 
 
-class _Logger:
+class _ILogger:
     ERROR = "error"
     INTERNAL_ERROR = "internal error"
 
 
-class _Context:
-    def __init__(self, engine: _Engine) -> None:
+class _ExecutionContext:
+    """Implementation of `IExecutionContext`, which runs an engine."""
+
+    def __init__(self, engine: _CudaEngine) -> None:
         self.engine = engine
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -77,8 +79,9 @@ class _Context:
         return 0 <= profile < self.engine.num_optimization_profiles
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        low, _, high = self.engine.profiles[self.profile][name]
-        in_range = [minimum <= size <= maximum for size, minimum, maximum in zip(shape, low, high, strict=True)]
+        min_shape, _, max_shape = self.engine.profiles[self.profile][name]
+        bounds = zip(shape, min_shape, max_shape, strict=True)
+        in_range = [minimum <= size <= maximum for size, minimum, maximum in bounds]
         assert all(in_range), (name, shape)
         self.shapes[name] = shape
         return True
@@ -88,9 +91,9 @@ class _Context:
             return self.shapes[name]
         axis_sizes: dict[str | int, int] = {}
         for input_name, shape in self.shapes.items():
-            for axis, size in zip(_AXES.get(input_name, ("rows",)), shape, strict=False):
-                assert axis in _FREE or axis_sizes.setdefault(axis, size) == size, f"{input_name}: {axis}"
-        axes = _AXES.get(name, ("rows",))
+            for axis, size in zip(_AXIS_NAMES.get(input_name, ("rows",)), shape, strict=False):
+                assert axis in _UNCONSTRAINED_AXES or axis_sizes.setdefault(axis, size) == size, f"{input_name}: {axis}"
+        axes = _AXIS_NAMES.get(name, ("rows",))
         return tuple(
             size if isinstance(size, int) else axis_sizes[axes[i]]
             for i, size in enumerate(self.engine.outputs[name].shape)
@@ -101,24 +104,25 @@ class _Context:
         return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        assert stream_handle == CUDA_STREAM  # the default stream cannot be recorded
+        assert stream_handle == CUDA_STREAM  # CUDA cannot record the default stream into a graph
         engine = self.engine
         addresses = self.addresses
         views: dict[str, Array] = {}
-        spans = []
+        memory_ranges = []
         for name, address in addresses.items():
             shape = self.get_tensor_shape(name)
-            dtype = np.dtype(_NUMPY[engine.get_tensor_dtype(name).name])
+            dtype = np.dtype(_NUMPY_TYPES[engine.get_tensor_dtype(name).name])
             size = int(np.prod(shape)) * dtype.itemsize
             views[name] = np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
             if name.startswith("present_"):
                 assert address == addresses[name.replace("present", "past", 1)], f"{name}: not in place"
             else:
-                spans.append((address, address + size, name))
-        spans.sort()
-        for (_, end, name), (start, _, next_name) in pairwise(spans):
+                memory_ranges.append((address, address + size, name))
+        memory_ranges.sort()
+        for (_, end, name), (start, _, next_name) in pairwise(memory_ranges):
             assert end <= start, f"{name} and {next_name} overlap"
-        for name in engine.inputs.keys() - {"hidden"}:  # only some rows of `hidden` are read, and the others never set
+        # A pass reads some rows of `hidden`; the other rows may be uninitialized.
+        for name in engine.inputs.keys() - {"hidden"}:
             assert np.isfinite(views[name]).all(), name
         outputs = engine.session.run(list(engine.outputs), {name: views[name].copy() for name in engine.inputs})
         for name, array in zip(engine.outputs, outputs, strict=True):
@@ -127,8 +131,8 @@ class _Context:
         return True
 
 
-class HostKernels:
-    """A runtime cache with a word for every context, as if for its compiled kernels; tests may add words."""
+class HostRuntimeCache:
+    """Implementation of `IRuntimeCache`, with a word for each execution context in place of compiled kernels."""
 
     version = "1"
 
@@ -138,33 +142,37 @@ class HostKernels:
     def serialize(self) -> bytes:
         return json.dumps([self.version, *sorted(self.kernels)]).encode()
 
-    def deserialize(self, blob: bytes) -> bool:
-        version, *kernels = json.loads(blob)
+    def deserialize(self, data: bytes) -> bool:
+        version, *kernels = json.loads(data)
         self.kernels |= set(kernels) if version == self.version else set()
         return bool(version == self.version)
 
 
-class _Config:
-    def __init__(self, engine: _Engine) -> None:
+class _RuntimeConfig:
+    """Implementation of `IRuntimeConfig`, the options of an execution context."""
+
+    def __init__(self, engine: _CudaEngine) -> None:
         self.engine = engine
-        self.strategy = _Allocation.ON_PROFILE_CHANGE
-        self.cache: HostKernels | None = None
-        self.cuda_graph_strategy = _Graphs.DISABLED
+        self.allocation_strategy = _AllocationStrategy.ON_PROFILE_CHANGE
+        self.cache: HostRuntimeCache | None = None
+        self.cuda_graph_strategy = _CudaGraphStrategy.DISABLED
 
-    def set_execution_context_allocation_strategy(self, strategy: _Allocation) -> None:
-        self.strategy = strategy
+    def set_execution_context_allocation_strategy(self, strategy: _AllocationStrategy) -> None:
+        self.allocation_strategy = strategy
 
-    def create_runtime_cache(self) -> HostKernels:
-        self.engine.caches.append(HostKernels())
+    def create_runtime_cache(self) -> HostRuntimeCache:
+        self.engine.caches.append(HostRuntimeCache())
         return self.engine.caches[-1]
 
-    def set_runtime_cache(self, cache: HostKernels) -> bool:
+    def set_runtime_cache(self, cache: HostRuntimeCache) -> bool:
         self.cache = cache
         return True
 
 
-class _Engine:
-    def __init__(self, plan: dict[str, Any], library: HostLibrary) -> None:
+class _CudaEngine:
+    """Implementation of `ICudaEngine`. `runs` records the profile number and the input shapes of every run."""
+
+    def __init__(self, plan: dict[str, Any], library: HostTensorRT) -> None:
         self.logger = library.logger
         self.caches = library.caches
         options = onnxruntime.SessionOptions()
@@ -184,28 +192,28 @@ class _Engine:
         return [*self.inputs, *self.outputs][index]
 
     def get_tensor_mode(self, name: str) -> Enum:
-        return _Mode.INPUT if name in self.inputs else _Mode.OUTPUT
+        return _TensorIOMode.INPUT if name in self.inputs else _TensorIOMode.OUTPUT
 
     def get_tensor_dtype(self, name: str) -> Enum:
-        return _Type[_TYPES[(self.inputs | self.outputs)[name].type[len("tensor(") : -1]]]
+        return _DataType[_TENSORRT_TYPES[(self.inputs | self.outputs)[name].type[len("tensor(") : -1]]]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return tuple(size if isinstance(size, int) else -1 for size in (self.inputs | self.outputs)[name].shape)
 
-    def create_runtime_config(self) -> _Config:
-        return _Config(self)
+    def create_runtime_config(self) -> _RuntimeConfig:
+        return _RuntimeConfig(self)
 
-    def create_execution_context(self, config: _Config) -> _Context:
-        assert config.strategy is _Allocation.ON_PROFILE_CHANGE
+    def create_execution_context(self, config: _RuntimeConfig) -> _ExecutionContext:
+        assert config.allocation_strategy is _AllocationStrategy.ON_PROFILE_CHANGE
         assert config.cache is not None
-        assert config.cuda_graph_strategy is _Graphs.WHOLE_GRAPH_CAPTURE
+        assert config.cuda_graph_strategy is _CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         config.cache.kernels.add(f"{len(self.inputs)} {self.contexts}")
         self.contexts += 1
-        return _Context(self)
+        return _ExecutionContext(self)
 
 
-class HostLibrary:
-    """The part of TensorRT's API that runs engines.
+class HostTensorRT:
+    """Stand-in for the Python module of TensorRT, with the classes and functions that run engines.
 
     Attributes:
         engines: all engines, in the order of loading.
@@ -214,32 +222,38 @@ class HostLibrary:
 
     __name__ = "host_tensorrt"
     __version__ = "1.0"
-    ILogger = _Logger
-    TensorIOMode = _Mode
-    DataType = _Type
-    ExecutionContextAllocationStrategy = _Allocation
-    CudaGraphStrategy = _Graphs
+    ILogger = _ILogger
+    TensorIOMode = _TensorIOMode
+    DataType = _DataType
+    ExecutionContextAllocationStrategy = _AllocationStrategy
+    CudaGraphStrategy = _CudaGraphStrategy
 
     def __init__(self) -> None:
-        self.engines: list[_Engine] = []
-        self.caches: list[HostKernels] = []
+        self.engines: list[_CudaEngine] = []
+        self.caches: list[HostRuntimeCache] = []
 
-    def Runtime(self, logger: Any) -> HostLibrary:  # noqa: N802
+    def Runtime(self, logger: Any) -> HostTensorRT:  # noqa: N802
         self.logger = logger
         return self
 
-    def deserialize_cuda_engine(self, plan: mmap.mmap) -> _Engine | None:
+    def deserialize_cuda_engine(self, plan: mmap.mmap) -> _CudaEngine | None:
         try:
-            self.engines.append(_Engine(json.loads(bytes(plan)), self))
+            self.engines.append(_CudaEngine(json.loads(bytes(plan)), self))
         except ValueError:
-            self.logger.log(_Logger.ERROR, "Serialization assertion failed")
+            self.logger.log(_ILogger.ERROR, "Serialization assertion failed")
             return None
         return self.engines[-1]
 
 
-def write_plan(onnx: Path, inputs: Sequence[Inputs], plan: Path) -> Path:
-    """Write the "engine" of a graph, whose weights, or a link to them, are in the graph's folder."""
-    graph = base64.b64encode(onnx.read_bytes()).decode()
-    folder = onnx.with_suffix(".onnx.data").resolve().parent
-    plan.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))
-    return plan
+def write_engine_file(graph_path: Path, inputs: Sequence[Inputs], engine_path: Path) -> Path:
+    """Write the engine file of a graph, and return its path.
+
+    Args:
+        graph_path: path of the ONNX graph; the weights, or a symbolic link to them, are in the same folder.
+        inputs: shape bounds of the inputs, for each profile.
+        engine_path: output path.
+    """
+    graph = base64.b64encode(graph_path.read_bytes()).decode()
+    folder = graph_path.with_suffix(".onnx.data").resolve().parent
+    engine_path.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))
+    return engine_path

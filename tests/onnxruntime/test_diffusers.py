@@ -1,6 +1,6 @@
-"""Check that diffusers' pipeline of GLM-Image, with random weights, makes the same image from lantern-rt's codes.
+"""GLM-Image pipeline of diffusers with random weights: codes of lantern-rt must lead to the same image.
 
-diffusers is installed in the session `journeys` of noxfile.py.
+The session `journeys` of noxfile.py installs diffusers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lantern_rt import Pipeline
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install --no-deps diffusers")
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "tests/data/glm-image"
+CHECKPOINTS = ROOT / "tests/data/glm-image"
 PROMPT = "a wooden sign that says 'open'"
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Any:
-    """Return diffusers' whole pipeline, whose first stage has the small checkpoint's weights and samples greedily."""
+def diffusers_pipeline() -> Any:
+    """Return diffusers' GLM-Image pipeline; the first stage has the weights of the small checkpoint and is greedy."""
     from transformers import AutoTokenizer, ByT5Tokenizer, T5Config, T5EncoderModel
     from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
     from transformers.models.glm_image.modeling_glm_image import GlmImageForConditionalGeneration
@@ -33,19 +33,19 @@ def decoder() -> Any:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    settings = json.loads((FOLDER / "processor/processor_config.json").read_text())["image_processor"]
-    del settings["image_processor_type"]
+    processor_settings = json.loads((CHECKPOINTS / "processor/processor_config.json").read_text())["image_processor"]
+    del processor_settings["image_processor_type"]
     processor = GlmImageProcessor(
-        image_processor=GlmImageImageProcessorPil(**settings),
-        tokenizer=AutoTokenizer.from_pretrained(FOLDER / "processor"),
-        chat_template=(FOLDER / "processor/chat_template.jinja").read_text(),
+        image_processor=GlmImageImageProcessorPil(**processor_settings),
+        tokenizer=AutoTokenizer.from_pretrained(CHECKPOINTS / "processor"),
+        chat_template=(CHECKPOINTS / "processor/chat_template.jinja").read_text(),
     )
-    first = GlmImageForConditionalGeneration.from_pretrained(
-        FOLDER / "vision_language_encoder", dtype=torch.float32
+    first_stage = GlmImageForConditionalGeneration.from_pretrained(
+        CHECKPOINTS / "vision_language_encoder", dtype=torch.float32
     ).eval()
-    first.generation_config.top_k = 1
+    first_stage.generation_config.top_k = 1
     # diffusers 0.42.1 joins the features of several images, while transformers 5.23 expects a list of them.
-    first.get_image_tokens = lambda features, grids: first.model.get_image_tokens([features])
+    first_stage.get_image_tokens = lambda features, grids: first_stage.model.get_image_tokens([features])
     transformer = diffusers.GlmImageTransformer2DModel(
         patch_size=2,
         in_channels=4,
@@ -68,27 +68,27 @@ def decoder() -> Any:
         latents_std=[1.0] * 4,
     )
     tokenizer = ByT5Tokenizer()
-    text = T5EncoderModel(
+    text_encoder = T5EncoderModel(
         T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
     ).eval()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.GlmImagePipeline(tokenizer, processor, text, first, vae, transformer, scheduler)
+    pipeline = diffusers.GlmImagePipeline(tokenizer, processor, text_encoder, first_stage, vae, transformer, scheduler)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def draw(decoder: Any, **arguments: Any) -> list[int]:
-    """Return the pixels of the image that diffusers makes."""
+def generate_pixels(diffusers_pipeline: Any, **arguments: Any) -> list[int]:
+    """Return the pixels of the image that diffusers generates, as a flat list of levels from 0 to 255."""
     generator = torch.Generator().manual_seed(0)
-    (image,) = decoder(prompt=PROMPT, num_inference_steps=2, generator=generator, **arguments).images
+    (image,) = diffusers_pipeline(prompt=PROMPT, num_inference_steps=2, generator=generator, **arguments).images
     pixels: list[int] = np.asarray(image).ravel().tolist()
     return pixels
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 5), (5, 2)])
 @pytest.mark.parametrize("has_source", [False, True], ids=["text", "image"])
-def test_diffusers_makes_the_same_image_of_our_codes_as_of_those_of_its_own_first_stage(
-    decoder: Any, glm_image_bundle: Path, rows: int, columns: int, has_source: bool
+def test_diffusers_decodes_our_codes_and_the_codes_of_the_diffusers_first_stage_to_equal_images(
+    diffusers_pipeline: Any, glm_image_bundle: Path, rows: int, columns: int, has_source: bool
 ) -> None:
     pixels = np.random.default_rng(rows).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     source = Image.fromarray(pixels).resize((32 * columns, 32 * rows))
@@ -97,7 +97,7 @@ def test_diffusers_makes_the_same_image_of_our_codes_as_of_those_of_its_own_firs
     with Pipeline.from_bundle(glm_image_bundle, threads=1) as pipe:
         arguments = make_prior_tokens(pipe, PROMPT, size=f"{32 * columns}x{32 * rows}", temperature=0, **options)
     sources: dict[str, Any] = {"image": [source]} if has_source else {}
-    expected = draw(decoder, height=32 * rows, width=32 * columns, **sources)
-    assert draw(decoder, **arguments) == expected
-    other = arguments | {"prior_token_ids": (arguments["prior_token_ids"] + 1) % 90}
-    assert draw(decoder, **other) != expected  # the codes matter
+    expected = generate_pixels(diffusers_pipeline, height=32 * rows, width=32 * columns, **sources)
+    assert generate_pixels(diffusers_pipeline, **arguments) == expected
+    changed_arguments = arguments | {"prior_token_ids": (arguments["prior_token_ids"] + 1) % 90}
+    assert generate_pixels(diffusers_pipeline, **changed_arguments) != expected  # other codes change the image

@@ -1,4 +1,4 @@
-"""The ONNX Runtime engine compared with the torch decoder: caches, trees, ragged rows, independence of the batch."""
+"""ONNX Runtime engines compared with the torch decoder: KV caches, draft trees, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import error_of, expects_error
-from tiny_graphs import TINY, tiny_drafter
-from tiny_rig import SINGLE_THREAD, WIDE, Rig, assert_close, drafter_spec_of, spec_of
+from refusals import catch_error, expect_error
+from tiny_graphs import TINY_CONFIG, make_tiny_drafter
+from tiny_rig import SINGLE_THREAD, WIDE_CONFIG, DecoderHarness, assert_close, make_drafter_spec, make_target_spec
 
 from lantern_rt.engines.decoder_tensors import find_kv_dtype
 from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
@@ -25,141 +25,155 @@ from lantern_rt.runtime.engine import PassInput
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def tiny_harness(tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
     torch.set_num_threads(1)
-    return Rig(tmp_path_factory.mktemp("tiny"), TINY)
+    return DecoderHarness(tmp_path_factory.mktemp("tiny"), TINY_CONFIG)
 
 
 @pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def wide_harness(tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
     torch.set_num_threads(1)
-    return Rig(tmp_path_factory.mktemp("wide"), WIDE)
+    return DecoderHarness(tmp_path_factory.mktemp("wide"), WIDE_CONFIG)
 
 
 @pytest.fixture(scope="session", params=["cpu", "device", "plan"])
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    """Return a decoder on each kind of engine."""
+def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
+    """Return the harness of a decoder on each backend."""
     torch.set_num_threads(1)
-    return Rig(tmp_path_factory.mktemp("rig"), TINY, request.param)
+    return DecoderHarness(tmp_path_factory.mktemp("rig"), TINY_CONFIG, request.param)
 
 
-def last_logits(rig: Rig, cache: Any, codes: list[int]) -> np.ndarray:
-    """Return the logits after another code in each row, which depend on the content of the cache."""
+def compute_next_logits(harness: DecoderHarness, cache: Any, codes: list[int]) -> np.ndarray:
+    """Return logits `[rows, vocabulary]` after one more code in each row; the code is not appended to the KV cache.
+
+    Args:
+        harness: harness of the decoder.
+        cache: KV cache of the rows.
+        codes: the next code of each row.
+    """
     tokens = np.array([[code, 0] for code in codes])
-    output = rig.run(cache, tokens, np.eye(2, dtype=bool), np.repeat(cache.lengths[:, None], 2, 1))
+    output = harness.run_pass(cache, tokens, np.eye(2, dtype=bool), np.repeat(cache.lengths[:, None], 2, 1))
     return output.logits[:, 0]
 
 
-def test_ragged_rows_agree_with_a_full_forward_pass_of_each(rig: Rig) -> None:
+def test_rows_with_kv_caches_of_different_lengths_agree_with_full_forward_passes(harness: DecoderHarness) -> None:
     rng = np.random.default_rng(1)
     codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
-    cache = rig.prefill(4)
-    rig.extend(cache, codes)
+    cache = harness.prefill(4)
+    harness.append_codes(cache, codes)
     assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert rig.engine.padded_past_length(cache, 2) == 128
-    logits = last_logits(rig, cache, [5, 6, 7, 8])
+    assert harness.engine.padded_past_length(cache, 2) == 128
+    logits = compute_next_logits(harness, cache, [5, 6, 7, 8])
     for row, last_code in enumerate([5, 6, 7, 8]):
-        assert_close(logits[row], rig.reference(row, [*codes[row], last_code])[-1])
+        assert_close(logits[row], harness.compute_reference_logits(row, [*codes[row], last_code])[-1])
 
 
-def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(rig: Rig) -> None:
+def test_a_pass_over_a_draft_tree_scores_every_path_and_accepted_nodes_are_appended(harness: DecoderHarness) -> None:
     parents = [-1, 0, 0, 1, 1, 2, 4]
-    depth = [0, 1, 1, 2, 2, 2, 3]
-    among = np.eye(7, dtype=bool)
+    depths = [0, 1, 1, 2, 2, 2, 3]
+    node_mask = np.eye(7, dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            among[node] |= among[parent]
+            node_mask[node] |= node_mask[parent]
     tokens = np.random.default_rng(2).integers(0, 48, (2, 7))
-    cache = rig.prefill(2)
-    output = rig.run(cache, tokens, among, cache.lengths[:, None] + np.array(depth))
+    cache = harness.prefill(2)
+    output = harness.run_pass(cache, tokens, node_mask, cache.lengths[:, None] + np.array(depths))
     for row in range(2):
         for node in range(7):
-            path = tokens[row, among[node]].tolist()
-            assert_close(output.logits[row, node], rig.reference(row, path)[-1])
+            path = tokens[row, node_mask[node]].tolist()
+            assert_close(output.logits[row, node], harness.compute_reference_logits(row, path)[-1])
     paths = [[0, 1, 4, 6], [0, 2]]
     cache.append(output.new_kv, [np.array(path) for path in paths])
     assert cache.lengths.tolist() == [8, 6]
-    logits = last_logits(rig, cache, [1, 2])
+    logits = compute_next_logits(harness, cache, [1, 2])
     for row in range(2):
-        assert_close(logits[row], rig.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
+        assert_close(
+            logits[row], harness.compute_reference_logits(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1]
+        )
 
 
-def test_outputs_of_other_sizes_than_their_pass_are_rejected(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiny.prefill(5)
-    run = GraphSession.run
-    monkeypatch.setattr(GraphSession, "run", lambda self, feeds: [array[:1] for array in run(self, feeds)])
-    with expects_error(BundleError, "output `logits`", "the graph is damaged"):
-        last_logits(tiny, cache, [0] * 5)
+def test_graph_outputs_with_fewer_rows_than_the_forward_pass_are_rejected(
+    tiny_harness: DecoderHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_harness.prefill(5)
+    run_graph = GraphSession.run
+    monkeypatch.setattr(GraphSession, "run", lambda self, feeds: [array[:1] for array in run_graph(self, feeds)])
+    with expect_error(BundleError, "output `logits`", "the graph is damaged"):
+        compute_next_logits(tiny_harness, cache, [0] * 5)
 
 
-def test_truncated_entries_have_no_effect_and_are_overwritten(rig: Rig) -> None:
-    cache = rig.prefill(2)
-    rig.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+def test_truncated_entries_of_the_kv_cache_have_no_effect_and_are_overwritten(harness: DecoderHarness) -> None:
+    cache = harness.prefill(2)
+    harness.append_codes(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
     cache.truncate(np.array([5, 7]))
-    assert_close(last_logits(rig, cache, [9, 9])[1], rig.reference(1, [5, 6, 7, 9])[-1])
-    rig.extend(cache, [[10, 11], [12]])
-    logits = last_logits(rig, cache, [9, 9])
-    assert_close(logits[0], rig.reference(0, [1, 10, 11, 9])[-1])
-    assert_close(logits[1], rig.reference(1, [5, 6, 7, 12, 9])[-1])
+    assert_close(compute_next_logits(harness, cache, [9, 9])[1], harness.compute_reference_logits(1, [5, 6, 7, 9])[-1])
+    harness.append_codes(cache, [[10, 11], [12]])
+    logits = compute_next_logits(harness, cache, [9, 9])
+    assert_close(logits[0], harness.compute_reference_logits(0, [1, 10, 11, 9])[-1])
+    assert_close(logits[1], harness.compute_reference_logits(1, [5, 6, 7, 12, 9])[-1])
 
 
-def test_kept_rows_continue_in_their_new_order(rig: Rig) -> None:
-    cache = rig.prefill(3)
+def test_batch_rows_that_are_kept_in_a_new_order_continue_their_sequences(harness: DecoderHarness) -> None:
+    cache = harness.prefill(3)
     codes = [[1, 2, 3], [4], [5, 6]]
-    rig.extend(cache, codes)
+    harness.append_codes(cache, codes)
     cache.keep_rows(np.array([2, 0]))
     assert cache.lengths.tolist() == [6, 7]
-    logits = last_logits(rig, cache, [7, 7])
+    logits = compute_next_logits(harness, cache, [7, 7])
     for new_row, row in enumerate([2, 0]):
-        assert_close(logits[new_row], rig.reference(row, [*codes[row], 7])[-1])
+        assert_close(logits[new_row], harness.compute_reference_logits(row, [*codes[row], 7])[-1])
 
 
-def test_rows_of_another_cache_continue_after_joining(rig: Rig) -> None:
-    cache = rig.prefill(2, capacity=310)
-    joining = rig.engine.new_cache(1, 100)
+def test_rows_of_two_kv_caches_continue_after_the_caches_are_joined(harness: DecoderHarness) -> None:
+    cache = harness.prefill(2, capacity=310)
+    added_cache = harness.engine.new_cache(1, 100)
     codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
-    rig.extend(cache, codes[:2])
-    cache_of_three = rig.prefill(3)
-    rig.extend(cache_of_three, [[], [], codes[2]])
+    harness.append_codes(cache, codes[:2])
+    cache_of_three = harness.prefill(3)
+    harness.append_codes(cache_of_three, [[], [], codes[2]])
     cache_of_three.keep_rows(np.array([2]))
-    joining.keep_rows(np.array([], np.int64))
-    joining.extend(cache_of_three)
-    cache.extend(joining)
+    added_cache.keep_rows(np.array([], np.int64))
+    added_cache.extend(cache_of_three)
+    cache.extend(added_cache)
     assert cache.lengths.tolist() == [79, 5, 6]
-    assert (joining.capacity, cache.capacity) == (300, 310)  # the larger of the two
-    logits = last_logits(rig, cache, [7, 8, 9])
+    assert (added_cache.capacity, cache.capacity) == (300, 310)  # the capacity of joined caches is the larger capacity
+    logits = compute_next_logits(harness, cache, [7, 8, 9])
     for row, last_code in enumerate([7, 8, 9]):
-        assert_close(logits[row], rig.reference(row, [*codes[row], last_code])[-1])
+        assert_close(logits[row], harness.compute_reference_logits(row, [*codes[row], last_code])[-1])
 
 
-def test_the_past_is_passed_to_onnxruntime_without_a_copy(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiny.prefill(3)
+def test_the_kv_cache_is_passed_to_onnx_runtime_without_a_copy(
+    tiny_harness: DecoderHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny_harness.prefill(3)
     graph_inputs: dict[str, Any] = {}
-    run = GraphSession.run
-    monkeypatch.setattr(GraphSession, "run", lambda graph, feeds: graph_inputs.update(feeds) or run(graph, feeds))
-    last_logits(tiny, cache, [1, 2, 3])
+    run_graph = GraphSession.run
+    monkeypatch.setattr(GraphSession, "run", lambda graph, feeds: graph_inputs.update(feeds) or run_graph(graph, feeds))
+    compute_next_logits(tiny_harness, cache, [1, 2, 3])
     for i, name in enumerate(["past_key_values.0.key", "past_key_values.0.value"]):
         assert graph_inputs[name].ctypes.data == cache.tensors[i].ctypes.data
         assert graph_inputs[name].flags.c_contiguous
         assert graph_inputs[name].shape[0] == COLUMN_STEP
 
 
-def test_the_past_length_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
-    cache = tiny.engine.new_cache(2, 130)
-    assert tiny.engine.padded_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
+def test_the_padded_length_of_the_kv_cache_is_a_multiple_of_64_and_never_0(tiny_harness: DecoderHarness) -> None:
+    cache = tiny_harness.engine.new_cache(2, 130)
+    assert tiny_harness.engine.padded_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
-        assert tiny.engine.padded_past_length(cache, 5) == past_length
+        assert tiny_harness.engine.padded_past_length(cache, 5) == past_length
         assert cache.past_views(past_length)[0].shape[0] == past_length
 
 
-def test_a_wrong_past_length_or_too_many_entries_are_rejected_before_the_graph_runs(tiny: Rig) -> None:
-    cache = tiny.prefill(1, capacity=5)
+def test_a_wrong_kv_cache_length_or_too_many_entries_are_rejected_before_the_graph_runs(
+    tiny_harness: DecoderHarness,
+) -> None:
+    cache = tiny_harness.prefill(1, capacity=5)
     wrong_pass = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
     )
     with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
-        tiny.engine.run(wrong_pass, cache)
+        tiny_harness.engine.run(wrong_pass, cache)
     new_kv = [np.zeros((2, 1, 2, 16), np.float32)] * 4
     with pytest.raises(ValueError, match="do not fit"):
         cache.append(new_kv, [np.arange(2)])
@@ -170,21 +184,23 @@ def test_a_wrong_past_length_or_too_many_entries_are_rejected_before_the_graph_r
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) -> None:
-    engine = wide.load(threads)
+def test_other_rows_of_the_batch_change_no_bit_of_the_outputs_of_a_row(
+    wide_harness: DecoderHarness, threads: int
+) -> None:
+    engine = wide_harness.load_engine(threads)
     rng = np.random.default_rng(4)
     for length in (33, 75):
-        alone = wide.prefill(2, engine)
-        fill(alone, length, 7)
+        alone = wide_harness.prefill(2, engine)
+        append_random_entries(alone, length, 7)
         for extra_length in (10, 60, 190):
-            batch = wide.prefill(2, engine)
-            fill(batch, length, 7)
-            batch = with_other_rows(batch, 14, 24 + extra_length)
+            batch = wide_harness.prefill(2, engine)
+            append_random_entries(batch, length, 7)
+            batch = add_random_rows(batch, 14, 24 + extra_length)
             tokens = rng.integers(0, 256, (16, 4))
             positions = np.minimum(batch.lengths[:, None] + np.arange(4), 500)
-            among = np.tril(np.ones((4, 4), bool))
-            batch_output = wide.run(batch, tokens, among, positions, engine)
-            output = wide.run(alone, tokens[:2], among, positions[:2], engine)
+            node_mask = np.tril(np.ones((4, 4), bool))
+            batch_output = wide_harness.run_pass(batch, tokens, node_mask, positions, engine)
+            output = wide_harness.run_pass(alone, tokens[:2], node_mask, positions[:2], engine)
             assert np.array_equal(batch_output.logits[:2], output.logits), (length, extra_length)
             assert np.array_equal(batch_output.hidden[:2], output.hidden), (length, extra_length)
             assert all(
@@ -194,31 +210,45 @@ def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) 
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_number_of_nodes_changes_no_bit_of_a_node(wide: Rig, threads: int) -> None:
-    engine = wide.load(threads)
+def test_the_number_of_nodes_in_a_pass_changes_no_bit_of_the_logits_of_a_node(
+    wide_harness: DecoderHarness, threads: int
+) -> None:
+    engine = wide_harness.load_engine(threads)
     tokens = np.random.default_rng(5).integers(0, 256, (2, 60))
     for length in (5, 61, 130):
-        cache = wide.prefill(2, engine)
-        fill(cache, length, 8)
+        cache = wide_harness.prefill(2, engine)
+        append_random_entries(cache, length, 8)
         results = []
         for nodes in (2, 3, 8, 26, 60):
-            among = np.eye(nodes, dtype=bool)
-            among[:, 0] = True
+            node_mask = np.eye(nodes, dtype=bool)
+            node_mask[:, 0] = True
             positions = cache.lengths[:, None] + np.minimum(np.arange(nodes), 1)
-            results.append(wide.run(cache, tokens[:, :nodes], among, positions, engine).logits[:, :2])
-        assert all(np.array_equal(results[0], other) for other in results[1:]), length
+            results.append(wide_harness.run_pass(cache, tokens[:, :nodes], node_mask, positions, engine).logits[:, :2])
+        assert all(np.array_equal(results[0], logits) for logits in results[1:]), length
 
 
-def fill(cache: KVCache, entries: int, seed: int) -> None:
-    """Append random entries to every row."""
+def append_random_entries(cache: KVCache, entries: int, seed: int) -> None:
+    """Append random entries to every row of a KV cache.
+
+    Args:
+        cache: KV cache.
+        entries: number of entries to append.
+        seed: seed of the random entries.
+    """
     rng = np.random.default_rng(seed)
     shape = (entries, *cache.tensors[0].shape[1:])
     new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
     cache.append(new_kv, [np.arange(entries)] * shape[1])
 
 
-def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
-    """Add `rows` rows of random entries to a cache."""
+def add_random_rows(cache: KVCache, rows: int, length: int) -> KVCache:
+    """Add rows with random entries to a KV cache, and return the cache.
+
+    Args:
+        cache: KV cache.
+        rows: number of rows to add.
+        length: number of entries in each new row.
+    """
     num_rows = len(cache.lengths)
     start = cache.lengths
     cache.keep_rows(np.concatenate([np.arange(num_rows), np.zeros(rows, np.int64)]))
@@ -230,12 +260,12 @@ def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
     return cache
 
 
-def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
+def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    config = replace(TINY, num_layers=1, input_norm=False)
-    module = tiny_drafter(config)
+    config = replace(TINY_CONFIG, num_layers=1, input_norm=False)
+    module = make_tiny_drafter(config)
     write_graph(make_drafter_graph(module), tmp_path)
-    engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=SINGLE_THREAD)
+    engine = OrtEngine(tmp_path / "drafter.onnx", make_drafter_spec(config), threads=SINGLE_THREAD)
     rng = np.random.default_rng(6)
     ids = rng.integers(0, 48, (2, 6))
     hidden = rng.normal(size=(2, 6, 64)).astype(np.float32)
@@ -246,36 +276,42 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         attention_mask = np.zeros((2, 3, past_length + 3), bool)
         attention_mask[:, :, :start] = True
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
-        part = slice(start, start + 3)
+        node_slice = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
-        output = engine.run(PassInput(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
+        output = engine.run(
+            PassInput(positions, attention_mask, tokens=ids[:, node_slice], hidden=hidden[:, node_slice]),
+            cache,
+        )
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
     with torch.no_grad():
         inputs = module.fc(torch.cat([module.embed(torch.from_numpy(ids)), torch.from_numpy(hidden)], -1))
         causal = torch.full((6, 6), -1e9).triu(1)[None, None].expand(2, -1, -1, -1)
-        full, _ = module.run_layers(inputs, torch.arange(6).expand(2, -1), causal, ())
-        assert_close(np.concatenate(logits, 1), module.head(full).numpy())
+        expected_hidden, _ = module.run_layers(inputs, torch.arange(6).expand(2, -1), causal, ())
+        assert_close(np.concatenate(logits, 1), module.head(expected_hidden).numpy())
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
-        engine.run(PassInput(positions, attention_mask, tokens=ids[:, part]), cache)
+        engine.run(PassInput(positions, attention_mask, tokens=ids[:, node_slice]), cache)
 
 
-def test_several_threads_may_use_one_engine_with_separate_caches(tiny: Rig) -> None:
+def test_several_threads_can_use_the_same_engine_with_separate_kv_caches(tiny_harness: DecoderHarness) -> None:
     codes = [np.random.default_rng(i).integers(0, 48, 10 + 4 * i).tolist() for i in range(3)]
-    caches = [tiny.engine.new_cache(1, 60) for _ in codes]
+    caches = [tiny_harness.engine.new_cache(1, 60) for _ in codes]
 
-    def work(i: int) -> None:
-        caches[i] = tiny.prefill(1)
-        tiny.extend(caches[i], [codes[i]])
+    def fill_cache(i: int) -> None:
+        caches[i] = tiny_harness.prefill(1)
+        tiny_harness.append_codes(caches[i], [codes[i]])
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    workers = [threading.Thread(target=fill_cache, args=(i,)) for i in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     for i, cache in enumerate(caches):
         assert cache.num_passes == 1 + len(codes[i]) // 2
-        assert_close(last_logits(tiny, cache, [3])[0], tiny.reference(0, [*codes[i], 3])[-1])
+        assert_close(
+            compute_next_logits(tiny_harness, cache, [3])[0],
+            tiny_harness.compute_reference_logits(0, [*codes[i], 3])[-1],
+        )
 
 
 @pytest.mark.parametrize(
@@ -289,59 +325,74 @@ def test_several_threads_may_use_one_engine_with_separate_caches(tiny: Rig) -> N
         ({"dtype": "float16"}, "input `past_key_values.0.key`"),
     ],
 )
-def test_the_error_of_a_graph_that_differs_from_the_manifest_names_the_tensor(
-    tiny: Rig, change: dict[str, Any], tensor: str
+def test_the_error_for_a_graph_that_differs_from_the_manifest_names_the_tensor(
+    tiny_harness: DecoderHarness, change: dict[str, Any], tensor: str
 ) -> None:
-    error = error_of(
-        BundleError, OrtEngine, tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, SINGLE_THREAD
+    error = catch_error(
+        BundleError,
+        OrtEngine,
+        tiny_harness.path,
+        make_target_spec(TINY_CONFIG).model_copy(update=change),
+        tiny_harness.code_embeddings,
+        SINGLE_THREAD,
     )
-    assert error.field == f"{tiny.path}: {tensor}"
+    assert error.field == f"{tiny_harness.path}: {tensor}"
 
 
-def test_a_graph_with_a_fixed_batch_size_is_rejected(tiny: Rig, tmp_path: Path) -> None:
+def test_a_graph_with_a_fixed_batch_size_is_rejected(tiny_harness: DecoderHarness, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    model = onnx.load(tiny.path)
+    model = onnx.load(tiny_harness.path)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     onnx.save(model, tmp_path / "fixed.onnx")
-    with expects_error(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
-        OrtEngine(tmp_path / "fixed.onnx", spec_of(TINY), tiny.table, SINGLE_THREAD)
+    with expect_error(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
+        OrtEngine(tmp_path / "fixed.onnx", make_target_spec(TINY_CONFIG), tiny_harness.code_embeddings, SINGLE_THREAD)
 
 
-def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data = tiny.path.read_bytes()
+def test_the_error_for_a_damaged_graph_file_is_a_single_line(
+    tiny_harness: DecoderHarness, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tiny_harness.path.read_bytes()
     for name, content in (("cut", data[: len(data) // 2]), ("junk", b"junk"), ("empty", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises((BundleError, EngineError)) as caught:
-            OrtEngine(tmp_path / name, spec_of(TINY), tiny.table, SINGLE_THREAD)
+            OrtEngine(tmp_path / name, make_target_spec(TINY_CONFIG), tiny_harness.code_embeddings, SINGLE_THREAD)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
     assert capfd.readouterr() == ("", "")
 
 
-def test_keys_and_values_of_different_dtypes_are_rejected() -> None:
+def test_a_graph_with_keys_and_values_of_different_dtypes_is_rejected() -> None:
     with pytest.raises(BundleError):
         find_kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
 
 
-def test_outputs_of_another_shape_than_declared_are_rejected(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_outputs_with_another_shape_than_declared_are_rejected(
+    tiny_harness: DecoderHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flat = np.zeros((1, 5), np.float32)
     monkeypatch.setattr(GraphSession, "run", lambda graph, feeds: [flat] * len(graph.outputs))
-    with expects_error(BundleError, "output `logits`: found [1, 5], expected"):
-        tiny.prefill(1, tiny.load(SINGLE_THREAD))
+    with expect_error(BundleError, "output `logits`: found [1, 5], expected"):
+        tiny_harness.prefill(1, tiny_harness.load_engine(SINGLE_THREAD))
 
 
 @pytest.mark.parametrize("length", [2, 7, 24])
-def test_a_longer_prefix_in_the_batch_changes_no_bit_of_a_short_one(wide: Rig, length: int) -> None:
-    """Compare prefills of several lengths, as prompts differ in length and are padded to the longest."""
+def test_a_longer_prefix_in_the_batch_changes_no_bit_of_the_outputs_of_a_short_prefix(
+    wide_harness: DecoderHarness, length: int
+) -> None:
+    """Compare prefills of several lengths, because prompts are padded to the longest prompt of a batch."""
 
     def prefill(rows: int, nodes: int) -> list[np.ndarray]:
-        embeds = np.random.default_rng(3).normal(size=(6, 130, WIDE.hidden_size)).astype(np.float32)[:rows, :nodes]
-        cache = wide.engine.new_cache(rows, 200)
-        past_length = wide.engine.padded_past_length(cache, nodes)
+        embeds = (
+            np.random.default_rng(3).normal(size=(6, 130, WIDE_CONFIG.hidden_size)).astype(np.float32)[:rows, :nodes]
+        )
+        cache = wide_harness.engine.new_cache(rows, 200)
+        past_length = wide_harness.engine.padded_past_length(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = wide.engine.run(PassInput(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
+        output = wide_harness.engine.run(
+            PassInput(positions=positions, attention_mask=attention_mask, embeds=embeds), cache
+        )
         return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.new_kv)]
 
     alone = prefill(2, length)

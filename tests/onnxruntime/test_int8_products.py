@@ -1,4 +1,4 @@
-"""A bundle with int8 matmuls: exact methods generate the images of plain decoding, without deciding ties."""
+"""Bundles with int8 matmuls: tokens, memory estimates, TensorRT graphs, and supported providers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
 from lantern_rt.memory import count_weight_bytes
 
-CAPTIONS = np.random.default_rng(1).normal(size=(4, 6, 32)).astype(np.float32)
+PROMPT_EMBEDDINGS = np.random.default_rng(1).normal(size=(4, 6, 32)).astype(np.float32)
 METHODS = ["eagle:tree=mc-25", "eagle:tree=dynamic-16", "sjd:window=3", "sjd:window=15", None]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_exact_method_generates_the_same_tokens(t2i_products_bundle: Path, temperature: float) -> None:
+def test_every_exact_method_generates_the_tokens_of_plain_decoding_with_int8_matmuls(
+    t2i_products_bundle: Path, temperature: float
+) -> None:
     pipe = Pipeline.from_bundle(t2i_products_bundle)
-    request = {"embeddings": CAPTIONS, "temperature": temperature, "seed": [5, 6, 7, 8]}
-    plain = pipe(**request, method="ar").codes
-    alone = pipe(embeddings=CAPTIONS[2:3], temperature=temperature, seed=7, method="ar").codes
-    np.testing.assert_array_equal(alone[0], plain[2])
+    request = {"embeddings": PROMPT_EMBEDDINGS, "temperature": temperature, "seed": [5, 6, 7, 8]}
+    expected = pipe(**request, method="ar").codes
+    alone = pipe(embeddings=PROMPT_EMBEDDINGS[2:3], temperature=temperature, seed=7, method="ar").codes
+    np.testing.assert_array_equal(alone[0], expected[2])
     for method in METHODS:
-        np.testing.assert_array_equal(pipe(**request, method=method).codes, plain)
+        np.testing.assert_array_equal(pipe(**request, method=method).codes, expected)
 
 
-def test_near_equal_logits_need_no_recomputation(t2i_products_bundle: Path) -> None:
+def test_near_equal_logits_of_int8_bundles_need_no_recomputation(t2i_products_bundle: Path) -> None:
     assert Pipeline.from_bundle(t2i_products_bundle).engines.rounding == 0.0
 
 
-def test_weights_need_as_much_memory_as_in_the_file(t2i_products_bundle: Path) -> None:
+def test_the_memory_estimate_of_int8_weights_is_the_size_of_the_weight_files(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     stored = sum(entry.bytes for role, entry in bundle.manifest.files.items() if role in ("target", "target.data"))
     assert count_weight_bytes(bundle, "target") == stored
@@ -52,18 +54,18 @@ def test_float_weights_are_counted_as_float32_in_memory(float_scenes_bundle: Pat
     assert count_weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
 
 
-def test_tensorrt_graphs_dequantize_the_weights(t2i_products_bundle: Path, tmp_path: Path) -> None:
+def test_tensorrt_graphs_dequantize_all_int8_weights(t2i_products_bundle: Path, tmp_path: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     options = BuildOptions("tensorrt-rtx")
     build_engines(bundle, "tiny", options, tmp_path / "engines", False, lambda *_: None, dry_run=True)
     nodes = onnx.load(tmp_path / "engines" / "target.onnx", load_external_data=False).graph.node
-    decoded = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    dequantized = {node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
     stored = {name for name in read_graph_weights(bundle.path("target")) if name.endswith(".int8")}
-    assert decoded == stored
+    assert dequantized == stored
     assert len(stored) > 10
 
 
-def test_int8_graphs_run_on_the_cpu_unless_a_gpu_is_requested(t2i_products_bundle: Path) -> None:
+def test_int8_graphs_run_on_the_cpu_unless_a_provider_is_requested_for_the_graph(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     assert choose_providers(ProviderChoice(), bundle) == ProviderChoice("cpu")
     int8_decoder_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
@@ -76,14 +78,14 @@ def test_int8_graphs_run_on_the_cpu_unless_a_gpu_is_requested(t2i_products_bundl
     )
 
 
-def test_providers_without_quantized_matmul_are_rejected(t2i_products_bundle: Path) -> None:
+def test_providers_that_lack_the_quantized_matmuls_of_a_bundle_are_rejected(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     with pytest.raises(RequestError):
         check_matmul_support(bundle, "onnxruntime-openvino")
     check_matmul_support(bundle, "onnxruntime-cuda")
     target = bundle.manifest.target
     target = target.model_copy(update={"precision": "int4-weights", "dtype": "bfloat16"})
-    mixed = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target, "drafter": None}))
-    check_matmul_support(mixed, "tensorrt-rtx")
+    bfloat16_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target, "drafter": None}))
+    check_matmul_support(bfloat16_bundle, "tensorrt-rtx")
     with pytest.raises(RequestError, match="bfloat16"):
-        check_matmul_support(mixed, "onnxruntime-cuda")
+        check_matmul_support(bfloat16_bundle, "onnxruntime-cuda")

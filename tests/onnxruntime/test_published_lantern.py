@@ -1,10 +1,10 @@
-"""Exported graphs reproduce recordings of LANTERN's published code on LlamaGen and Anole.
+"""Recordings of LANTERN's published code on LlamaGen and Anole, which exported graphs must reproduce.
 
-Recorded are draft trees, drafter caches and whole greedy generations. Tests of a drafter alone feed it with recorded
-hidden states, without a target.
+The recordings are draft trees, KV caches of drafters, and complete greedy generations. Tests of a drafter alone feed
+recorded hidden states to the drafter, without a target.
 
-The published loop commits the bonus token of a step in the next step, and stops only after the image is complete: it
-may run one or two more steps than ours, whose tokens it drops. It pads Anole's unconditional row, which is short here.
+The published loop commits the bonus token of a step in the next step. The published loop may run one or two steps more
+than lantern-rt and drops the tokens of these steps. It pads Anole's unconditional row; lantern-rt does not.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ ACCEPTED_COUNTS = [1, 3, 2]  # tokens accepted between the four drafter calls of
 UNUSED: Any = None
 
 
-class Family(NamedTuple):
+class RecordedFamily(NamedTuple):
     """Recordings of a model family, and the bundle that reproduces them.
 
     Attributes:
-        bundle: name of the fixture of the bundle.
+        bundle: name of the fixture that exports the bundle.
         golden: recorded arrays.
-        layout: where the drafter's slots and positions are.
-        prefix: positions of the conditional prefix.
-        padding: positions that the unconditional prefix lacks; it starts with `<s>` after them.
-        cfg_scale: scale of guidance.
+        layout: layout of cache slots and positions in the drafter.
+        prefix: number of positions of the conditional prefix.
+        padding: number of positions by which the unconditional prefix is shorter.
+        cfg_scale: scale of classifier-free guidance.
     """
 
     bundle: str
@@ -56,7 +56,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "llamagen": Family(
+    "llamagen": RecordedFamily(
         "t2i_drafter_bundle",
         np.load(DATA / "lantern-drafter-llamagen" / "golden.npz"),
         DrafterLayout(masks_prefix=False),  # LANTERN's drafter attends to padded slots
@@ -64,7 +64,7 @@ FAMILIES = {
         padding=0,
         cfg_scale=4.0,
     ),
-    "anole": Family(
+    "anole": RecordedFamily(
         "anole_bundle",
         np.load(DATA / "anole" / "drafter" / "golden.npz"),
         DrafterLayout(code_offset=4),
@@ -81,20 +81,25 @@ TREES = {
     "dyn_proc": "dynamic-59-5-10",
     "static_mc_sim_7b_63": "mc-25",
 }
-SETTINGS: dict[str, dict[str, Any]] = {"dyn_cfg7_5": {"cfg_scale": 7.5}, "dyn_proc": {"temperature": 0.8, "top_k": 40}}
-RUNS = [("llamagen", run) for run in TREES] + [("anole", run) for run in list(TREES)[:3]]
-DYNAMIC, STATIC = ([run for run in RUNS if run[1].startswith(kind)] for kind in ("dyn", "static"))
+SAMPLING_BY_RUN: dict[str, dict[str, Any]] = {
+    "dyn_cfg7_5": {"cfg_scale": 7.5},
+    "dyn_proc": {"temperature": 0.8, "top_k": 40},
+}
+RECORDED_RUNS = [("llamagen", run) for run in TREES] + [("anole", run) for run in list(TREES)[:3]]
+DYNAMIC_RUNS, STATIC_RUNS = (
+    [run for run in RECORDED_RUNS if run[1].startswith(prefix)] for prefix in ("dyn", "static")
+)
 
 
 class RecordedRun:
-    """A recorded run: a drafter, and the sequence for which it drafts."""
+    """Drafter of a recorded run, and the sequence for which it drafts."""
 
-    def __init__(self, bundle: Path, family: Family, run: str) -> None:
+    def __init__(self, bundle: Path, family: RecordedFamily, run: str) -> None:
         loaded_bundle = open_bundle(bundle)
         ids = family.golden["token_ids"]
         drafter = BundleEngines(loaded_bundle).drafter
         assert drafter is not None
-        sampling = Sampling(**{"cfg_scale": family.cfg_scale, "temperature": 0.0, **SETTINGS.get(run, {})})
+        sampling = Sampling(**{"cfg_scale": family.cfg_scale, "temperature": 0.0, **SAMPLING_BY_RUN.get(run, {})})
         positions = loaded_bundle.manifest.target.max_positions
         model = LoadedModel(UNUSED, drafter, positions, family.layout)
         prefixes = [ids[0, : family.prefix], ids[1, family.padding : family.prefix]]
@@ -107,14 +112,17 @@ class RecordedRun:
         self.eagle_drafter = EagleDrafter(model, Lantern(tree=TREES[run]), EngineTimer())
         self.family = family
 
-    def calls(self) -> Iterator[tuple[int, DraftTree]]:
-        """Draft four times, each time with more tokens committed; yield the number of the call and its tree."""
+    def draft_trees(self) -> Iterator[tuple[int, DraftTree]]:
+        """Draft four times, after more committed tokens each time; yield the number of the call and the draft tree."""
         family = self.family
         tokens = family.golden["token_ids"][0] - family.layout.code_offset
         num_committed = 0
-        for call, end in enumerate(np.cumsum([family.prefix, *ACCEPTED_COUNTS]).tolist()):
-            nodes_by_row = [np.arange(num_committed, end), np.arange(max(num_committed, family.padding), end)]
-            committed = tokens[max(num_committed + 1, family.prefix) : end + 1]
+        for call, num_tokens in enumerate(np.cumsum([family.prefix, *ACCEPTED_COUNTS]).tolist()):
+            nodes_by_row = [
+                np.arange(num_committed, num_tokens),
+                np.arange(max(num_committed, family.padding), num_tokens),
+            ]
+            committed = tokens[max(num_committed + 1, family.prefix) : num_tokens + 1]
             self.eagle_drafter.store_committed_tokens(
                 [
                     CommittedTokens(
@@ -124,7 +132,7 @@ class RecordedRun:
             )
             (tree,) = self.eagle_drafter.draft_trees([self.sequence])
             yield call, tree
-            num_committed = end
+            num_committed = num_tokens
 
 
 @pytest.fixture
@@ -132,13 +140,13 @@ def recorded_run(request: pytest.FixtureRequest, family: str, run: str) -> Recor
     return RecordedRun(request.getfixturevalue(FAMILIES[family].bundle), FAMILIES[family], run)
 
 
-@pytest.mark.parametrize(("family", "run"), DYNAMIC)
-def test_dynamic_trees_have_the_published_tokens_masks_positions_and_leaves(
+@pytest.mark.parametrize(("family", "run"), DYNAMIC_RUNS)
+def test_dynamic_draft_trees_have_the_published_tokens_masks_positions_and_leaves(
     recorded_run: RecordedRun, run: str
 ) -> None:
     golden = recorded_run.family.golden
     code_offset = recorded_run.family.layout.code_offset
-    for call, tree in recorded_run.calls():
+    for call, tree in recorded_run.draft_trees():
         name = f"{run}_call{call}"
         np.testing.assert_array_equal(tree.tokens + code_offset, golden[f"{name}_draft_tokens"][0])
         np.testing.assert_array_equal(tree.tree_structure.ancestor_mask, golden[f"{name}_tree_mask"][0, 0] > 0)
@@ -147,37 +155,42 @@ def test_dynamic_trees_have_the_published_tokens_masks_positions_and_leaves(
         assert {tuple(tree.path_to(n)) for n in range(tree.num_nodes) if not tree.tree_structure.children[n]} == leaves
 
 
-@pytest.mark.parametrize(("family", "run"), STATIC)
-def test_static_trees_contain_the_published_top_tokens_of_every_expanded_node(
+@pytest.mark.parametrize(("family", "run"), STATIC_RUNS)
+def test_static_draft_trees_contain_the_published_top_tokens_of_every_expanded_node(
     recorded_run: RecordedRun, run: str
 ) -> None:
     indices = STATIC_TREES[run.removeprefix("static_")]["verify"]["tree_indices"]
     code_offset = recorded_run.family.layout.code_offset
-    for call, tree in recorded_run.calls():
+    for call, tree in recorded_run.draft_trees():
         candidates = np.append(
             tree.tokens[:1] + code_offset, recorded_run.family.golden[f"{run}_call{call}_tokens"].ravel()
         )
         np.testing.assert_array_equal(tree.tokens + code_offset, candidates[indices])
 
 
-@pytest.mark.parametrize(("family", "run"), RUNS)
-def test_the_drafter_keeps_the_published_cache_between_calls(recorded_run: RecordedRun, family: str, run: str) -> None:
+@pytest.mark.parametrize(("family", "run"), RECORDED_RUNS)
+def test_the_drafter_has_the_published_kv_cache_after_every_call(
+    recorded_run: RecordedRun, family: str, run: str
+) -> None:
     golden = recorded_run.family.golden
     eagle_drafter = recorded_run.eagle_drafter
-    for call, _ in recorded_run.calls():
-        length = int(golden[f"{run}_call{call}_kvlen"])
-        assert eagle_drafter.slots.cache.lengths.tolist() == [length, length - recorded_run.family.padding]
+    for call, _ in recorded_run.draft_trees():
+        expected_length = int(golden[f"{run}_call{call}_kvlen"])
+        assert eagle_drafter.slots.cache.lengths.tolist() == [
+            expected_length,
+            expected_length - recorded_run.family.padding,
+        ]
     if family == "llamagen":
-        for tensor, part in zip(eagle_drafter.slots.cache.tensors, ("keys", "values"), strict=True):
-            ours = tensor[:length].transpose(1, 2, 0, 3)  # [rows, heads, slots, head_dim]
-            np.testing.assert_allclose(ours, golden[f"{run}_stable_{part}"], atol=1e-4)
+        for tensor, tensor_kind in zip(eagle_drafter.slots.cache.tensors, ("keys", "values"), strict=True):
+            cache_values = tensor[:expected_length].transpose(1, 2, 0, 3)  # [rows, heads, slots, head_dim]
+            np.testing.assert_allclose(cache_values, golden[f"{run}_stable_{tensor_kind}"], atol=1e-4)
 
 
 # ---------------------------------------------------------------- whole generations
 
 Trace = dict[str, Any]
-Loaded = tuple[LoadedModel, RasterLayout, list[Prompt]]
-STATIC_NAMES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
+LoadedPrompts = tuple[LoadedModel, RasterLayout, list[Prompt]]
+STATIC_TREE_NAMES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
 BUNDLES = {  # folder of recordings: file of the traces, and fixture of the bundle
     "lantern-e2e-llamagen": ("steps.json", "t2i_drafter_bundle"),
     "lantern-e2e-llamagen-fullprefix": ("traces.json", "lantern_fullprefix_bundle"),  # prefix 120, grid 16 x 16
@@ -186,13 +199,13 @@ BUNDLES = {  # folder of recordings: file of the traces, and fixture of the bund
 TRACES: dict[str, list[Trace]] = {
     folder: json.loads((DATA / folder / name).read_text()) for folder, (name, _) in BUNDLES.items()
 }
-NAMES = [(folder, name) for folder in TRACES for name in dict.fromkeys(trace["name"] for trace in TRACES[folder])]
+TRACE_NAMES = [(folder, name) for folder in TRACES for name in dict.fromkeys(trace["name"] for trace in TRACES[folder])]
 FIRST_CODE = 4  # id of code 0 among Anole's tokens
 ANOLE_CODES = 36
 EXTRA_CODES = 64  # the published loop generates tokens past the end of an image
 
 
-def load_llamagen(bundle: Path, folder: str) -> Loaded:
+def load_llamagen(bundle: Path, folder: str) -> LoadedPrompts:
     arrays = np.load(DATA / folder / "golden.npz")
     engines = BundleEngines(open_bundle(bundle))
     manifest = open_bundle(bundle).manifest
@@ -214,7 +227,7 @@ def load_llamagen(bundle: Path, folder: str) -> Loaded:
     )
 
 
-def load_anole(bundle: Path, folder: str) -> Loaded:
+def load_anole(bundle: Path, folder: str) -> LoadedPrompts:
     engines = BundleEngines(open_bundle(bundle))
     positions = open_bundle(bundle).manifest.target.max_positions
     neighbors = np.load(DATA / "chameleon-vqgan" / "top_127_indices.npy")
@@ -231,10 +244,10 @@ def load_anole(bundle: Path, folder: str) -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest) -> Callable[[str], Loaded]:
-    models: dict[str, Loaded] = {}
+def load_model(request: pytest.FixtureRequest) -> Callable[[str], LoadedPrompts]:
+    models: dict[str, LoadedPrompts] = {}
 
-    def load(folder: str) -> Loaded:
+    def load(folder: str) -> LoadedPrompts:
         if folder not in models:
             bundle = request.getfixturevalue(BUNDLES[folder][1])
             models[folder] = (load_anole if folder == "anole/e2e" else load_llamagen)(bundle, folder)
@@ -243,15 +256,15 @@ def loaded(request: pytest.FixtureRequest) -> Callable[[str], Loaded]:
     return load
 
 
-def traces_of(folder: str, name: str) -> list[Trace]:
+def select_traces(folder: str, name: str) -> list[Trace]:
     return sorted((trace for trace in TRACES[folder] if trace["name"] == name), key=lambda trace: trace["prompt"])
 
 
-def published_method(trace: Trace) -> MethodConfig:
-    """Return the method of a trace; relaxed methods have the published residual, which greedy decoding does not use."""
+def make_published_method(trace: Trace) -> MethodConfig:
+    """Return the decoding method of a trace."""
     if trace["name"] == "ar":
         return Autoregressive()
-    tree = STATIC_NAMES[trace.get("tree", "naive_extend_57")] if trace["static"] else "dynamic-59-5-10"
+    tree = STATIC_TREE_NAMES[trace.get("tree", "naive_extend_57")] if trace["static"] else "dynamic-59-5-10"
     if not trace["lantern"]:
         return Eagle(tree=tree)
     relaxation: dict[str, Any] = {"tree": tree, "neighbors": trace["k"], "residual": "neighborhood"}
@@ -260,41 +273,41 @@ def published_method(trace: Trace) -> MethodConfig:
     return LanternPlusPlus(lambda_=float(trace["delta"]), **relaxation)
 
 
-@pytest.mark.parametrize(("folder", "name"), NAMES)
+@pytest.mark.parametrize(("folder", "name"), TRACE_NAMES)
 def test_greedy_generations_follow_the_published_trace_in_every_token_and_step(
-    loaded: Callable[[str], Loaded], folder: str, name: str
+    load_model: Callable[[str], LoadedPrompts], folder: str, name: str
 ) -> None:
-    """Generate all prompts in one batch, though Anole's prompts differ in length."""
-    (model, image, prompts) = loaded(folder)
-    traces = traces_of(folder, name)
+    """Generate all prompts in one batch; prompts of Anole differ in length."""
+    (model, image, prompts) = load_model(folder)
+    traces = select_traces(folder, name)
     code_offset = model.layout.code_offset
     max_length = traces[0]["max_length"]
     sampling = Sampling(cfg_scale=traces[0]["cfg_scale"], temperature=0.0)
     ids: list[list[int]] = [[] for _ in prompts]
-    lengths: list[list[int]] = [[] for _ in prompts]
-    method = published_method(traces[0])
+    accepted_counts: list[list[int]] = [[] for _ in prompts]
+    method = make_published_method(traces[0])
     for step in decode(
         model, DecodeSettings(image, sampling, method, count_draft_nodes(method)), prompts, range(len(prompts))
     ):
-        for part in step.parts:
-            if len(ids[part.sequence]) >= max_length:
+        for generated_part in step.parts:
+            if len(ids[generated_part.sequence]) >= max_length:
                 continue
-            trace = traces[part.sequence]
-            number = len(lengths[part.sequence])
-            ids[part.sequence] += (part.codes + code_offset).tolist()
-            if part.tree is None or part.acceptance is None:
+            trace = traces[generated_part.sequence]
+            step_number = len(accepted_counts[generated_part.sequence])
+            ids[generated_part.sequence] += (generated_part.codes + code_offset).tolist()
+            if generated_part.tree is None or generated_part.acceptance is None:
                 continue
-            expected = trace["steps"][number]
-            assert int(part.tree.tokens[0]) + code_offset == expected["root"]
-            assert (part.codes + code_offset).tolist() == [*expected["accepted"], expected["next_token"]]
+            expected = trace["steps"][step_number]
+            assert int(generated_part.tree.tokens[0]) + code_offset == expected["root"]
+            assert (generated_part.codes + code_offset).tolist() == [*expected["accepted"], expected["next_token"]]
             if not trace["static"]:
-                assert (part.tree.tokens + code_offset).tolist() == trace["tree_tokens"][number]
-            lengths[part.sequence].append(len(part.acceptance.path) - 1)
+                assert (generated_part.tree.tokens + code_offset).tolist() == trace["tree_tokens"][step_number]
+            accepted_counts[generated_part.sequence].append(len(generated_part.acceptance.path) - 1)
         if all(len(image_ids) >= max_length for image_ids in ids):
             break
     assert [image_ids[:max_length] for image_ids in ids] == [trace["ids"] for trace in traces]
     if name != "ar":
-        for accepted_lengths, trace in zip(lengths, traces, strict=True):
+        for accepted_lengths, trace in zip(accepted_counts, traces, strict=True):
             assert accepted_lengths == trace["accept_lengths"][: len(accepted_lengths)]
             assert (
                 1 + sum(accepted_lengths) + len(accepted_lengths) >= max_length
@@ -309,33 +322,35 @@ def pipe(anole_bundle: Path) -> Pipeline:
     return Pipeline.from_bundle(anole_bundle, threads=1)
 
 
-def text_of(trace: Trace) -> str:
+def make_prompt_text(trace: Trace) -> str:
     return " ".join(f"tok{token}" for token in trace["prompt_text_ids"])
 
 
 @pytest.mark.parametrize("name", ["ar", "eagle2_dynamic_exact", "lantern_k40_d0.6"])
-def test_text_prompts_generate_the_published_tokens(pipe: Pipeline, name: str) -> None:
-    traces = traces_of("anole/e2e", name)
-    result = pipe([text_of(trace) for trace in traces], temperature=0, method=published_method(traces[0]))
+def test_anole_text_prompts_generate_the_published_tokens(pipe: Pipeline, name: str) -> None:
+    traces = select_traces("anole/e2e", name)
+    result = pipe([make_prompt_text(trace) for trace in traces], temperature=0, method=make_published_method(traces[0]))
     assert result.settings.sampling.cfg_scale == 3.0
     assert [(codes[:ANOLE_CODES] + FIRST_CODE).tolist() for codes in result.codes] == [trace["ids"] for trace in traces]
     assert [image.size for image in result.images] == [(32, 32)] * 3
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])
-def test_images_with_prompts_of_any_length_do_not_depend_on_the_batch(pipe: Pipeline, method: str) -> None:
-    texts = ["tok145", " ".join(["tok150 tok151"] * 40), *map(text_of, traces_of("anole/e2e", "ar"))]
-    together = pipe(texts, seed=[1, 2, 3, 4, 5], method=method, top_k=50)
+def test_anole_images_with_prompts_of_any_length_do_not_depend_on_the_batch(pipe: Pipeline, method: str) -> None:
+    texts = ["tok145", " ".join(["tok150 tok151"] * 40), *map(make_prompt_text, select_traces("anole/e2e", "ar"))]
+    batch_result = pipe(texts, seed=[1, 2, 3, 4, 5], method=method, top_k=50)
     for i, text in enumerate(texts):
         alone = pipe(text, seed=i + 1, method=method, top_k=50)
-        assert alone.codes[0].tolist() == together.codes[i].tolist()
-        assert alone.images[0].tobytes() == together.images[i].tobytes()
+        assert alone.codes[0].tolist() == batch_result.codes[i].tolist()
+        assert alone.images[0].tobytes() == batch_result.images[i].tobytes()
 
 
 # ---------------------------------------------------------------- LlamaGen as a user runs it
 
 
-def test_embeddings_are_left_padded_as_published(t2i_drafter_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamagen_prompt_embeddings_are_left_padded_as_in_the_published_code(
+    t2i_drafter_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
     golden = np.load(DATA / "lantern-e2e-llamagen/golden.npz")
     condition_inputs: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Editing with the embedded model: the regenerated part is the same with every exact method and in any batch."""
+"""Editing with the embedded model `scenes`: every exact method and any batch must generate the same edit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from PIL import Image
 from lantern_rt import Pipeline, StreamStep
 from lantern_rt.service import Service
 
-EXACT = ("ar", "eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7")
-CELL = 16
-CELLS = 16
+EXACT_METHODS = ("ar", "eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7")
+CELL_PIXELS = 16
+GRID_CELLS = 16
 Cells = NDArray[np.bool_]
 
 
@@ -24,26 +24,26 @@ def pipe() -> Pipeline:
     return Pipeline.from_bundle("scenes", threads=2)
 
 
-def pixels(cells: Cells) -> Cells:
-    return cells.repeat(CELL, 0).repeat(CELL, 1)
+def expand_to_pixels(cells: Cells) -> Cells:
+    return cells.repeat(CELL_PIXELS, 0).repeat(CELL_PIXELS, 1)
 
 
-def random_cells(rng: np.random.Generator) -> Cells:
-    """Return a mask of one or two rectangles, sometimes with scattered cells."""
-    cells = rng.random((CELLS, CELLS)) < (0.2 if rng.random() < 0.3 else 0.0)
+def make_random_mask(rng: np.random.Generator) -> Cells:
+    """Return a grid mask `[16, 16]` of one or two rectangles, sometimes with scattered cells."""
+    cells = rng.random((GRID_CELLS, GRID_CELLS)) < (0.2 if rng.random() < 0.3 else 0.0)
     for _ in range(rng.integers(1, 3)):
-        top, left = rng.integers(0, CELLS - 2, 2)
-        cells[top : top + rng.integers(1, 9), left : left + rng.integers(1, 9)] = True
+        first_row, first_column = rng.integers(0, GRID_CELLS - 2, 2)
+        cells[first_row : first_row + rng.integers(1, 9), first_column : first_column + rng.integers(1, 9)] = True
     return cells
 
 
-def run_together(service: Service, requests: list[dict[str, Any]], method: str) -> list[StreamStep]:
-    """Submit requests that share passes; return their last steps."""
-    news = [queue.SimpleQueue[StreamStep | BaseException]() for _ in requests]
-    for news_queue, options in zip(news, requests, strict=True):
-        service.submit(news_queue.put, wants_all_steps=False, method=method, **options)
-    last_news = [news_queue.get(timeout=120) for news_queue in news]
-    return [step for step in last_news if isinstance(step, StreamStep)]
+def run_in_shared_passes(service: Service, requests: list[dict[str, Any]], method: str) -> list[StreamStep]:
+    """Submit requests at the same time, so that they share forward passes; return the last step of each request."""
+    step_queues = [queue.SimpleQueue[StreamStep | BaseException]() for _ in requests]
+    for step_queue, options in zip(step_queues, requests, strict=True):
+        service.submit(step_queue.put, wants_all_steps=False, method=method, **options)
+    last_steps = [step_queue.get(timeout=120) for step_queue in step_queues]
+    return [step for step in last_steps if isinstance(step, StreamStep)]
 
 
 def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], prompts: list[str]) -> None:
@@ -51,15 +51,15 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
 
     Args:
         pipe: pipeline of the embedded model.
-        masks: regenerated cells of each image.
+        masks: `[16, 16]` for each image, true for cells to regenerate.
         images: images to edit.
         prompts: prompt of each edit.
     """
     requests: list[dict[str, Any]] = [
-        {"prompts": prompt, "seed": 90 + i, "image": image, "mask": pixels(cells)}
+        {"prompts": prompt, "seed": 90 + i, "image": image, "mask": expand_to_pixels(cells)}
         for i, (cells, image, prompt) in enumerate(zip(masks, images, prompts, strict=True))
     ]
-    expected = [pipe(**request, method=EXACT[0]) for request in requests]
+    expected = [pipe(**request, method=EXACT_METHODS[0]) for request in requests]
     for request, result, cells in zip(requests, expected, masks, strict=True):
         preserved_codes = pipe.check(**request).images[0].edit.preserved_codes  # type: ignore[union-attr]
         assert (result.codes[0] == preserved_codes)[~cells.ravel()].all()
@@ -67,45 +67,48 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
         near_regenerated = (
             sum(np.roll(near_regenerated, (y, x), (0, 1)) for y in (-1, 0, 1) for x in (-1, 0, 1))[1:-1, 1:-1] > 0
         )
-        assert (np.asarray(result.images[0]) == np.asarray(request["image"]))[~pixels(near_regenerated)].all()
+        assert (np.asarray(result.images[0]) == np.asarray(request["image"]))[~expand_to_pixels(near_regenerated)].all()
     with Service(pipe, max_images_per_pass=4) as service:
-        for method in EXACT:
-            alone = [pipe(**request, method=method) for request in requests] if method != EXACT[0] else expected
-            groups = [requests[i : i + 4] for i in range(0, len(requests), 4)]
-            shared = [step for group in groups for step in run_together(service, group, method)]
-            for edit, last_step, result in zip(alone, shared, expected, strict=True):
+        for method in EXACT_METHODS:
+            alone = [pipe(**request, method=method) for request in requests] if method != EXACT_METHODS[0] else expected
+            batches = [requests[i : i + 4] for i in range(0, len(requests), 4)]
+            batch_steps = [step for batch in batches for step in run_in_shared_passes(service, batch, method)]
+            for edit, last_step, result in zip(alone, batch_steps, expected, strict=True):
                 assert edit.codes[0].tolist() == last_step.codes[0].tolist() == result.codes[0].tolist(), method
                 assert edit.images[0].tobytes() == last_step.image(0).tobytes() == result.images[0].tobytes(), method
 
 
 def test_every_exact_method_generates_the_same_edit_alone_and_in_a_batch(pipe: Pipeline) -> None:
-    before = [Image.linear_gradient("L").convert("RGB")] * 2
-    first_mask, second_mask = np.zeros((2, CELLS, CELLS), bool)
+    images = [Image.linear_gradient("L").convert("RGB")] * 2
+    first_mask, second_mask = np.zeros((2, GRID_CELLS, GRID_CELLS), bool)
     # Preserved tokens at the end of an image need no pass.
     first_mask[1:3, 6:9] = second_mask[0, 0] = second_mask[2, 3:6] = True
-    check_edits(pipe, [first_mask, second_mask], before, ["a blue cube on sand", "a green cone on snow"])
+    check_edits(pipe, [first_mask, second_mask], images, ["a blue cube on sand", "a green cone on snow"])
 
 
-def test_of_several_tries_the_most_probable_image_around_the_edit_is_chosen(pipe: Pipeline) -> None:
-    hole = np.zeros((CELLS, CELLS), bool)
-    hole[3:6, 5:9] = True
+def test_edit_returns_the_try_in_which_the_cells_around_the_edit_are_most_probable(pipe: Pipeline) -> None:
+    edited_cells = np.zeros((GRID_CELLS, GRID_CELLS), bool)
+    edited_cells[3:6, 5:9] = True
     request: dict[str, Any] = {"prompts": "a red cube on sand", "seed": 4, "num_images": 3, "method": "sjd:window=7"}
-    edit = {**request, "image": pipe(**request | {"num_images": 1}).images[0], "mask": pixels(hole)}
+    edit = {**request, "image": pipe(**request | {"num_images": 1}).images[0], "mask": expand_to_pixels(edited_cells)}
     all_tries = pipe(**edit)
     image_likelihoods = pipe.likelihoods(all_tries.codes, **request)
     edited_nats = [
-        12 * likelihood.nats for likelihood in pipe.likelihoods(all_tries.codes, **edit | {"mask": pixels(~hole)})
+        12 * likelihood.nats
+        for likelihood in pipe.likelihoods(all_tries.codes, **edit | {"mask": expand_to_pixels(~edited_cells)})
     ]
     best_index = int(np.argmin(256 * np.array([likelihood.nats for likelihood in image_likelihoods]) - edited_nats))
-    assert pipe.likelihoods(all_tries.codes, **edit | {"mask": pixels(hole | True)}) == image_likelihoods
-    best = pipe.edit(**edit | {"num_images": 1}, tries=3)
-    assert best.seeds == [4 + best_index] == [5]
-    assert best.images[0].tobytes() == all_tries.images[best_index].tobytes()
+    assert (
+        pipe.likelihoods(all_tries.codes, **edit | {"mask": expand_to_pixels(edited_cells | True)}) == image_likelihoods
+    )
+    chosen = pipe.edit(**edit | {"num_images": 1}, tries=3)
+    assert chosen.seeds == [4 + best_index] == [5]
+    assert chosen.images[0].tobytes() == all_tries.images[best_index].tobytes()
 
 
 @pytest.mark.slow
-def test_fifty_masks_have_the_same_edits_with_every_exact_method_and_preserve_the_rest(pipe: Pipeline) -> None:
+def test_edits_of_fifty_masks_are_the_same_with_every_exact_method_and_preserve_other_cells(pipe: Pipeline) -> None:
     rng = np.random.default_rng(39)
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()[:50]
-    before = [pipe(prompt, seed=i, method="sjd:window=7").images[0] for i, prompt in enumerate(prompts)]
-    check_edits(pipe, [random_cells(rng) for _ in prompts], before, prompts[1:] + prompts[:1])
+    images = [pipe(prompt, seed=i, method="sjd:window=7").images[0] for i, prompt in enumerate(prompts)]
+    check_edits(pipe, [make_random_mask(rng) for _ in prompts], images, prompts[1:] + prompts[:1])

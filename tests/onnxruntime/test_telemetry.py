@@ -1,4 +1,4 @@
-"""ONNX Runtime sends no telemetry when this package loads it."""
+"""Telemetry of ONNX Runtime, which lantern_rt turns off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole images from TensorRT engines on a stand-in for the GPU: image decoder, engine folder, pipeline."""
+"""TensorRT engines of bundles on a stand-in for TensorRT: image decoders, pipelines, and `verify`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from host_tensorrt import HostKernels, HostLibrary, _Engine, write_plan
-from tiny_graphs import TinyImageDecoder, export
+from host_tensorrt import HostRuntimeCache, HostTensorRT, _CudaEngine, write_engine_file
+from tiny_graphs import TinyImageDecoder, export_graph
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import build as build_module
@@ -38,50 +38,58 @@ from lantern_rt.pipeline import Pipeline
 # ---------------------------------------------------------------- functions and bundles
 
 
-def test_more_images_than_the_rows_of_an_engine_are_decoded_in_several_runs(tmp_path: Path) -> None:
+def test_a_batch_with_more_images_than_engine_rows_is_decoded_in_several_runs(tmp_path: Path) -> None:
     path = tmp_path / "vq.onnx"
     codes = np.random.default_rng(0).integers(0, 48, (5, 16))
     module = TinyImageDecoder(48, 4).eval()
     dynamic_axes = {"codes": {0: "rows"}, "images": {0: "rows"}}
-    export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], dynamic_axes, path)
-    rows = (ShapeProfile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
-    library = HostLibrary()
-    plan_path = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
-    executable = TensorRTExecutable(library, plan_path, rows, "again")
+    export_graph(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], dynamic_axes, path)
+    profiles = (ShapeProfile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
+    host_library = HostTensorRT()
+    plan_path = write_engine_file(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
+    executable = TensorRTExecutable(host_library, plan_path, profiles, "again")
     tensors = [TensorSpec("codes", ("int64",), (None, 16))], [TensorSpec("images", ("float32",), (None, 3, 8, 8))]
     (images,) = TensorRTFunction(executable, *tensors, OrtDevice("cpu")).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
-    assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
+    assert [shapes["codes"][0] for _, shapes in host_library.engines[0].runs] == [2, 2, 1]
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
-    """Replace TensorRT by a stand-in, and return it."""
-    library = HostLibrary()
+def host_library(monkeypatch: pytest.MonkeyPatch) -> HostTensorRT:
+    """Replace the TensorRT library by a stand-in that needs no GPU, and return the stand-in."""
+    host_library = HostTensorRT()
 
-    def build(name: str, graph: Path, inputs: list[Inputs], gpus: object, progress: object) -> Path:
-        return write_plan(graph, inputs, graph.with_suffix(".plan"))
+    def build_on_host(name: str, graph: Path, inputs: list[Inputs], gpus: object, progress: object) -> Path:
+        return write_engine_file(graph, inputs, graph.with_suffix(".plan"))
 
-    monkeypatch.setattr(build_module, "build_engine_file", build)
+    monkeypatch.setattr(build_module, "build_engine_file", build_on_host)
     for module in (build_module, tensorrt_backend):
-        monkeypatch.setattr(module, "import_library", lambda name: library)
+        monkeypatch.setattr(module, "import_library", lambda name: host_library)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
     monkeypatch.setattr(tensorrt_backend, "MEMORY", "cpu")
-    return library
+    return host_library
 
 
-def build_plans(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
-    """Build a folder of stand-in engines and return its path."""
+def build_host_engines(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
+    """Build the engines of a bundle with the stand-in for TensorRT, and return their folder.
+
+    Args:
+        bundle: path or name of the bundle.
+        folder: output folder.
+        max_nodes: maximum number of nodes in a forward pass.
+    """
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=max_nodes, compute_capabilities=("SM89",))
     build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda stage, done, total: None)
     return folder
 
 
 @pytest.fixture
-def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tuple[Path, Path, HostLibrary]:
-    """Return a small bundle, the folder of its stand-in engines, and the library that runs them."""
-    return t2i_drafter_bundle, build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), library
+def built_engines(
+    tmp_path: Path, host_library: HostTensorRT, t2i_drafter_bundle: Path
+) -> tuple[Path, Path, HostTensorRT]:
+    """Return a small bundle, a folder with engines of the bundle, and the stand-in that runs the engines."""
+    return t2i_drafter_bundle, build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), host_library
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -94,34 +102,39 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tensorrt_engines_generate_the_same_images(plans: tuple[Path, Path, HostLibrary], method: str) -> None:
-    bundle, folder, library = plans
+def test_tensorrt_engines_generate_the_same_images_as_onnx_runtime(
+    built_engines: tuple[Path, Path, HostTensorRT], method: str
+) -> None:
+    bundle, folder, host_library = built_engines
     results = []
     for engines in (None, folder):
         pipeline = Pipeline.from_bundle(bundle, engines=engines, threads=1)
         prefix = pipeline.bundle.manifest.condition.prefix
-        width = pipeline.bundle.manifest.condition.caption_dim
-        states = np.random.default_rng(0).standard_normal((2, prefix, width or 0), dtype=np.float32)
-        prompts = states, np.ones((2, prefix), np.int64)
+        caption_dim = pipeline.bundle.manifest.condition.caption_dim
+        prompt_embeddings = np.random.default_rng(0).standard_normal((2, prefix, caption_dim or 0), dtype=np.float32)
+        prompts = prompt_embeddings, np.ones((2, prefix), np.int64)
         results.append(pipeline(embeddings=prompts, seed=3, **METHODS[method]))
-        assert bool(pipeline.engines.rounding) == (engines is None)  # a device does not recompute near-equal logits
+        # Rounding is 0 on a device, which does not recompute near-equal logits.
+        assert bool(pipeline.engines.rounding) == (engines is None)
     for expected, codes in zip(*(result.codes for result in results), strict=True):
         np.testing.assert_array_equal(codes, expected)
     for expected, image in zip(*(result.images for result in results), strict=True):
         np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
-    # The condition graph stays with ONNX Runtime; only drafting methods load the drafter.
-    assert len(library.engines) == (2 if method in ("strict", "ar") else 3)
+    # ONNX Runtime runs the condition graph, and only methods that draft load the drafter engine.
+    assert len(host_library.engines) == (2 if method in ("strict", "ar") else 3)
 
 
 @pytest.mark.parametrize(("max_nodes", "window"), [(64, 15), (8, 7)])
-def test_the_default_method_is_an_exact_window_as_wide_as_engines_allow(
-    tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path, max_nodes: int, window: int
+def test_the_default_method_is_jacobi_decoding_with_the_widest_window_for_the_engines(
+    tmp_path: Path, host_library: HostTensorRT, t2i_drafter_bundle: Path, max_nodes: int, window: int
 ) -> None:
-    folder = build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
-    on_cpu = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
+    folder = build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
+    cpu_pipe = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)
     pipeline = Pipeline.from_bundle(t2i_drafter_bundle, threads=1, engines=folder)
-    states = np.zeros((on_cpu.bundle.manifest.condition.prefix, on_cpu.bundle.manifest.condition.caption_dim or 0))
-    cpu_result, engine_result = (pipe(embeddings=states, seed=1) for pipe in (on_cpu, pipeline))
+    prompt_embeddings = np.zeros(
+        (cpu_pipe.bundle.manifest.condition.prefix, cpu_pipe.bundle.manifest.condition.caption_dim or 0)
+    )
+    cpu_result, engine_result = (pipe(embeddings=prompt_embeddings, seed=1) for pipe in (cpu_pipe, pipeline))
     assert (cpu_result.settings.method, engine_result.settings.method) == (
         SpeculativeJacobi(window=7),
         SpeculativeJacobi(window=window),
@@ -130,72 +143,76 @@ def test_the_default_method_is_an_exact_window_as_wide_as_engines_allow(
     np.testing.assert_array_equal(engine_result.codes[0], cpu_result.codes[0])
 
 
-def test_a_float16_bundle_generates_with_a_float16_cache(
-    tmp_path: Path, library: HostLibrary, t2i_half_bundle: Path
+def test_a_float16_bundle_generates_with_a_float16_kv_cache(
+    tmp_path: Path, host_library: HostTensorRT, t2i_half_bundle: Path
 ) -> None:
-    folder = build_plans(t2i_half_bundle, tmp_path / "plans", max_nodes=64)
+    folder = build_host_engines(t2i_half_bundle, tmp_path / "plans", max_nodes=64)
     manifest = open_engine_folder(folder).manifest
     assert manifest.precision == "float16"
     pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
     prefix = pipeline.bundle.manifest.condition.prefix
-    width = pipeline.bundle.manifest.condition.caption_dim
-    states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
-    result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
+    caption_dim = pipeline.bundle.manifest.condition.caption_dim
+    prompt_embeddings = np.random.default_rng(0).standard_normal((1, prefix, caption_dim or 0), dtype=np.float32)
+    result = pipeline(
+        embeddings=(prompt_embeddings, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1
+    )
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
     assert [dtype_of(value) for value in cache.block_handle.block.device_values] == ["float16"]
 
 
-def test_row_ends_halve_the_maximum_number_of_nodes(tmp_path: Path, library: HostLibrary, lumina_bundle: Path) -> None:
-    folder = build_plans(lumina_bundle, tmp_path / "plans", max_nodes=64)
+def test_row_end_tokens_halve_the_maximum_number_of_nodes_of_a_pass(
+    tmp_path: Path, host_library: HostTensorRT, lumina_bundle: Path
+) -> None:
+    folder = build_host_engines(lumina_bundle, tmp_path / "plans", max_nodes=64)
     max_nodes = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)
     engines = Pipeline.from_bundle(lumina_bundle, threads=1, engines=folder).engines
     assert (engines.max_nodes, engines.max_rows) == (max_nodes // 2, 6)
 
 
 def generate_and_release(bundle: Path, folder: Path) -> None:
-    """Generate an image with engines, and release them."""
+    """Generate an image with engines, and release the engines."""
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
     prefix = pipeline.bundle.manifest.condition.prefix
-    width = pipeline.bundle.manifest.condition.caption_dim
-    states = np.zeros((1, prefix, width or 0), np.float32)
-    pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
+    caption_dim = pipeline.bundle.manifest.condition.caption_dim
+    prompt_embeddings = np.zeros((1, prefix, caption_dim or 0), np.float32)
+    pipeline(embeddings=(prompt_embeddings, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1)
     del pipeline
     gc.collect()
 
 
 def test_compiled_kernels_are_shared_by_all_engines_and_stored_for_the_next_process(
-    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    built_engines: tuple[Path, Path, HostTensorRT], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bundle, folder, library = plans
+    bundle, folder, host_library = built_engines
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
     generate_and_release(bundle, folder)
-    assert len(library.caches) == 1  # one cache for all engines of a pipeline
+    assert len(host_library.caches) == 1  # all engines of a pipeline share a runtime cache
     (kernel_file,) = (tmp_path / "cache/kernels").iterdir()
-    stored_words = json.loads(kernel_file.read_bytes())
-    assert len({word.partition(" ")[0] for word in stored_words[1:]}) == 3  # target, drafter and image decoder
+    kernel_words = json.loads(kernel_file.read_bytes())
+    assert len({word.partition(" ")[0] for word in kernel_words[1:]}) == 3  # target, drafter and image decoder
     generate_and_release(bundle, folder)
-    assert library.caches[-1].kernels >= {*stored_words[1:]}
-    monkeypatch.setattr(HostKernels, "version", "2")  # another driver: the stored kernels are not used
+    assert host_library.caches[-1].kernels >= {*kernel_words[1:]}
+    monkeypatch.setattr(HostRuntimeCache, "version", "2")  # another driver: the stored kernels are not used
     generate_and_release(bundle, folder)
     assert json.loads(kernel_file.read_bytes())[0] == "2"
     kernel_file.write_bytes(b"")  # a damaged file
     generate_and_release(bundle, folder)
 
 
-def test_verify_compares_an_engine_folder_with_its_bundle(
-    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
+def test_verify_compares_device_graphs_and_engines_with_the_graphs_of_the_bundle(
+    built_engines: tuple[Path, Path, HostTensorRT], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle, folder, library = plans
+    bundle, folder, host_library = built_engines
 
     def verify() -> tuple[VerificationReport, str | None]:
         return verify_module.verify_engines(open_bundle(bundle), open_engine_folder(folder), lambda *progress: None)
 
     monkeypatch.setattr(verify_module, "find_gpu", lambda: None)
-    result, reason = verify()
+    result, skip_reason = verify()
     assert result.passed
-    assert reason == "they need a GPU of SM89, and here is none, or no driver"
+    assert skip_reason == "they need a GPU of SM89, and here is none, or no driver"
     roles = ("target", "drafter")
     passes = ("prefill, 1", "chain, 1", "tree, 1", "prefill, 4", "chain, 4", "tree, 4")
     expected = {f"{role}.onnx: {name} rows" for role in roles for name in passes}
@@ -203,9 +220,9 @@ def test_verify_compares_an_engine_folder_with_its_bundle(
 
     errors_by_output = {"logits": 1.0}
 
-    class Runner:
+    class EngineRunner:
         def __init__(self, backend: str, path: Path) -> None:
-            self.engine = _Engine(json.loads(path.read_bytes()), library.Runtime(None))
+            self.engine = _CudaEngine(json.loads(path.read_bytes()), host_library.Runtime(None))
 
         def set_profile(self, index: int) -> None:
             self.inputs = self.engine.profiles[index]
@@ -219,9 +236,9 @@ def test_verify_compares_an_engine_folder_with_its_bundle(
             return {name: array + errors_by_output.get(name, 0) for name, array in outputs}
 
     monkeypatch.setattr(verify_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
-    monkeypatch.setattr(compare_module, "open_trt_engine", lambda *built: nullcontext(Runner(*built)))
-    result, reason = verify()
-    assert reason is None
+    monkeypatch.setattr(compare_module, "open_trt_engine", lambda *built: nullcontext(EngineRunner(*built)))
+    result, skip_reason = verify()
+    assert skip_reason is None
     failed = {(row["graph"].partition(":")[0], row["tensor"]) for row in result.tensors if not row["passed"]}
     assert failed == {("target.plan", "logits"), ("drafter.plan", "logits")}
     errors_by_output.clear()
@@ -230,10 +247,10 @@ def test_verify_compares_an_engine_folder_with_its_bundle(
     assert {"present_key_values.0.key", "hidden_states"} < {row["tensor"] for row in result.tensors}
 
 
-def test_verify_detects_a_graph_that_differs_from_its_bundle(
-    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
+def test_verify_detects_a_device_graph_that_differs_from_the_graph_of_the_bundle(
+    built_engines: tuple[Path, Path, HostTensorRT], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle, folder, _ = plans
+    bundle, folder, _ = built_engines
     graph = onnx.load(folder / "target.onnx", load_external_data=False)
     for node in graph.graph.node:
         for attribute in node.attribute:

@@ -1,4 +1,4 @@
-"""Tiny graphs with the inputs and outputs of bundles, exported from torch modules."""
+"""Tiny torch modules with the inputs and outputs of the graphs in a bundle, and their export to ONNX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter
 
-TINY = DecoderConfig(
+TINY_CONFIG = DecoderConfig(
     hidden_size=64,
     num_layers=2,
     num_heads=4,
@@ -26,19 +26,19 @@ TINY = DecoderConfig(
 )
 
 
-def tiny_drafter(config: DecoderConfig = TINY) -> EagleDrafter:
-    """Make a drafter with its output projection."""
+def make_tiny_drafter(config: DecoderConfig = TINY_CONFIG) -> EagleDrafter:
+    """Create an EAGLE drafter with an output projection and random weights."""
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
 
 
-class ClassTable(nn.Module):
-    """Maps class ids to prefix embeddings."""
+class ClassEmbedding(nn.Module):
+    """Module that maps class ids to prefix embeddings and unconditional prefix embeddings."""
 
-    def __init__(self, classes: int, prefix: int, width: int) -> None:
+    def __init__(self, num_classes: int, prefix: int, width: int) -> None:
         super().__init__()
         self.shape = (-1, prefix, width)
-        self.table = nn.Embedding(classes + 1, prefix * width)
+        self.table = nn.Embedding(num_classes + 1, prefix * width)
 
     def forward(self, class_ids: Tensor) -> tuple[Tensor, Tensor]:
         unconditional_ids = torch.full_like(class_ids, self.table.num_embeddings - 1)
@@ -46,7 +46,7 @@ class ClassTable(nn.Module):
 
 
 class TinyImageDecoder(nn.Module):
-    """Decodes codes to images, with two pixels per cell in each direction."""
+    """Module that decodes codes to images; each code becomes 2 x 2 pixels."""
 
     def __init__(self, codes: int, grid: int) -> None:
         super().__init__()
@@ -59,21 +59,21 @@ class TinyImageDecoder(nn.Module):
         return images
 
 
-def export(
+def export_graph(
     module: nn.Module,
     inputs: dict[str, Tensor],
     outputs: Iterable[str],
     dynamic_axes: dict[str, dict[int, str]],
     path: Path,
 ) -> None:
-    """Write a graph with the tracing exporter, which is quick and enough for test graphs.
+    """Write a module as an ONNX graph with the tracing exporter of PyTorch, which is fast.
 
     Args:
         module: module to export.
         inputs: example inputs by name.
         outputs: names of the outputs.
-        dynamic_axes: axes without a fixed size, with their names, by input or output.
-        path: path of the graph.
+        dynamic_axes: names of the axes without a fixed size, by input or output name and axis number.
+        path: output path of the graph.
     """
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A decoder as an ONNX graph, an engine that runs it, and the torch module that it was exported from."""
+"""Test harness of decoder engines: compares an engine with the torch module from which the graph was exported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, write_plan
+from host_tensorrt import HostTensorRT, write_engine_file
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import make_device_graph
@@ -27,7 +27,7 @@ PROFILES = (
     ShapeProfile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), columns=(64, 192, 320)),
     ShapeProfile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 24), columns=(64, 192, 320)),
 )
-WIDE = DecoderConfig(
+WIDE_CONFIG = DecoderConfig(
     hidden_size=256,
     num_layers=2,
     num_heads=4,
@@ -36,113 +36,133 @@ WIDE = DecoderConfig(
     vocab_size=256,
     grid=24,
     prefix=24,
-)  # head width and matrix sizes of a real model, as small matrices use other kernels
+)  # head width and matrix sizes of a real model, because small matrices use other kernels
 
 
-def spec_of(config: DecoderConfig) -> DecoderSpec:
+def make_target_spec(config: DecoderConfig) -> DecoderSpec:
     return DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions)
 
 
-def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
+def make_drafter_spec(config: DecoderConfig) -> DrafterSpec:
     return DrafterSpec(**get_decoder_spec_fields(replace(config, final_norm=False)))
 
 
-class Rig:
-    """An engine, the torch module that its graph was exported from, and the embeddings of codes.
+class DecoderHarness:
+    """Engine of a decoder with random weights, and the torch module that computes the expected logits.
 
     Args:
         folder: folder for the graph.
         config: configuration of the decoder.
-        on: kind of `engine`: `cpu` has NumPy buffers; `device` and `plan` (TensorRT) use the host as their device.
+        backend: `cpu` for ONNX Runtime with NumPy buffers, `device` for ONNX Runtime with device memory, or `plan` for
+            TensorRT. In place of a GPU, `device` and `plan` use the host.
     """
 
-    def __init__(self, folder: Path, config: DecoderConfig, on: str = "cpu") -> None:
+    def __init__(self, folder: Path, config: DecoderConfig, backend: str = "cpu") -> None:
         torch.manual_seed(0)
         self.config = config
-        self.decoder = Decoder(config).eval()
+        self.torch_decoder = Decoder(config).eval()
         self.path = folder / "target.onnx"
         rng = np.random.default_rng(0)
-        self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
-        self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
-        write_graph(make_target_graph(self.decoder, torch.from_numpy(self.table)), folder)
-        self.engine: Any = self.load(SINGLE_THREAD)
-        if on == "device":
-            self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, SINGLE_THREAD, OrtDevice("cpu"))
-        elif on == "plan":
-            self.library = HostLibrary()
-            graph_and_inputs = make_device_graph(
-                self.path, spec_of(config), is_drafter=False, capacity=count_profile_columns(PROFILES)
+        self.code_embeddings = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
+        self.prefixes = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
+        write_graph(make_target_graph(self.torch_decoder, torch.from_numpy(self.code_embeddings)), folder)
+        self.engine: Any = self.load_engine(SINGLE_THREAD)
+        if backend == "device":
+            self.engine = OrtDeviceEngine(
+                self.path, make_target_spec(config), self.code_embeddings, SINGLE_THREAD, OrtDevice("cpu")
             )
-            graph = folder / "device.onnx"
-            graph.write_bytes(graph_and_inputs.model_bytes)
+        elif backend == "plan":
+            self.library = HostTensorRT()
+            device_graph = make_device_graph(
+                self.path, make_target_spec(config), is_drafter=False, capacity=count_profile_columns(PROFILES)
+            )
+            graph_path = folder / "device.onnx"
+            graph_path.write_bytes(device_graph.model_bytes)
             inputs = [
                 {
                     tensor.name: make_shape_bounds(tensor.name, tensor.shape, profile, 20_000)
-                    for tensor in graph_and_inputs.inputs
+                    for tensor in device_graph.inputs
                 }
                 for profile in PROFILES
             ]
-            self.plan = write_plan(graph, inputs, self.path.with_suffix(".plan"))
-            self.engine = self.load_executable()
+            self.plan = write_engine_file(graph_path, inputs, self.path.with_suffix(".plan"))
+            self.engine = self.load_tensorrt_engine()
 
-    def load(self, threads: int) -> OrtEngine:
-        return OrtEngine(self.path, spec_of(self.config), self.table, threads)
+    def load_engine(self, threads: int) -> OrtEngine:
+        return OrtEngine(self.path, make_target_spec(self.config), self.code_embeddings, threads)
 
-    def load_executable(
-        self, plan: Path | None = None, profiles: tuple[ShapeProfile, ...] = PROFILES, **change: Any
+    def load_tensorrt_engine(
+        self, plan: Path | None = None, profiles: tuple[ShapeProfile, ...] = PROFILES, **spec_changes: Any
     ) -> TensorRTEngine:
-        loaded = TensorRTExecutable(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
-        return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, OrtDevice("cpu"))
+        executable = TensorRTExecutable(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        return TensorRTEngine(
+            executable,
+            make_target_spec(self.config).model_copy(update=spec_changes),
+            self.code_embeddings,
+            OrtDevice("cpu"),
+        )
 
     def prefill(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
-        """Return a cache with the first `rows` prefixes."""
+        """Run the first `rows` prefixes and return their KV cache.
+
+        Args:
+            rows: number of batch rows, at most 8.
+            engine: engine to run; by default `self.engine`.
+            capacity: maximum number of entries in each row of the cache.
+        """
         engine = engine or self.engine
         length = self.config.prefix
         cache = engine.new_cache(rows, capacity)
-        output = self.run(
+        output = self.run_pass(
             cache, None, np.tril(np.ones((length, length), bool)), np.tile(np.arange(length), (rows, 1)), engine
         )
         cache.append(output.new_kv, [np.arange(length)] * rows)
         return cache
 
-    def run(
-        self, cache: Any, tokens: np.ndarray | None, among: np.ndarray, positions: np.ndarray, engine: Any = None
+    def run_pass(
+        self, cache: Any, tokens: np.ndarray | None, node_mask: np.ndarray, positions: np.ndarray, engine: Any = None
     ) -> PassOutput:
-        """Run a pass over tokens, or over prefixes.
+        """Run a forward pass over tokens or prefixes.
 
         Args:
-            cache: cache of earlier nodes.
-            tokens: tokens `[rows, nodes]`; None runs the prefixes.
-            among: true where a node attends to a node, `[nodes, nodes]`.
-            positions: positions `[rows, nodes]`.
-            engine: engine to run; by default that of the rig.
+            cache: KV cache of earlier nodes, to which every node attends.
+            tokens: token ids `[rows, nodes]`; None runs the prefixes.
+            node_mask: `[nodes, nodes]`; true where the node of a row attends to the node of a column.
+            positions: positions in the sequence, `[rows, nodes]`.
+            engine: engine to run; by default `self.engine`.
         """
         engine = engine or self.engine
         rows, nodes = positions.shape
         past_length = engine.padded_past_length(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
-        attention_mask[:, :, past_length:] = among
-        embeds = self.prefix[:rows] if tokens is None else None
+        attention_mask[:, :, past_length:] = node_mask
+        embeds = self.prefixes[:rows] if tokens is None else None
         return engine.run(
             PassInput(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache
         )
 
-    def extend(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
-        """Append codes to each row, two nodes per pass; shorter rows are padded with a node that is not accepted."""
-        for start in range(0, max(map(len, codes)), 2):
-            parts = [row[start : start + 2] for row in codes]
-            tokens = np.array([[*part, 0, 0][:2] for part in parts])
-            positions = cache.lengths[:, None] + np.arange(2)
-            output = self.run(cache, tokens, np.tril(np.ones((2, 2), bool)), positions, engine)
-            cache.append(output.new_kv, [np.arange(len(part)) for part in parts])
+    def append_codes(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
+        """Append codes to the rows of a KV cache, two codes per forward pass.
 
-    def reference(self, row: int, codes: list[int]) -> np.ndarray:
-        """Return the logits `[1 + codes, vocabulary]` after the prefix and each code, from one full forward pass."""
-        rows = np.concatenate([self.prefix[row], self.table[codes]]) if codes else self.prefix[row]
+        Args:
+            cache: KV cache.
+            codes: codes to append to each row; shorter lists are padded with nodes that are not accepted.
+            engine: engine to run; by default `self.engine`.
+        """
+        for start in range(0, max(map(len, codes)), 2):
+            row_chunks = [row[start : start + 2] for row in codes]
+            tokens = np.array([[*row_chunk, 0, 0][:2] for row_chunk in row_chunks])
+            positions = cache.lengths[:, None] + np.arange(2)
+            output = self.run_pass(cache, tokens, np.tril(np.ones((2, 2), bool)), positions, engine)
+            cache.append(output.new_kv, [np.arange(len(row_chunk)) for row_chunk in row_chunks])
+
+    def compute_reference_logits(self, row: int, codes: list[int]) -> np.ndarray:
+        """Return torch's logits `[1 + len(codes), vocabulary]` after prefix number `row`, and after each code."""
+        rows = np.concatenate([self.prefixes[row], self.code_embeddings[codes]]) if codes else self.prefixes[row]
         with torch.no_grad():
-            hidden = self.decoder.forward_sequences(torch.from_numpy(rows)[None])[0, self.config.prefix - 1 :]
-            logits: np.ndarray = self.decoder.head(hidden).numpy()
+            hidden = self.torch_decoder.forward_sequences(torch.from_numpy(rows)[None])[0, self.config.prefix - 1 :]
+            logits: np.ndarray = self.torch_decoder.head(hidden).numpy()
         return logits
 
 

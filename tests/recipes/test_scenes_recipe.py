@@ -1,4 +1,4 @@
-"""The recipe of the embedded bundle: images, captions, and graphs that agree with the trained modules."""
+"""Test the training recipe of the embedded bundle: captions, rendered images, restored weights, and the evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from recipes.scenes.vocabulary import (  # noqa: E402
 )
 
 
-def test_every_caption_fits_the_slots_and_has_only_known_words() -> None:
+def test_every_caption_has_only_known_words_and_at_most_the_maximum_number_of_words() -> None:
     rng = np.random.default_rng(0)
     for _ in range(2000):
         caption = write_caption(sample_scene(rng), rng)
@@ -43,7 +43,7 @@ def test_every_caption_fits_the_slots_and_has_only_known_words() -> None:
         assert set(re.findall("[a-z]+", caption)) <= set(vocabulary())
 
 
-def test_a_scene_is_rendered_as_described_and_always_the_same() -> None:
+def test_rendering_a_scene_is_deterministic_and_matches_the_description() -> None:
     scene = Scene("clear", "sand", (Solid("sphere", "red", "large", "matte", 0.26),), 5)
     image = render(scene).astype(np.int64)
     assert (render(scene) == image).all()
@@ -54,14 +54,14 @@ def test_a_scene_is_rendered_as_described_and_always_the_same() -> None:
     assert (image[row, SIZE // 2 :] == render(Scene("clear", "sand", (), 5))[row, SIZE // 2 :]).all()
 
 
-def test_the_folded_target_agrees_step_by_step_with_one_training_pass() -> None:
+def test_decoding_the_folded_target_gives_the_hidden_states_of_a_training_pass() -> None:
     torch.manual_seed(0)
     target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CONFIG.vocab_size, 8), dim=1)).eval()
     decoder, table = target.fold_code_tables()
     caption = torch.from_numpy(encode_caption("a red cube on sand"))[None]
     codes = torch.randint(CONFIG.vocab_size, (1, 40))
     with torch.no_grad():
-        whole = target.compute_hidden_states(target.prefix(caption), codes)
+        training_states = target.compute_hidden_states(target.prefix(caption), codes)
         config = target.config
         past = [torch.zeros(0, 1, config.num_kv_heads, config.head_dim)] * 2 * config.num_layers
         steps = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))]
@@ -74,29 +74,30 @@ def test_the_folded_target_agrees_step_by_step_with_one_training_pass() -> None:
             _, hidden, *new_kv = decoder(embeds, positions, mask, *past)
             past = [torch.cat(pair) for pair in zip(past, new_kv, strict=True)]
             position += nodes
-            assert (hidden[:, -1] - whole[:, i]).abs().max() < 1e-4
+            assert (hidden[:, -1] - training_states[:, i]).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Restore the work folder of the embedded bundle, as far as the bundle contains it."""
+def work_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Restore the recipe's work folder from the embedded bundle."""
     folder = tmp_path_factory.mktemp("recipe") / "work"
     restore_work_folder("scenes", folder)
     return folder
 
 
 def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(
-    work: Path, float_scenes_bundle: Path, tmp_path: Path
+    work_folder: Path, float_scenes_bundle: Path, tmp_path: Path
 ) -> None:
-    first = open_bundle("scenes")
-    second = open_bundle(float_scenes_bundle)
-    assert second.manifest.files["vq_encoder.data"].sha256 == first.manifest.files["vq_encoder.data"].sha256
-    assert np.load(second.path("code_embeddings"), mmap_mode="r").dtype == np.float16
-    assert second.manifest.sampling == first.manifest.sampling
-    np.testing.assert_array_equal(second.code_embeddings, first.code_embeddings)
-    np.testing.assert_array_equal(second.neighbor_table[:, :128], first.neighbor_table[:, :128])
+    embedded_bundle = open_bundle("scenes")
+    float_bundle = open_bundle(float_scenes_bundle)
+    hashes = [bundle.manifest.files["vq_encoder.data"].sha256 for bundle in (float_bundle, embedded_bundle)]
+    assert hashes[0] == hashes[1]
+    assert np.load(float_bundle.path("code_embeddings"), mmap_mode="r").dtype == np.float16
+    assert float_bundle.manifest.sampling == embedded_bundle.manifest.sampling
+    np.testing.assert_array_equal(float_bundle.code_embeddings, embedded_bundle.code_embeddings)
+    np.testing.assert_array_equal(float_bundle.neighbor_table[:, :128], embedded_bundle.neighbor_table[:, :128])
     restore_work_folder(float_scenes_bundle, tmp_path / "again")
-    folders = work, tmp_path / "again"
+    folders = work_folder, tmp_path / "again"
     targets = (load_target(folder).state_dict() for folder in folders)
     drafters = (load_file(folder / "drafter" / "model.safetensors") for folder in folders)
     for before, after in (tuple(targets), tuple(drafters)):
@@ -124,7 +125,7 @@ def test_muon_updates_have_singular_values_near_one() -> None:
         assert values.max() < 1.4
 
 
-def test_agreement_marks_single_solids_and_pairs() -> None:
+def test_detected_attributes_are_compared_with_single_solids_and_pairs() -> None:
     single = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
     marks = compare_attributes(single, DetectedScene("night", "snow", {"middle": ("green", "cube")}))
     assert marks == {"sky": True, "ground": False, "position": True, "colour": True, "shape": False}
@@ -140,14 +141,14 @@ def test_agreement_marks_single_solids_and_pairs() -> None:
     assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
 
 
-def test_the_judge_of_the_recipe_recognizes_rendered_scenes() -> None:
+def test_the_judge_model_recognizes_the_attributes_of_rendered_scenes() -> None:
     scenes = sample_scenes(40, seed=915_000)
     accuracy = measure_judge_accuracy(load_judge(), scenes, render_scenes(scenes))
     assert min(accuracy.values()) >= 0.9
     assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
 
 
-def test_an_evaluation_reports_images_judge_and_tokenizer(tmp_path: Path) -> None:
+def test_an_evaluation_reports_the_accuracy_of_methods_judge_and_image_tokenizer(tmp_path: Path) -> None:
     report = evaluate_bundle(EMBEDDED / "scenes", tmp_path / "work", tmp_path, 2, ["sjd:window=7"], threads=1)
     assert json.loads((tmp_path / "evaluation.json").read_text())["prompts"] == 2
     assert report["judge"]["sky"][0] == report["judge"]["ground"][0] == 1

@@ -1,4 +1,4 @@
-"""The scenes recipe in other sizes, and training that is interrupted and continued."""
+"""Test training by the scenes recipe: other model sizes, and continuation after an interruption."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 from safetensors.torch import load_file
 
 from lantern_rt import CheckpointError, Pipeline, open_bundle
@@ -41,8 +41,8 @@ SMALL = replace(
 )
 
 
-class EngineTimer(Stopwatch):
-    """A stopwatch that advances by a second at every call."""
+class FakeStopwatch(Stopwatch):
+    """A stopwatch that advances by one second at every call of `seconds`."""
 
     def __init__(self, device: str, before: float = 0.0) -> None:
         self.passed = before
@@ -53,108 +53,116 @@ class EngineTimer(Stopwatch):
 
 
 @pytest.fixture(autouse=True)
-def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the fake stopwatch in all training modules, and train the tokenizer on a small pool of images."""
     for module in ("vq", "target", "sharpen", "distil"):
-        monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", EngineTimer)
+        monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", FakeStopwatch)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """Return a work folder with a small tokenizer after little training."""
+def work_folder(tmp_path: Path) -> Path:
+    """Return a work folder with a small, briefly trained image tokenizer."""
     train_vq(tmp_path / "work", minutes=0.2, batch=4, config=TINY_VQ)
     return tmp_path / "work"
 
 
 @pytest.fixture
 def scenes_vq(tmp_path: Path) -> Path:
-    """Return a work folder with only the bundle's tokenizer."""
+    """Return a work folder that contains only the image tokenizer of the bundle `scenes`."""
     restore_work_folder("scenes", tmp_path / "work", only_vq=True)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["vq.pt"]
     return tmp_path / "work"
 
 
-def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
+def save_target(work_folder: Path, config: DecoderConfig) -> ScenesTarget:
     codebook = torch.nn.functional.normalize(torch.randn(config.vocab_size, 8), dim=1)
     target = ScenesTarget(codebook, config)
-    save_checkpoint(work / "target.pt", {"model": target.state_dict(), "seen": 0, "config": asdict(config)})
+    save_checkpoint(work_folder / "target.pt", {"model": target.state_dict(), "seen": 0, "config": asdict(config)})
     return target
 
 
-def save_drafter(work: Path, config: DecoderConfig) -> EagleDrafter:
+def save_drafter(work_folder: Path, config: DecoderConfig) -> EagleDrafter:
     drafter_config = replace(config, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
     drafter = EagleDrafter(
         drafter_config, torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True
     )
-    save_folder(drafter, work / "drafter", {})
+    save_folder(drafter, work_folder / "drafter", {})
     return drafter
 
 
-def test_training_of_a_tokenizer_continues_after_an_interruption(
-    work: Path, capsys: pytest.CaptureFixture[str]
+def test_training_of_the_image_tokenizer_continues_after_an_interruption(
+    work_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = load_checkpoint(work / "vq-state.pt")["step"]
-    train_vq(work, minutes=0.5, batch=4)
-    assert load_checkpoint(work / "vq-state.pt")["step"] > first > 2
-    assert load_vq(work).config == TINY_VQ
+    first_step = load_checkpoint(work_folder / "vq-state.pt")["step"]
+    train_vq(work_folder, minutes=0.5, batch=4)
+    assert load_checkpoint(work_folder / "vq-state.pt")["step"] > first_step > 2
+    assert load_vq(work_folder).config == TINY_VQ
     capsys.readouterr()
-    train_vq(work, minutes=0.5, batch=4)
+    train_vq(work_folder, minutes=0.5, batch=4)
     assert capsys.readouterr().out == "vq has had its 0.5 minutes\n"
 
 
-def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_rejected(scenes_vq: Path, tmp_path: Path) -> None:
+def test_a_work_folder_with_another_model_size_or_without_an_image_tokenizer_is_rejected(
+    scenes_vq: Path, tmp_path: Path
+) -> None:
     save_target(scenes_vq, SMALL)
     save_drafter(scenes_vq, replace(SMALL, hidden_size=128))
     with pytest.raises(CheckpointError, match=r"shape \[2048, 128\], expected \[2048, 64\]"):
         write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
-    wrong_calls = {
+    invalid_calls = {  # keys: the file that the error names
         "vq.pt": lambda: train_vq(scenes_vq, minutes=1, config=TINY_VQ),
         "target.pt": lambda: train_target(scenes_vq, minutes=0, target_config=SIZES["llamagen-b"]),
         "none/vq.pt": lambda: train_target(scenes_vq / "none", minutes=0),
     }
-    for name, train in wrong_calls.items():
-        assert error_of(CheckpointError, train).field == str(scenes_vq / name)
+    for name, train in invalid_calls.items():
+        assert catch_error(CheckpointError, train).field == str(scenes_vq / name)
 
 
-def test_sharpening_changes_only_the_decoder(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharpening_changes_only_the_decoder_of_the_image_tokenizer(
+    work_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("recipes.scenes.sharpen.ALONE", 2)
-    before = load_vq(work).state_dict()
-    sharpen_vq_decoder(work, minutes=0.3, batch=4)
-    state = load_checkpoint(work / "sharpen-state.pt")
-    sharpen_vq_decoder(work, minutes=0.5, batch=4)
-    assert load_checkpoint(work / "sharpen-state.pt")["step"] > state["step"] > 2
-    after = load_vq(work).state_dict()
+    before = load_vq(work_folder).state_dict()
+    sharpen_vq_decoder(work_folder, minutes=0.3, batch=4)
+    state = load_checkpoint(work_folder / "sharpen-state.pt")
+    sharpen_vq_decoder(work_folder, minutes=0.5, batch=4)
+    assert load_checkpoint(work_folder / "sharpen-state.pt")["step"] > state["step"] > 2
+    after = load_vq(work_folder).state_dict()
     changed_parts = {name.split(".")[0] for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert changed_parts == {"decoder"}
 
 
-def test_training_of_a_target_continues_after_an_interruption(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_of_a_target_continues_after_an_interruption(
+    work_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def train(minutes: float) -> dict[str, object]:
-        train_target(work, minutes, cooldown=0.5, batch=4, target_config=TINY, shard_size=16)
-        return load_checkpoint(work / "target-state.pt")
+        train_target(work_folder, minutes, cooldown=0.5, batch=4, target_config=TINY, shard_size=16)
+        return load_checkpoint(work_folder / "target-state.pt")
 
-    first = train(0.3)
-    assert load_target(work).config == replace(TINY, vocab_size=32)
-    stopped = first | {"seconds": 12.0}  # the state at the interruption
-    save_checkpoint(work / "target-state.pt", stopped)
-    second = train(0.3)
-    assert second["step"] > first["step"]
+    state = train(0.3)
+    assert load_target(work_folder).config == replace(TINY, vocab_size=32)
+    interrupted_state = state | {"seconds": 12.0}  # less than 0.3 minutes
+    save_checkpoint(work_folder / "target-state.pt", interrupted_state)
+    continued_state = train(0.3)
+    assert continued_state["step"] > state["step"]
     capsys.readouterr()
     train(0.3)
     assert capsys.readouterr().out == "target has had its 0.3 minutes\n"
-    save_checkpoint(work / "target-stable.pt", stopped | {"step": 1000})
-    assert train(0.4)["step"] > 1000  # with more minutes, training continues from before the learning rate decreased
+    save_checkpoint(work_folder / "target-stable.pt", interrupted_state | {"step": 1000})
+    # With more minutes, training continues from the checkpoint before the learning rate decreased.
+    assert train(0.4)["step"] > 1000
 
 
-def test_a_student_learns_the_guided_logits_of_its_teacher_and_training_continues(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bfloat16: bool
+def test_a_student_learns_the_guided_logits_of_the_teacher_and_training_continues(
+    work_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bfloat16: bool
 ) -> None:
     for name, value in (("SCENES", 32), ("BLANK", 0.2)):
         monkeypatch.setattr(distil_module, name, value)
     torch.manual_seed(0)
-    teacher = save_target(work, replace(TINY, vocab_size=32))
-    captions, codes, blank, guided_logits = distil_module.make_distillation_data(work, teacher, "cpu")
+    teacher = save_target(work_folder, replace(TINY, vocab_size=32))
+    captions, codes, blank, guided_logits = distil_module.make_distillation_data(work_folder, teacher, "cpu")
     assert 0 < blank.sum() < 32
     with torch.no_grad():
         conditional, unconditional = (teacher.logits(captions, codes, rows) for rows in (blank, blank | True))
@@ -164,15 +172,15 @@ def test_a_student_learns_the_guided_logits_of_its_teacher_and_training_continue
     divergences = [compute_kl_divergence(guided_logits, conditional)]
     steps = []
     for minutes in (2, 4):
-        distil_guidance(work, minutes, lr=0.03)
-        steps.append(load_checkpoint(work / "distil-state.pt")["step"])
+        distil_guidance(work_folder, minutes, lr=0.03)
+        steps.append(load_checkpoint(work_folder / "distil-state.pt")["step"])
         divergences.append(
-            compute_kl_divergence(guided_logits, load_target(work).logits(captions, codes, blank).detach())
+            compute_kl_divergence(guided_logits, load_target(work_folder).logits(captions, codes, blank).detach())
         )
     assert divergences[2] < 0.9 * divergences[1] < 0.8 * divergences[0], divergences
     assert steps[1] > 1.5 * steps[0] > 40
-    torch.testing.assert_close(load_target(work, "guided.pt").state_dict(), teacher.state_dict())
-    distil_guidance(work, 4)
+    torch.testing.assert_close(load_target(work_folder, "guided.pt").state_dict(), teacher.state_dict())
+    distil_guidance(work_folder, 4)
     assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
 
 
@@ -188,8 +196,8 @@ def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert (manifest.name, manifest.target.hidden_size, manifest.target.num_layers) == ("bundle", 64, 2)
     with Pipeline.from_bundle(tmp_path / "bundle", threads=1) as pipeline:
-        plain, drafted = (pipeline("a red cube", method=method) for method in ("ar", "eagle"))
-    assert (plain.codes[0] == drafted.codes[0]).all()
+        expected, result = (pipeline("a red cube", method=method) for method in ("ar", "eagle"))
+    assert (result.codes[0] == expected.codes[0]).all()
     restore_work_folder(tmp_path / "bundle", tmp_path / "again")
     restored = load_target(tmp_path / "again")
     assert restored.config == SMALL
@@ -201,7 +209,7 @@ def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes
         load_file(folder / "drafter" / "model.safetensors") for folder in (scenes_vq, tmp_path / "again")
     )
     torch.testing.assert_close(stored["fc.weight"], trained["fc.weight"].half().float())
-    save_target(scenes_vq, SMALL)  # another target
+    save_target(scenes_vq, SMALL)  # other weights, so that the bundle is exported again
     assert open_target_bundle(scenes_vq).digest != bundle.digest
 
 
@@ -210,7 +218,7 @@ def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path)
     config = replace(VQ_SIZES["128"], codes=64)
     vq = vq_module.ScenesVQ(config)
     for weight in vq.parameters():
-        weight.data += 0.01 * torch.randn_like(weight)  # weights of zero are removed from a graph
+        weight.data += 0.01 * torch.randn_like(weight)  # the export removes weights that are all zero
     save_checkpoint(tmp_path / "work" / "vq.pt", {"model": vq.state_dict(), "config": asdict(config)})
     save_target(tmp_path / "work", replace(TINY, vocab_size=64))
     save_drafter(tmp_path / "work", replace(TINY, vocab_size=64))
@@ -221,7 +229,7 @@ def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path)
     assert load_vq(tmp_path / "again").config == config
 
 
-def test_rounding_minimizes_the_error_of_a_layers_outputs() -> None:
+def test_rounding_a_layer_gives_a_smaller_output_error_than_rounding_to_nearest() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(3, 200, 8) @ torch.randn(8, 32)
     layer = torch.nn.Linear(32, 24, bias=False)

@@ -1,4 +1,4 @@
-"""Drive the page of `lantern-rt serve` in a browser, for tests of what a person sees and can do there."""
+"""Helpers that open the web page of `lantern-rt serve` in Chromium and use its controls."""
 
 from __future__ import annotations
 
@@ -14,26 +14,36 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 
 from playwright.sync_api import Browser, Page, expect  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-NEEDED = "needs Chromium, as in Debian's package `chromium`"
-IN_A_BROWSER = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NEEDED)]
-QUIET = ("--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
-         "--no-first-run --no-sandbox")  # fmt: skip
+SKIP_REASON = "needs Chromium, as in Debian's package `chromium`"
+BROWSER_MARKS = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=SKIP_REASON)]
+CHROMIUM_OPTIONS = (
+    "--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
+    "--no-first-run --no-sandbox"
+)
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-CODES = 256
-SECONDS = 60
-REMEMBERED = 24
+NUM_CODES = 256  # codes of an image of `scenes`
+MAX_SECONDS = 60  # time limit of an image
+MAX_HISTORY_IMAGES = 24  # images that the page keeps in its history
 
 
 def open_browser() -> Iterator[Browser]:
-    """Start Chromium with a new, empty profile."""
+    """Yield a Chromium browser with a new, empty profile."""
     with playwright.sync_playwright() as programs:
-        browser = programs.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        browser = programs.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS.split())
         yield browser
         browser.close()
 
 
 def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page]:
-    """Open the page, ready to draw; at the end, no request has left the server and no script has failed."""
+    """Yield the page once its button Generate is enabled.
+
+    At the end, assert that no script failed and that all requests of the page went to the server.
+
+    Args:
+        server: address of the server.
+        browser: browser that opens the page.
+        options: options of the browser context, such as `PHONE`.
+    """
     context = browser.new_context(**options)
     page = context.new_page()
     errors = []
@@ -45,33 +55,39 @@ def open_page(server: str, browser: Browser, **options: object) -> Iterator[Page
     expect(page.locator("#draw")).to_be_enabled()
     yield page
     context.close()
-    rejection_message = (
-        "Failed to load resource: the server responded with a status of 4"  # logged for every rejected request
-    )
+    # The browser logs this message for every request that the server rejects.
+    rejection_message = "Failed to load resource: the server responded with a status of 4"
     assert [error for error in errors if not error.startswith(rejection_message)] == []
     assert [address for address in addresses if not address.startswith((server, "data:", f"blob:{server}"))] == []
 
 
-def draw(page: Page, method: str = "strict", compared_method: str = "") -> None:
-    """Press Draw and wait for the end."""
+def generate_on_page(page: Page, method: str = "strict", compared_method: str = "") -> None:
+    """Generate images with the button Generate of the page, and wait until all images are complete.
+
+    Args:
+        page: page of the server.
+        method: decoding method or quality to select.
+        compared_method: second method to select for comparison; an empty string selects none.
+    """
     page.select_option("#method", method)
     page.select_option("#other", compared_method)
     page.click("#draw")
-    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
+    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * MAX_SECONDS)
 
 
 def download_image(page: Page, number: int = 0) -> bytes:
-    """Return the file of a displayed image."""
+    """Return the bytes of the file that button Save of image `number` downloads."""
     with page.expect_download() as download:
         page.click(f".save >> nth={number}")
     return download.value.path().read_bytes()
 
 
-def read_figures(page: Page) -> dict[str, list[str]]:
-    """Return the table of figures by the names of its rows."""
+def read_statistics(page: Page) -> dict[str, list[str]]:
+    """Return the cells of each row of the statistics table, by row name."""
     rows = page.locator("#figures tbody tr").all()
     return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
 
 
 def decode_image(file: bytes) -> np.ndarray:
+    """Return the pixels of an image file, uint8 `[height, width, 3]`."""
     return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))

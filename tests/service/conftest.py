@@ -1,4 +1,4 @@
-"""Fixtures shared by tests of the service: servers of `scenes` and of a tiny model, and browser pages."""
+"""Fixtures for tests of the HTTP server: servers of the bundle `scenes` and of a tiny bundle, and browser pages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from lantern_rt import Pipeline
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
-    """Yield a function that starts a server; every server ends with the session at the latest."""
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
+    """Yield a function that starts a server with the given command-line arguments.
+
+    All servers are killed at the end of the test session.
+    """
     started: list[RunningServer] = []
 
-    def start_server(*arguments: object, ready: bool = True, port: int = 0) -> RunningServer:
+    def launch(*arguments: object, ready: bool = True, port: int = 0) -> RunningServer:
         started.append(RunningServer(tmp_path_factory.mktemp("server"), *arguments, port=port))
         return started[-1].wait_until_ready() if ready else started[-1]
 
-    yield start_server
+    yield launch
     for server in started:
         server.kill()
 
 
 @pytest.fixture(scope="session")
-def scenes(start: Callable[..., RunningServer]) -> RunningServer:
-    """Start a server of `scenes` that draws at most four images together."""
-    return start("scenes", "--threads", 1, "--batch", 4)
+def scenes_server(start_server: Callable[..., RunningServer]) -> RunningServer:
+    """Start a server of the bundle `scenes` with at most four images per batch."""
+    return start_server("scenes", "--threads", 1, "--batch", 4)
 
 
 @pytest.fixture(scope="session")
@@ -42,14 +45,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """Start a server of a tiny bundle, whose images take milliseconds."""
-    return start(tiny_folder, "--threads", 1, "--batch", 4)
+def tiny_server(start_server: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
+    """Start a server of a tiny bundle, which generates an image in milliseconds."""
+    return start_server(tiny_folder, "--threads", 1, "--batch", 4)
 
 
 @pytest.fixture(scope="session")
 def tiny_pipe(tiny_folder: Path) -> Pipeline:
-    """Load the bundle of `tiny` without a server."""
+    """Load the bundle of `tiny_server` in the test process."""
     return Pipeline.from_bundle(tiny_folder, threads=1)
 
 
@@ -66,14 +69,14 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(scenes: RunningServer, browser: Any) -> Iterator[Any]:
+def page(scenes_server: RunningServer, browser: Any) -> Iterator[Any]:
     from browser_page import open_page
 
-    yield from open_page(f"{scenes.url}/", browser)
+    yield from open_page(f"{scenes_server.url}/", browser)
 
 
 @pytest.fixture
-def phone(scenes: RunningServer, browser: Any) -> Iterator[Any]:
+def phone_page(scenes_server: RunningServer, browser: Any) -> Iterator[Any]:
     from browser_page import PHONE, open_page
 
-    yield from open_page(f"{scenes.url}/", browser, **PHONE)
+    yield from open_page(f"{scenes_server.url}/", browser, **PHONE)

@@ -1,4 +1,4 @@
-"""Run a real server in a separate process, and talk bare HTTP to it."""
+"""Helpers that run `lantern-rt serve` in a separate process and send HTTP requests to the server."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ FORM = "multipart/form-data; boundary=x"
 
 
 class RunningServer:
-    """Runs `lantern-rt serve` with these arguments, on `port` or a free one; `log` is what it has written."""
+    """A `lantern-rt serve` process and a client for the server.
 
-    root = ""  # prefix of all paths
+    Args:
+        folder: folder for the log file.
+        arguments: command-line arguments of `lantern-rt serve` besides the port.
+        port: port of the server; 0 lets the operating system choose a free port.
+    """
+
+    path_prefix = ""  # prepended to the path of every request
 
     def __init__(self, folder: Path, *arguments: object, port: int = 0) -> None:
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
@@ -38,13 +44,15 @@ class RunningServer:
 
     @property
     def log(self) -> str:
+        """Text that the server has written to stdout and stderr so far."""
         return self._log.read_text("utf-8")
 
-    def request_lines(self) -> list[dict[str, Any]]:
-        """Return the lines logged about requests; a line that is still being written is left out."""
+    def read_request_log(self) -> list[dict[str, Any]]:
+        """Return the complete log lines about requests, parsed from JSON."""
         return [line for line in map(json.loads, self.log.split("\n")[:-1]) if line["message"] == "request"]
 
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
+        """Wait until the log matches a regular expression; return the first group of the match."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             if match := re.search(pattern, self.log):
@@ -59,53 +67,67 @@ class RunningServer:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Return the status, the headers with lower-case names, and the body."""
+        """Send a request; return the status, the headers with lower-case names, and the body.
+
+        Args:
+            method: HTTP method.
+            path: path of the request, without `path_prefix`.
+            body: request body.
+            headers: request headers.
+        """
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
-            connection.request(method, self.root + path, body, headers or {})
+            connection.request(method, self.path_prefix + path, body, headers or {})
             response = connection.getresponse()
             return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
         finally:
             connection.close()
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
-        status, answer_headers, body = self.request("GET", path, headers=headers)
-        return status, json.loads(body) if answer_headers.get("content-type") == "application/json" else body.decode()
+        """Send a GET request; return the status, and the body as parsed JSON or as text."""
+        status, response_headers, body = self.request("GET", path, headers=headers)
+        is_json = response_headers.get("content-type") == "application/json"
+        return status, json.loads(body) if is_json else body.decode()
 
     def post(self, content: Any, **headers: str) -> tuple[int, Any]:
-        """Request images; return the status and the answer."""
+        """Send an image generation request; return the status and the parsed JSON response.
+
+        Args:
+            content: request body: bytes, or an object to encode as JSON.
+            headers: additional request headers.
+        """
         headers = {"content-type": "application/json", **headers}
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         status, _, response = self.request("POST", GENERATIONS, body, headers)
         return status, json.loads(response)
 
     @contextmanager
-    def open(self, content: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
-        """Open a connection and request images on it; leaving the context closes it."""
+    def open_request(self, content: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+        """Send an image generation request without reading the response; disconnect at the end of the context."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             headers = {"content-type": "application/json"}
-            connection.request("POST", self.root + GENERATIONS, json.dumps(content).encode(), headers)
+            connection.request("POST", self.path_prefix + GENERATIONS, json.dumps(content).encode(), headers)
             yield connection
         finally:
             connection.close()
 
     def connect(self, content: bytes = b"", address: str = "127.0.0.1") -> socket.socket:
-        """Open a connection from `address` and send `content` on it."""
+        """Open a TCP connection from the client address `address` and send the raw bytes `content`."""
         host, _, port = self.address.rpartition(":")
         connection = socket.create_connection((host, int(port)), 30, source_address=(address, 0))
         connection.sendall(content)
         return connection
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Return a sample of /metrics; 0 if it is missing."""
+    def read_metric(self, name: str, **labels: str) -> float:
+        """Return the value in /metrics of the sample with this name and these labels; 0 if the sample is missing."""
         text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
         pattern = rf"^{re.escape(f'{name}{{{text}}}' if text else name)} (\S+)$"
         sample = re.search(pattern, self.get("/metrics")[1], re.MULTILINE)
         return float(sample[1]) if sample else 0.0
 
     def stop(self, *signals: signal.Signals) -> int:
-        """Send these signals, by default SIGTERM, and return the exit code."""
+        """Send the signals, by default SIGTERM, to the server process; return the exit code of the process."""
         for sent_signal in signals or (signal.SIGTERM,):
             self.process.send_signal(sent_signal)
             time.sleep(0.2)
@@ -118,28 +140,27 @@ class RunningServer:
 
 
 def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    """Wait until `condition` holds."""
+    """Wait until the function `condition` returns a true value; fail after `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "the condition still does not hold"
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds} s"
         time.sleep(0.01)
 
 
 def parse_events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return the kind and the data of each server-sent event."""
+    """Return the event type and the parsed JSON data of each server-sent event; the type is empty if none is given."""
     lines = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
-    return [(kind.decode(), json.loads(data)) for kind, data in lines]
+    return [(event_type.decode(), json.loads(data)) for event_type, data in lines]
 
 
-def format_head(path: str, kind: str, length: int | str) -> bytes:
-    """Return the request line and the headers of a request with a body."""
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n\r\n".encode()
-    )
+def format_head(path: str, content_type: str, length: int | str) -> bytes:
+    """Return the request line and the headers of a POST request with a body of `length` bytes."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\n"
+    return f"{head}content-length: {length}\r\n\r\n".encode()
 
 
 def format_form(fields: dict[str, bytes]) -> bytes:
-    """Return a form with these fields, of type `FORM`."""
+    """Return the body of a multipart form with the content type `FORM`."""
     parts = [
         b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), fields[name])
         for name in fields

@@ -1,6 +1,6 @@
-"""Tests of docs/clients.md: the page's programs run as written, and the service answers the requests of each client.
+"""Test docs/clients.md: its programs run as written, and the server accepts the requests of each listed client.
 
-Each body has the fields that the public source of a client builds, with the values that the page tells users to enter.
+Each request body has the fields that the public source code of a client sends, with the values of the page.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ NODE = os.environ.get("LANTERN_NODE_PROJECT", "")  # a folder whose node_modules
 
 
 def read_table(text: str) -> dict[str, str]:
-    """Return the first value in backquotes of each row of the tables, by the name of the row."""
+    """Return the first value in backquotes of each table row, by the name of the row."""
     rows = re.findall(r"^`?([^|`\n]+?)`? \| [^`\n]*`([^`]*)`", text, re.MULTILINE)
     return dict(rows)
 
 
-def read_block(section: str, kind: str) -> str:
-    (text,) = re.findall(rf"```{kind}\n(.*?)```", SECTIONS[section], re.DOTALL)
+def read_block(section: str, language: str) -> str:
+    """Return the only code block of a language in a section of the page."""
+    (text,) = re.findall(rf"```{language}\n(.*?)```", SECTIONS[section], re.DOTALL)
     return str(text)
 
 
@@ -57,7 +58,7 @@ FIXED = re.findall(r"asks for `(\S+?)`", SECTIONS["LibreChat"])[0]
 WEBUI_BODY = {"model": WEBUI["IMAGE_GENERATION_MODEL"], "prompt": PROMPT, "n": 2, "response_format": "b64_json"}
 LIBRECHAT = {"model": FIXED, "prompt": PROMPT, "n": 1, "background": "auto", "output_format": "png", "quality": "auto"}
 COMFY_BODY = {"prompt": PROMPT, "n": 1, "response_format": COMFY["response_format"], "model": COMFY["model"]}
-# Statements of the page about Node's client besides its program.
+# Checks of the page's claims about the client for Node.js, appended to the program of the page.
 NODE_CHECKS = """
 import { createReadStream } from "node:fs";
 const prompt = "a red cube on sand";
@@ -71,7 +72,7 @@ for await (const model of client.models.list()) models.push(model.id);
 const counts = [edited.data.length, varied.data.length, kinds.length, models.length];
 if (String(counts) !== "1,2,2,2") throw new Error(String([...counts, ...kinds]));
 """
-# Bodies by the file that builds them.
+# Request bodies by client. Comments name the source file that builds the body.
 BODIES: dict[str, dict[str, Any]] = {
     # open-webui/open-webui: backend/open_webui/routers/images.py
     "Open WebUI": {**WEBUI_BODY, "size": WEBUI["IMAGE_SIZE"]},
@@ -101,7 +102,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def encode_transparent_image() -> bytes:
-    """Return a PNG with transparent pixels."""
+    """Return a PNG file of 256 x 256 pixels, of which a square of 64 x 64 is transparent."""
     image = Image.new("RGBA", (256, 256), (200, 180, 120, 255))
     image.paste((0, 0, 0, 0), (64, 64, 128, 128))
     file = io.BytesIO()
@@ -110,21 +111,21 @@ def encode_transparent_image() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def server(start: Callable[..., RunningServer]) -> Iterator[RunningServer]:
-    """Start the server with the lines of the page."""
+def server(start_server: Callable[..., RunningServer]) -> Iterator[RunningServer]:
+    """Start a server with the command and the key of the page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_API_KEY", KEY)
-        yield start(*shlex.split(COMMAND), "--threads", 1)
+        yield start_server(*shlex.split(COMMAND), "--threads", 1)
 
 
 def adapt_program(text: str, server: RunningServer) -> str:
-    """Return a program of the page, changed to ask the server of the test."""
+    """Return a program of the page with the address of the test's server instead of the page's address."""
     assert URL in text
     assert KEY in text
     return text.replace(urlsplit(URL).netloc, server.address)
 
 
-def test_sections_have_the_values_of_the_first_table() -> None:
+def test_each_client_section_repeats_the_url_key_model_and_size_of_the_first_table() -> None:
     assert COMMON_VALUES["API key"] == KEY
     values = (*WEBUI.values(), *COMFY.values(), *N8N.values(), *read_table(SECTIONS["LibreChat"]).values())
     assert {value.removesuffix("/images/generations") for value in values if value.startswith("http")} == {URL}
@@ -136,7 +137,7 @@ def test_sections_have_the_values_of_the_first_table() -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_a_program_sends_is_answered(server: RunningServer, name: str) -> None:
+def test_the_server_accepts_the_request_body_of_each_client(server: RunningServer, name: str) -> None:
     body = BODIES[name]
     status, response = server.post(body, authorization=f"Bearer {KEY}")
     assert (status, response.get("error")) == (200, None)
@@ -155,18 +156,20 @@ def test_what_a_program_sends_is_answered(server: RunningServer, name: str) -> N
         ({"guidance_scale": 5.0}, "guidance_scale"),
     ],
 )
-def test_what_the_page_says_is_rejected_is_rejected(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_request_fields_are_rejected_as_documented(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
     status, response = server.post({"prompt": PROMPT, **fields}, authorization=f"Bearer {KEY}")
     assert (status, response["error"]["param"]) == (400, param)
 
 
-def test_the_key_of_the_environment_is_needed(server: RunningServer) -> None:
+def test_requests_without_the_key_from_the_environment_get_status_401(server: RunningServer) -> None:
     assert server.post({"prompt": PROMPT})[0] == 401
     assert server.post({"prompt": PROMPT}, authorization="Bearer other")[0] == 401
     assert KEY not in server.log
 
 
-def test_a_mapped_size_gives_the_image_of_the_size_that_it_is_mapped_to(server: RunningServer) -> None:
+def test_a_mapped_size_generates_the_same_image_as_the_target_size_of_the_mapping(server: RunningServer) -> None:
     responses = [
         server.post({"prompt": PROMPT, "seed": 1, "size": size}, authorization=f"Bearer {KEY}")[1]["data"]
         for size in (COMMON_VALUES["Size"], *MAPPED_SIZES)
@@ -175,9 +178,11 @@ def test_a_mapped_size_gives_the_image_of_the_size_that_it_is_mapped_to(server: 
     assert responses[0] == responses[1] == responses[2]
 
 
-@pytest.mark.parametrize("image_field", ["image", "image[]"])  # Open WebUI, and LibreChat and n8n
+@pytest.mark.parametrize("image_field", ["image", "image[]"])  # the name in Open WebUI; in LibreChat and n8n
 @pytest.mark.parametrize("size", ["auto", "1024x1024"])
-def test_edits_without_a_mask_change_transparent_pixels(server: RunningServer, image_field: str, size: str) -> None:
+def test_an_edit_without_a_mask_is_accepted_for_an_image_with_transparent_pixels(
+    server: RunningServer, image_field: str, size: str
+) -> None:
     fields = {"model": FIXED, "prompt": PROMPT, "quality": "auto", "size": size}
     parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
     parts.append((f'name="{image_field}"; filename="a.png"', encode_transparent_image()))
@@ -189,19 +194,19 @@ def test_edits_without_a_mask_change_transparent_pixels(server: RunningServer, i
     assert (status, json.loads(response).get("error")) == (200, None)
 
 
-def test_models_are_listed_by_both_names(server: RunningServer) -> None:
+def test_the_model_list_has_the_model_name_and_the_alias(server: RunningServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
         assert [model.id for model in client.models.list().data] == [COMMON_VALUES["Model"], FIXED]
 
 
-def test_gradios_interface_is_built() -> None:
+def test_the_gradio_program_builds_an_interface() -> None:
     if find_spec("gradio") is None:
         pytest.skip("needs Gradio")
     command = [sys.executable, "-c", read_block("Gradio", "python").replace(".launch()", "")]
-    subprocess.run(command, check=True, timeout=120)  # not here, as Gradio leaves event loops open
+    subprocess.run(command, check=True, timeout=120)  # a separate process, as Gradio leaves event loops open
 
 
-def test_gradios_function_returns_an_image(server: RunningServer) -> None:
+def test_the_gradio_function_returns_an_image(server: RunningServer) -> None:
     text = adapt_program(read_block("Gradio", "python"), server).replace("import gradio as gr\n", "")
     names: dict[str, Any] = {}
     exec(text.partition("\ngr.")[0], names)
@@ -209,7 +214,7 @@ def test_gradios_function_returns_an_image(server: RunningServer) -> None:
 
 
 @pytest.mark.skipif(not (NODE and shutil.which("node")), reason="needs LANTERN_NODE_PROJECT with npm's `openai`")
-def test_nodes_program_runs_as_written(server: RunningServer) -> None:
+def test_the_node_js_program_runs_as_written(server: RunningServer) -> None:
     file = Path(NODE) / "clients.mjs"
     (Path(NODE) / "a.png").write_bytes(encode_transparent_image())
     file.write_text(adapt_program(read_block("OpenAI's clients", "js"), server) + NODE_CHECKS, "utf-8")
@@ -218,13 +223,13 @@ def test_nodes_program_runs_as_written(server: RunningServer) -> None:
         assert image.size == (256, 256)
 
 
-def test_litellms_program_runs_as_written(server: RunningServer, tmp_path: Path) -> None:
+def test_the_litellm_program_runs_as_written(server: RunningServer, tmp_path: Path) -> None:
     if find_spec("litellm") is None:
         pytest.skip("needs LiteLLM")
     text = adapt_program(read_block("LiteLLM", "python"), server)
     edit = text.replace("image_generation(", 'image_edit(image=open("a.png", "rb"),').replace("n=2,", "")
     (tmp_path / "a.png").write_bytes(encode_transparent_image())
     for source, count in ((text, 2), (edit, 1)):
-        check = f"{source}\nassert [bool(one.b64_json) for one in answer.data] == [True] * {count}\n"
+        check = f"{source}\nassert [bool(image.b64_json) for image in answer.data] == [True] * {count}\n"
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         subprocess.run([sys.executable, "-c", check], cwd=tmp_path, env=environment, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Check that the files in deploy/ name things that exist: metrics, labels, files, ports, options."""
+"""Test that metrics, labels, files, ports and options named by the files in deploy/ exist."""
 
 from __future__ import annotations
 
@@ -26,56 +26,56 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/lantern-rt.json").read_text("utf-8"))
-SCRAPED = {"job", "instance"}  # labels that Prometheus adds
+PROMETHEUS_LABELS = {"job", "instance"}  # labels that Prometheus adds to every sample
 
 
 def read_yaml(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text("utf-8"))
 
 
-def dockerfile_instructions(kind: str) -> list[str]:
-    """Return the arguments of every instruction of this kind in the Dockerfile, continued lines joined."""
-    text = (DEPLOY / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
-    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{kind} ")]
+def read_dockerfile_arguments(instruction: str) -> list[str]:
+    """Return the arguments of every occurrence of an instruction, such as RUN, in the Dockerfile."""
+    text = (DEPLOY / "Dockerfile").read_text("utf-8").replace("\\\n", " ")  # joins continued lines
+    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{instruction} ")]
 
 
 COMPOSE = read_yaml("compose.yaml")
 SERVICES = COMPOSE["services"]
-CMD: list[str] = json.loads(dockerfile_instructions("CMD")[0])
+CMD: list[str] = json.loads(read_dockerfile_arguments("CMD")[0])
 
 
 def list_expressions() -> list[str]:
-    """Return every PromQL expression of panels, alerts, and the variable of the dashboard."""
+    """Return every PromQL expression in the dashboard's panels and variables and in the alerts."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     alerts = [rule["expr"] for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]]
     return [*panels, *alerts, *(variable["query"] for variable in DASHBOARD["templating"]["list"])]
 
 
 @pytest.fixture(scope="module")
-def metrics(tiny: RunningServer) -> dict[str, set[str]]:
-    """Return the names of a server's samples, after it has drawn, rejected and timed out, each with its labels."""
-    assert tiny.post({"prompt": "red cube"})[0] == 200
-    assert tiny.post({"prompt": "red cube", "n": 10, "deadline": 1e-6})[0] == 504
+def metrics(tiny_server: RunningServer) -> dict[str, set[str]]:
+    """Return the label names of every metric, by metric name, after a successful request and a timeout."""
+    assert tiny_server.post({"prompt": "red cube"})[0] == 200
+    assert tiny_server.post({"prompt": "red cube", "n": 10, "deadline": 1e-6})[0] == 504
     labels_by_name: dict[str, set[str]] = {}
-    for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", tiny.get("/metrics")[1], re.MULTILINE):
+    for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", tiny_server.get("/metrics")[1], re.MULTILINE):
         labels_by_name.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
     return labels_by_name
 
 
 @pytest.mark.parametrize("expression", list_expressions())
-def test_every_metric_and_label_of_dashboard_and_alerts_is_one_of_the_server(
+def test_every_metric_and_label_in_the_dashboard_and_alerts_is_exported_by_the_server(
     metrics: dict[str, set[str]], expression: str
 ) -> None:
     names = set(re.findall(r"\b(?:lantern|process)_\w+", expression))
     assert names <= metrics.keys()
     assert names or expression.startswith("up{")
-    labels = {name for part in re.findall(r"by \((.*?)\)", expression) for name in part.split(", ")}
+    labels = {name for name_list in re.findall(r"by \((.*?)\)", expression) for name in name_list.split(", ")}
     labels |= set(re.findall(r"(\w+)(?:=~|=)\"", expression))
     for name in names:
-        assert labels - SCRAPED <= metrics[name], name
+        assert labels - PROMETHEUS_LABELS <= metrics[name], name
 
 
-def test_what_compose_mounts_and_builds_exists() -> None:
+def test_every_path_and_volume_in_the_compose_file_exists() -> None:
     build = SERVICES["lantern-rt"]["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
@@ -85,13 +85,13 @@ def test_what_compose_mounts_and_builds_exists() -> None:
             assert (DEPLOY / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], (name, mount)
 
 
-def test_everything_is_reached_at_the_port_it_listens_at() -> None:
-    port = dockerfile_instructions("EXPOSE")[0]
+def test_all_deployment_files_use_the_same_server_port() -> None:
+    port = read_dockerfile_arguments("EXPOSE")[0]
     command = SERVICES["lantern-rt"]["command"]
     for arguments in (CMD, command):
         assert arguments[arguments.index("--port") + 1] == port
         assert arguments[arguments.index("--host") + 1] == "0.0.0.0"
-    assert f":{port}/" in dockerfile_instructions("HEALTHCHECK")[0]
+    assert f":{port}/" in read_dockerfile_arguments("HEALTHCHECK")[0]
     (job,) = read_yaml("prometheus.yml")["scrape_configs"]
     (config,) = job["static_configs"]
     assert config["targets"] == [f"lantern-rt:{port}"]
@@ -106,7 +106,7 @@ def test_everything_is_reached_at_the_port_it_listens_at() -> None:
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8")))
 POD = MANIFESTS[0]["spec"]["template"]["spec"]
 UNIT = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "lantern-rt.service").read_text("utf-8"), re.MULTILINE))
-KEYS = "/etc/lantern-rt/keys.txt"
+KEY_FILE = "/etc/lantern-rt/keys.txt"
 COMMANDS = {
     "Dockerfile": CMD,
     "compose.yaml": SERVICES["lantern-rt"]["command"],
@@ -116,81 +116,96 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_the_command_of_a_container_is_one_of_a_server(
+def test_the_server_accepts_the_command_line_of_each_deployment_file(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert dockerfile_instructions("ENTRYPOINT") == ['["lantern-rt"]']
+    assert read_dockerfile_arguments("ENTRYPOINT") == ['["lantern-rt"]']
     assert command[0] == "serve"
     (tmp_path / "keys.txt").write_text("a-key\n")
-    command = [str(tmp_path / "keys.txt") if part == KEYS else part for part in command]
-    monkeypatch.setattr(
-        "uvicorn.Server.run", lambda server, sockets: [server_socket.close() for server_socket in sockets]
-    )
+    command = [str(tmp_path / "keys.txt") if argument == KEY_FILE else argument for argument in command]
+
+    def close_sockets(server: Any, sockets: list[Any]) -> None:
+        for server_socket in sockets:
+            server_socket.close()
+
+    monkeypatch.setattr("uvicorn.Server.run", close_sockets)  # the server ends right after start-up
     assert run_program([*command, "--port", "0"]) == 0
 
 
-def test_a_service_has_a_file_of_keys_that_only_its_group_reads_and_that_its_comment_makes() -> None:
+def test_the_systemd_unit_and_the_comment_in_its_file_use_the_same_key_file_and_group() -> None:
     text = (DEPLOY / "lantern-rt.service").read_text("utf-8")
     (group,) = re.findall(r"#   groupadd --system (\S+)", text)
     assert UNIT["SupplementaryGroups"] == group
-    assert f"#   install -D -m 640 -g {group} keys.txt {KEYS}\n" in text
+    assert f"#   install -D -m 640 -g {group} keys.txt {KEY_FILE}\n" in text
     command = COMMANDS["lantern-rt.service"]
-    assert command[command.index("--api-key-file") + 1] == KEYS
+    assert command[command.index("--api-key-file") + 1] == KEY_FILE
 
 
-def test_an_image_has_one_name_everywhere_with_the_version_of_the_program() -> None:
+def test_the_container_image_name_and_version_are_the_same_in_every_file() -> None:
     name = f"lantern-rt:{__version__}"
     assert SERVICES["lantern-rt"]["image"] == POD["containers"][0]["image"] == name
     text = (DEPLOY / "Dockerfile").read_text("utf-8") + (ROOT / "docs/serving.md").read_text("utf-8")
     assert re.findall(r"docker (?:build|run) .* (lantern-rt\S*)", text) == [name, f"{name}-cuda", name, name]
 
 
-def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
+def test_the_stop_timeout_of_each_deployment_exceeds_the_request_deadline_by_10_seconds() -> None:
     _, pause = POD["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    rest = POD["terminationGracePeriodSeconds"] - int(pause)
-    graces = SERVICES["lantern-rt"]["stop_grace_period"].removesuffix("s"), rest
-    for grace, (_, command) in zip((*graces, UNIT["TimeoutStopSec"]), list(COMMANDS.items())[1:], strict=True):
-        assert float(grace) >= float(command[command.index("--deadline") + 1]) + 10
-    assert dockerfile_instructions("STOPSIGNAL") == ["SIGTERM"]
+    stop_seconds = {
+        "compose.yaml": SERVICES["lantern-rt"]["stop_grace_period"].removesuffix("s"),
+        "kubernetes.yaml": POD["terminationGracePeriodSeconds"] - int(pause),
+        "lantern-rt.service": UNIT["TimeoutStopSec"],
+    }
+    for name, seconds in stop_seconds.items():
+        command = COMMANDS[name]
+        assert float(seconds) >= float(command[command.index("--deadline") + 1]) + 10
+    assert read_dockerfile_arguments("STOPSIGNAL") == ["SIGTERM"]
 
 
-def check_health(port: int) -> int:
-    """Return the exit code of the command that Docker runs."""
-    command = json.loads(dockerfile_instructions("HEALTHCHECK")[0].partition("CMD ")[2])
+def run_health_check(port: int) -> int:
+    """Run the health check command of the Dockerfile for a server at `port`; return its exit code."""
+    command = json.loads(read_dockerfile_arguments("HEALTHCHECK")[0].partition("CMD ")[2])
     assert command[0] == "python"
     code = command[2].replace(":8000/", f":{port}/")
     return subprocess.run([sys.executable, command[1], code], stderr=subprocess.DEVNULL).returncode
 
 
-def test_the_health_check_tells_a_server_that_is_ready_from_one_that_is_not(tiny: RunningServer) -> None:
-    assert check_health(int(tiny.address.rpartition(":")[2])) == 0
+def test_the_docker_health_check_passes_only_for_a_ready_server(tiny_server: RunningServer) -> None:
+    assert run_health_check(int(tiny_server.address.rpartition(":")[2])) == 0
 
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as broken:  # answers 501
-        thread = threading.Thread(target=broken.handle_request)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as broken_server:  # responds with status 501
+        thread = threading.Thread(target=broken_server.handle_request)
         thread.start()
-        assert check_health(broken.server_address[1]) == 1
+        assert run_health_check(broken_server.server_address[1]) == 1
         thread.join()
-    assert check_health(broken.server_address[1]) == 1
+    assert run_health_check(broken_server.server_address[1]) == 1
 
 
-def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() -> None:
+def test_the_docker_build_sends_only_the_wheel_sources_and_runs_as_an_unprivileged_user() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    sent = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").split() if line[0] == "!"}
+    ignore_lines = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").split()
+    included_files = {line[1:] for line in ignore_lines if line[0] == "!"}
     folders = {folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()}
-    assert sent == folders | {"pyproject.toml", "setup.py", "constraints.txt", "LICENSE", "NOTICE", "README.md"}
-    assert all((ROOT / name).exists() for name in sent)
-    (wheel, *_), (user, *_) = dockerfile_instructions("RUN"), dockerfile_instructions("RUN")[1:]
-    chosen = re.findall(r"EXTRAS=([a-z,]+)", (DEPLOY / "Dockerfile").read_text("utf-8"))
-    assert {extra for extras in chosen for extra in extras.split(",")} == {"cpu", "gpu", "serve"}
+    assert included_files == folders | {
+        "pyproject.toml",
+        "setup.py",
+        "constraints.txt",
+        "LICENSE",
+        "NOTICE",
+        "README.md",
+    }
+    assert all((ROOT / name).exists() for name in included_files)
+    install_wheel, add_user = read_dockerfile_arguments("RUN")[:2]
+    extra_lists = re.findall(r"EXTRAS=([a-z,]+)", (DEPLOY / "Dockerfile").read_text("utf-8"))
+    assert {extra for extras in extra_lists for extra in extras.split(",")} == {"cpu", "gpu", "serve"}
     assert {"cpu", "gpu", "serve"} <= project["project"]["optional-dependencies"].keys()
-    assert '.whl)[$EXTRAS]"' in wheel
-    assert "-c constraints.txt" in wheel
-    account = shlex.split(user.partition("&&")[0])
-    assert dockerfile_instructions("USER") == [account[account.index("--uid") + 1]]
+    assert '.whl)[$EXTRAS]"' in install_wheel
+    assert "-c constraints.txt" in install_wheel
+    user_arguments = shlex.split(add_user.partition("&&")[0])
+    assert read_dockerfile_arguments("USER") == [user_arguments[user_arguments.index("--uid") + 1]]
 
 
-def test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has(
-    metrics: dict[str, set[str]], tiny: RunningServer
+def test_the_kubernetes_manifests_are_valid_and_match_the_server(
+    metrics: dict[str, set[str]], tiny_server: RunningServer
 ) -> None:
     deployment, service, scaler, budget = MANIFESTS
     (container,) = POD["containers"]
@@ -203,14 +218,14 @@ def test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has(
     assert str(container["ports"][0]["containerPort"]) == container["args"][container["args"].index("--port") + 1]
     assert [container["env"][0]["name"]] == SERVICES["lantern-rt"]["environment"] == [KEY_VARIABLE]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert tiny.get(container[probe]["httpGet"]["path"])[0] == 200
+        assert tiny_server.get(container[probe]["httpGet"]["path"])[0] == 200
     kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
     for manifest in MANIFESTS:
         kubernetes.validate(manifest, "1.33", strict=True)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
-def test_the_unit_is_what_systemd_knows(tmp_path: Path) -> None:
+def test_systemd_accepts_the_service_unit(tmp_path: Path) -> None:
     unit = tmp_path / "lantern-rt.service"
     unit.write_text((DEPLOY / unit.name).read_text("utf-8").replace("/opt/lantern-rt/bin/lantern-rt", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Check that pages of other sites can neither send requests nor read answers, whatever name they use for this host."""
+"""Test that web pages of other sites can neither send requests to the server nor read its responses."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from starlette.testclient import TestClient
 from lantern_rt.serve.app import make_app
 from lantern_rt.serve.state import ServerLimits, ServerState
 
-OWN = "http://localhost:8000"
-UI = "https://ui.example"
-ANSWERED = 503  # status of an allowed request, as no model is loaded
+SERVER_ORIGIN = "http://localhost:8000"
+UI_ORIGIN = "https://ui.example"
+ACCEPTED = 503  # status of an accepted request, as no model is loaded
 
 
 def make_client(allowed_origins: tuple[str, ...] = (), allowed_hosts: tuple[str, ...] = ("localhost",)) -> TestClient:
     return TestClient(
         make_app(ServerState(ServerLimits()), allowed_origins=allowed_origins, allowed_hosts=allowed_hosts),
-        base_url=OWN,
+        base_url=SERVER_ORIGIN,
     )
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({}, ANSWERED),
-        ({"origin": OWN}, ANSWERED),
-        ({"origin": OWN, "sec-fetch-site": "same-origin"}, ANSWERED),
-        ({"sec-fetch-site": "none"}, ANSWERED),
-        ({"origin": UI, "sec-fetch-site": "same-origin"}, ANSWERED),  # from a proxy that changes the host
+        ({}, ACCEPTED),
+        ({"origin": SERVER_ORIGIN}, ACCEPTED),
+        ({"origin": SERVER_ORIGIN, "sec-fetch-site": "same-origin"}, ACCEPTED),
+        ({"sec-fetch-site": "none"}, ACCEPTED),
+        (
+            {"origin": UI_ORIGIN, "sec-fetch-site": "same-origin"},
+            ACCEPTED,
+        ),  # sent through a proxy that changes the host
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://localhost:3000"}, 403),
         ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 403),
@@ -41,7 +44,9 @@ def make_client(allowed_origins: tuple[str, ...] = (), allowed_hosts: tuple[str,
     ],
 )
 @pytest.mark.parametrize("path", [GENERATIONS, EDITS])
-def test_pages_of_other_sites_may_not_ask(path: str, headers: dict[str, str], status: int) -> None:
+def test_a_request_is_accepted_unless_its_headers_name_another_site(
+    path: str, headers: dict[str, str], status: int
+) -> None:
     response = make_client().post(path, content=b"--x--", headers={**headers, "content-type": "multipart/form-data"})
     assert response.status_code == status
     if status == 403:
@@ -49,14 +54,14 @@ def test_pages_of_other_sites_may_not_ask(path: str, headers: dict[str, str], st
         assert response.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("origins", [(UI,), ("*",)])
-def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
-    headers = {"origin": UI, "sec-fetch-site": "cross-site"}
+@pytest.mark.parametrize("origins", [(UI_ORIGIN,), ("*",)])
+def test_requests_from_pages_of_allowed_origins_are_accepted(origins: tuple[str, ...]) -> None:
+    headers = {"origin": UI_ORIGIN, "sec-fetch-site": "cross-site"}
     response = make_client(origins).post(GENERATIONS, json={}, headers=headers)
-    assert response.status_code == ANSWERED
-    assert response.headers["access-control-allow-origin"] in ("*", UI)
-    foreign = make_client((UI,)).post(GENERATIONS, json={}, headers={"origin": "https://evil.example"})
-    assert foreign.status_code == 403
+    assert response.status_code == ACCEPTED
+    assert response.headers["access-control-allow-origin"] in ("*", UI_ORIGIN)
+    foreign_response = make_client((UI_ORIGIN,)).post(GENERATIONS, json={}, headers={"origin": "https://evil.example"})
+    assert foreign_response.status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_pages_of_listed_sites_may_ask(origins: tuple[str, ...]) -> None:
         ("[::1", 403),
     ],
 )
-def test_names_of_other_sites_are_rejected_on_loopback(host: str, status: int) -> None:
+def test_a_loopback_server_accepts_only_ip_addresses_and_allowed_names_as_host(host: str, status: int) -> None:
     for path in ("/", "/v1/models", "/livez"):
         assert make_client().get(path, headers={"host": host}).status_code == status
     assert make_client(allowed_hosts=()).get("/livez", headers={"host": host}).status_code == 200
@@ -82,20 +87,20 @@ def test_names_of_other_sites_are_rejected_on_loopback(host: str, status: int) -
 @pytest.mark.parametrize(
     ("options", "status"),
     [((), 403), (("--cors", "https://other.example"), 200), (("--host", "0.0.0.0"), 200)],
-    ids=["loopback", "listed", "everywhere"],
+    ids=["default options", "name in --cors", "--host 0.0.0.0"],
 )
-def test_a_server_on_loopback_knows_the_names_that_it_was_told(
-    options: tuple[str, ...], status: int, start: Callable[..., RunningServer], tiny_folder: Path
+def test_options_cors_and_host_decide_which_host_names_are_accepted(
+    options: tuple[str, ...], status: int, start_server: Callable[..., RunningServer], tiny_folder: Path
 ) -> None:
-    server = start(tiny_folder, "--threads", 1, *options, ready=False)
+    server = start_server(tiny_folder, "--threads", 1, *options, ready=False)
     assert server.request("GET", "/livez", headers={"host": "other.example"})[0] == status
     assert server.request("GET", "/livez", headers={"host": "localhost"})[0] == 200
     server.kill()
 
 
-def test_a_running_server_rejects_foreign_forms(tiny: RunningServer) -> None:
+def test_a_running_server_rejects_forms_from_pages_of_other_sites(tiny_server: RunningServer) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x", "origin": "https://evil.example"}
-    assert tiny.request("POST", EDITS, b"--x--", headers)[0] == 403
-    assert tiny.request("GET", "/v1/models", headers={"host": "evil.example"})[0] == 403
-    status, headers, _ = tiny.request("POST", EDITS, b"--x--", {**headers, "origin": tiny.url})
+    assert tiny_server.request("POST", EDITS, b"--x--", headers)[0] == 403
+    assert tiny_server.request("GET", "/v1/models", headers={"host": "evil.example"})[0] == 403
+    status, headers, _ = tiny_server.request("POST", EDITS, b"--x--", {**headers, "origin": tiny_server.url})
     assert (status, headers["content-type"]) == (400, "application/json")

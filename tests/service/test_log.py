@@ -1,4 +1,4 @@
-"""Check that the log has one format and that environment variables of other programs change nothing."""
+"""Test the format and the levels of the server's log, and that environment variables of libraries have no effect."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from lantern_rt.serve.log import LogFormatter, RequestRecord, log_to_stderr
 from lantern_rt.serve.state import ServerLimits, ServerState
 
 
-def log_lines(server: RunningServer) -> list[dict[str, Any]]:
+def parse_log(server: RunningServer) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.log.splitlines()]
 
 
-def test_every_line_is_json_whatever_writes_it(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    server = start(tiny_folder, "--threads", 1)
+def test_every_log_line_of_the_server_and_of_its_libraries_is_json(
+    start_server: Callable[..., RunningServer], tiny_folder: Path
+) -> None:
+    server = start_server(tiny_folder, "--threads", 1)
     with server.connect(b"nonsense\r\n\r\n") as connection:
         assert connection.recv(12) == b"HTTP/1.1 400"
     server.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "no keys to reload" in server.log)
     assert server.stop() == 0
-    messages = [(line["level"], line["message"].partition(":")[0]) for line in log_lines(server)]
+    messages = [(line["level"], line["message"].partition(":")[0]) for line in parse_log(server)]
     assert messages == [
         ("info", "listening"),
         ("info", "ready"),
@@ -41,29 +43,29 @@ def test_every_line_is_json_whatever_writes_it(start: Callable[..., RunningServe
     ]
 
 
-def test_a_key_of_the_environment_is_not_reloaded_and_401_names_the_scheme(
-    start: Callable[..., RunningServer], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_api_key_from_the_environment_is_not_reloaded_and_status_401_names_the_scheme(
+    start_server: Callable[..., RunningServer], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LANTERN_RT_API_KEY", "one")
-    server = start(tiny_folder, "--threads", 1)
+    server = start_server(tiny_folder, "--threads", 1)
     status, headers, _ = server.request("GET", "/v1/models")
     assert (status, headers["www-authenticate"]) == (401, "Bearer")
-    wait_until(lambda: [line["status"] for line in server.request_lines()] == [401])
+    wait_until(lambda: [line["status"] for line in server.read_request_log()] == [401])
     server.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "no keys to reload" in server.log)
     assert server.request("GET", "/v1/models", headers={"authorization": "Bearer one"})[0] == 200
     assert "keys reloaded" not in server.log
 
 
-def test_variables_of_other_servers_change_nothing(
-    start: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_environment_variables_of_prometheus_and_uvicorn_are_ignored(
+    start_server: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "missing"))
     monkeypatch.setenv("WEB_CONCURRENCY", "auto")
-    server = start(tiny_folder, "--threads", 1)
+    server = start_server(tiny_folder, "--threads", 1)
     assert server.post({"prompt": "red cube"})[0] == 200
-    wait_until(lambda: server.metric("lantern_requests_total", model="tiny", code="200") == 1)
-    assert [line["status"] for line in server.request_lines()] == [200]
+    wait_until(lambda: server.read_metric("lantern_requests_total", model="tiny", code="200") == 1)
+    assert [line["status"] for line in server.read_request_log()] == [200]
     assert not (tmp_path / "missing").exists()
 
 
@@ -74,7 +76,7 @@ def make_record(message: str, facts: dict[str, Any], error: BaseException | None
     return record
 
 
-def test_a_path_cannot_forge_a_line_of_text() -> None:
+def test_control_characters_in_a_path_are_escaped_in_text_logs() -> None:
     facts = {"path": "/a\n2026-01-01 info forged\r\x1b[2J", "status": 404, "key": ""}
     line = LogFormatter("text").format(make_record("request", facts))
     assert line.isprintable()
@@ -82,14 +84,14 @@ def test_a_path_cannot_forge_a_line_of_text() -> None:
     assert json.loads(LogFormatter("json").format(make_record("request", facts))).items() >= facts.items()
 
 
-def test_a_traceback_is_a_field_of_json_and_follows_a_line_of_text() -> None:
+def test_a_traceback_is_a_field_in_json_logs_and_follows_the_line_in_text_logs() -> None:
     record = make_record("a request failed", {}, KeyError("x"))
     assert json.loads(LogFormatter("json").format(record))["traceback"] == "KeyError: 'x'"
     assert LogFormatter("text").format(record).endswith("warning a request failed\nKeyError: 'x'")
 
 
 @pytest.mark.parametrize(("level", "num_lines"), [("info", 4), ("warning", 3), ("error", 1)])
-def test_a_level_leaves_out_what_is_less_serious(
+def test_the_log_level_omits_messages_of_lower_severity(
     level: str, num_lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = logging.getLogger("lantern_rt")
@@ -110,8 +112,8 @@ def test_a_level_leaves_out_what_is_less_serious(
     assert len([json.loads(line) for line in capsys.readouterr().err.splitlines()]) == num_lines
 
 
-def test_a_fault_of_the_server_leaves_its_traceback_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    class Faulty:
+def test_an_internal_error_gets_status_500_and_a_traceback_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    class FailingBackend:
         name = "faulty"
 
         async def generate(self, request: Any, caller: str) -> Any:
@@ -119,13 +121,13 @@ def test_a_fault_of_the_server_leaves_its_traceback_in_the_log(capsys: pytest.Ca
             yield
 
     state = ServerState(ServerLimits())
-    state.backends = {"faulty": Faulty()}  # type: ignore[dict-item]
+    state.backends = {"faulty": FailingBackend()}  # type: ignore[dict-item]
     with log_to_stderr("info", "json"):
         response = TestClient(make_app(state)).post("/v1/images/generations", json={"prompt": "red cube"})
     assert (response.status_code, response.json()["error"]["message"]) == (
         500,
         "internal server error; see the server's log",
     )
-    fault, request = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert fault["traceback"].endswith("KeyError: 'of the test'")
-    assert (request["status"], request["model"]) == (500, "faulty")
+    error_line, request_line = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert error_line["traceback"].endswith("KeyError: 'of the test'")
+    assert (request_line["status"], request_line["model"]) == (500, "faulty")

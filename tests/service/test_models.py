@@ -1,4 +1,4 @@
-"""Check what the server reports about its models, and that the reports are true."""
+"""Test that the server reports the methods, qualities, names and versions of its models correctly."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ BUNDLES: dict[str, Any] = {
 
 
 def change_manifest(folder: Path, **fields: Any) -> Path:
-    """Replace fields of a bundle's manifest."""
+    """Replace fields in the manifest of the bundle in `folder`; return the folder."""
     path = folder / "bundle.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return folder
 
 
 def add_heads(folder: Path) -> Path:
-    """Add draft heads of zeros to a bundle."""
+    """Add draft heads with zero weights to the bundle in `folder`; return the folder of the changed bundle."""
     tables = {name: np.zeros(shape, np.float16) for name, shape in draft_head_shapes(CODES, WIDTH, 4, 4).items()}
     return write_draft_heads(open_bundle(folder), tables).folder
 
@@ -59,70 +59,75 @@ def add_heads(folder: Path) -> Path:
         ("heads and neighbours", ["ar", "eagle", "lantern", "lantern++", "sjd", "rows"]),
     ],
 )
-def test_the_methods_of_a_model_are_those_that_it_accepts(name: str, expected: list[str], tmp_path: Path) -> None:
-    subject: Any = {"class_ids": 1} if name == "groups" else {"prompts": "red cube"}
+def test_the_listed_methods_of_a_model_are_exactly_the_accepted_methods(
+    name: str, expected: list[str], tmp_path: Path
+) -> None:
+    condition: Any = {"class_ids": 1} if name == "groups" else {"prompts": "red cube"}
     BUNDLES[name](tmp_path / "tiny")
 
-    async def methods() -> tuple[list[str], list[str]]:
+    async def list_methods() -> tuple[list[str], list[str]]:
+        """Return the methods that the server lists, and the methods that the service accepts."""
         pipeline = AsyncPipeline(Pipeline.from_bundle(tmp_path / "tiny", threads=1))
-        accepted = []
+        accepted_methods = []
         for method in METHODS:
             try:
-                pipeline.service.submit(lambda _: None, **subject, method=method).cancel()
+                pipeline.service.submit(lambda _: None, **condition, method=method).cancel()
             except RequestError:
                 continue
-            accepted.append(method)
-        described = LocalBackend(pipeline).describe()["methods"]
+            accepted_methods.append(method)
+        listed_methods = LocalBackend(pipeline).describe()["methods"]
         await pipeline.close(drain=False)
-        return described, accepted
+        return listed_methods, accepted_methods
 
-    assert asyncio.run(methods()) == (expected, expected)
+    assert asyncio.run(list_methods()) == (expected, expected)
 
 
-def test_a_quality_whose_passes_are_too_large_to_be_shared_is_not_listed(tmp_path: Path) -> None:
+def test_a_quality_preset_with_too_many_nodes_for_a_batched_forward_pass_is_not_listed(tmp_path: Path) -> None:
     manifest = make_tiny_bundle(tmp_path / "tiny") / "bundle.json"
     content = json.loads(manifest.read_text())
     wide_preset = {"method": {"method": "eagle", "tree": "chain-80"}}
     content["presets"] = {"strict": {"method": {"method": "ar"}}, "fast": wide_preset}
     manifest.write_text(json.dumps(content))
 
-    async def qualities() -> list[str]:
+    async def list_qualities() -> list[str]:
         pipeline = AsyncPipeline(Pipeline.from_bundle(tmp_path / "tiny", threads=1))
         with pytest.raises(RequestError):
             pipeline.service.submit(lambda _: None, "red cube", quality="fast")
-        described = LocalBackend(pipeline).describe()["qualities"]
+        listed_qualities = LocalBackend(pipeline).describe()["qualities"]
         await pipeline.close(drain=False)
-        return list(described)
+        return list(listed_qualities)
 
-    assert asyncio.run(qualities()) == ["strict"]
+    assert asyncio.run(list_qualities()) == ["strict"]
 
 
 @pytest.fixture(scope="module")
-def renamed(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """Start a server of two copies of one bundle, with names that the operator gives."""
+def renamed_models_server(start_server: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
+    """Start a server of two copies of a bundle, with the model names `one` and `other`, and an alias of `other`."""
     copy = shutil.copytree(tiny_folder, tiny_folder.with_name("tiny-2"), dirs_exist_ok=True)
-    return start(tiny_folder, copy, "--threads=1", "--name=one", "--name=other", "--alias=gpt-image-1=other")
+    return start_server(tiny_folder, copy, "--threads=1", "--name=one", "--name=other", "--alias=gpt-image-1=other")
 
 
-def test_models_have_the_names_that_the_operator_gives(renamed: RunningServer) -> None:
-    models = renamed.get("/v1/models")[1]["data"]
+def test_models_have_the_names_and_aliases_of_the_command_line(renamed_models_server: RunningServer) -> None:
+    models = renamed_models_server.get("/v1/models")[1]["data"]
     assert [(model["id"], model["root"]) for model in models] == [
         ("one", "one"), ("other", "other"), ("gpt-image-1", "other"),
     ]  # fmt: skip
     for name, root in (("other", "other"), ("gpt-image-1", "other"), (None, "one")):
-        status, response = renamed.post({"prompt": "red cube", "model": name})
+        status, response = renamed_models_server.post({"prompt": "red cube", "model": name})
         assert (status, response["lantern"]["model"]) == (200, root)
-    assert renamed.post({"prompt": "red cube", "model": "tiny"})[0] == 404
-    wait_until(lambda: [line["model"] for line in renamed.request_lines()] == ["other", "other", "one", ""])
+    assert renamed_models_server.post({"prompt": "red cube", "model": "tiny"})[0] == 404
+    wait_until(
+        lambda: [line["model"] for line in renamed_models_server.read_request_log()] == ["other", "other", "one", ""]
+    )
 
 
-def test_the_version_and_the_bundle_are_told_wherever_an_operator_looks(
-    renamed: RunningServer, tiny_folder: Path
+def test_models_readyz_metrics_and_log_report_the_version_and_the_bundle_digest(
+    renamed_models_server: RunningServer, tiny_folder: Path
 ) -> None:
     bundle = open_bundle(tiny_folder)
     digest = bundle.digest
     identity = {"version": __version__, "models": {"one": digest, "other": digest}}
-    facts = renamed.get("/v1/models/other")[1]["lantern"]
+    facts = renamed_models_server.get("/v1/models/other")[1]["lantern"]
     assert facts["parameters"] == {
         "ar": "",
         "eagle": "tree=chain-3",
@@ -139,8 +144,10 @@ def test_the_version_and_the_bundle_are_told_wherever_an_operator_looks(
         "digest": digest,
         "format_version": format_version,
     }
-    assert renamed.get("/readyz") == (200, {"status": "ready", **identity})
+    assert renamed_models_server.get("/readyz") == (200, {"status": "ready", **identity})
     labels = {"bundle": "tiny", "digest": digest, "version": __version__}
-    assert [renamed.metric("lantern_model_info", model=name, **labels) for name in ("one", "other")] == [1, 1]
-    (ready,) = [json.loads(line) for line in renamed.log.splitlines() if "ready" in line]
+    assert [
+        renamed_models_server.read_metric("lantern_model_info", model=name, **labels) for name in ("one", "other")
+    ] == [1, 1]
+    (ready,) = [json.loads(line) for line in renamed_models_server.log.splitlines() if "ready" in line]
     assert ready.items() >= {"message": "ready: one, other", **identity}.items()

@@ -1,4 +1,4 @@
-"""Test the official client of OpenAI, unchanged, against the real server."""
+"""Test that the official Python client of OpenAI works with a running server."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def make_client(server: RunningServer, **options: Any) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def scenes_client(scenes: RunningServer) -> Iterator[openai.OpenAI]:
-    with make_client(scenes) as opened_client:
+def scenes_client(scenes_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with make_client(scenes_server) as opened_client:
         yield opened_client
 
 
 @pytest.fixture(scope="module")
-def tiny_client(tiny: RunningServer) -> Iterator[openai.OpenAI]:
-    with make_client(tiny, max_retries=0) as opened_client:
+def tiny_client(tiny_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with make_client(tiny_server, max_retries=0) as opened_client:
         yield opened_client
 
 
@@ -47,7 +47,9 @@ def decode_pixels(file: bytes) -> Any:
         return np.asarray(image.convert("RGB"))
 
 
-def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
+def test_a_generated_image_is_the_same_png_file_as_from_the_pipeline(
+    scenes_client: openai.OpenAI, scenes_pipe: Pipeline
+) -> None:
     expected = scenes_pipe(PROMPT, seed=5, method="ar").images[0]
     size = f"{expected.width}x{expected.height}"
     response = scenes_client.images.generate(prompt=PROMPT, size=size, extra_body={"seed": 5, "method": "ar"})
@@ -59,16 +61,18 @@ def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.Open
     assert response.usage.input_tokens_details.text_tokens == scenes_pipe.bundle.manifest.condition.prefix
 
 
-def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
+def test_each_quality_generates_the_image_of_the_matching_preset(
+    scenes_client: openai.OpenAI, scenes_pipe: Pipeline
+) -> None:
     presets = scenes_pipe.bundle.manifest.presets
     assert presets
     for quality, preset in presets.items():
         response = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
         openai_quality = {"fast": "low", "balanced": "medium", "strict": "high"}[quality]
-        openai_answer = scenes_client.images.generate(prompt=PROMPT, quality=openai_quality, extra_body={"seed": 2})
-        assert openai_answer.quality == openai_quality
+        openai_response = scenes_client.images.generate(prompt=PROMPT, quality=openai_quality, extra_body={"seed": 2})
+        assert openai_response.quality == openai_quality
         assert (
-            decode_pixels(decode_file(openai_answer.data[0])).tobytes()
+            decode_pixels(decode_file(openai_response.data[0])).tobytes()
             == decode_pixels(decode_file(response.data[0])).tobytes()
         )
         expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
@@ -76,7 +80,7 @@ def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: P
         assert response.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
 
 
-def test_four_images_are_drawn_with_four_seeds(tiny_client: openai.OpenAI, tiny_pipe: Pipeline) -> None:
+def test_four_images_of_one_request_have_consecutive_seeds(tiny_client: openai.OpenAI, tiny_pipe: Pipeline) -> None:
     options = {"seed": 7, "negative_prompt": "green sphere"}
     response = tiny_client.images.generate(prompt="red cube", n=4, model="tiny", extra_body=options)
     expected = tiny_pipe("red cube", num_images=4, **options).images
@@ -87,14 +91,14 @@ def test_four_images_are_drawn_with_four_seeds(tiny_client: openai.OpenAI, tiny_
     assert response.model_extra["lantern"]["tokens_per_forward_pass"] >= 1
 
 
-def test_without_a_seed_images_differ(tiny_client: openai.OpenAI) -> None:
+def test_two_requests_without_a_seed_get_different_seeds_and_images(tiny_client: openai.OpenAI) -> None:
     responses = [tiny_client.images.generate(prompt="red cube") for _ in range(2)]
     seeds = [response.model_extra["lantern"]["seeds"] for response in responses]
     assert seeds[0] != seeds[1]
     assert decode_file(responses[0].data[0]) != decode_file(responses[1].data[0])
 
 
-def test_a_stream_shows_partial_images_before_the_whole_one(
+def test_a_stream_sends_partial_images_before_the_complete_image(
     scenes_client: openai.OpenAI, scenes_pipe: Pipeline
 ) -> None:
     options = {"seed": 3, "method": "ar"}
@@ -112,10 +116,10 @@ def test_a_stream_shows_partial_images_before_the_whole_one(
         partial_pixels = decode_pixels(decode_file(event))
         known_rows.append(sum(bool((row != GREY).any()) for row in np.split(partial_pixels, 16)))  # rows of the grid
     assert known_rows == sorted(known_rows)
-    assert 2 <= known_rows[0] < known_rows[2] < 16, "pictures grow from the top"
+    assert 2 <= known_rows[0] < known_rows[2] < 16, "partial images grow from the top"
 
 
-def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
+def test_images_can_be_jpeg_or_webp_files_or_data_urls(tiny_client: openai.OpenAI) -> None:
     for file in ("jpeg", "webp"):
         response = tiny_client.images.generate(prompt="red cube", output_format=file, output_compression=80)
         with Image.open(io.BytesIO(decode_file(response.data[0]))) as image:
@@ -126,9 +130,9 @@ def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
     assert url.startswith("data:image/png;base64,iVBOR")
 
 
-def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
+def test_invalid_requests_raise_the_exceptions_of_the_openai_client(tiny_client: openai.OpenAI) -> None:
     generate = tiny_client.images.generate
-    wrong_requests: list[tuple[dict[str, Any], str]] = [
+    invalid_requests: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "a magic cube"}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "red cube", "size": "1024x1024"}, "size"),
@@ -157,7 +161,7 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "partial_images": 2}, "partial_images"),
         ({"prompt": "red cube", "output_compression": 50}, "output_compression"),
     ]
-    for fields, parameter in wrong_requests:
+    for fields, parameter in invalid_requests:
         with pytest.raises(openai.BadRequestError) as caught:
             generate(**fields)
         assert caught.value.param == parameter, fields
@@ -167,7 +171,7 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
     assert not_found.value.code == "model_not_found"
 
 
-def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
+def test_models_can_be_listed_and_retrieved(tiny_client: openai.OpenAI) -> None:
     (model,) = tiny_client.models.list().data
     assert (model.id, model.object) == ("tiny", "model")
     assert tiny_client.models.retrieve("tiny").model_extra["lantern"]["size"] == "24x24"
@@ -176,22 +180,23 @@ def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
 
 
 @pytest.fixture(scope="module")
-def bounded(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """Start a server of few images at a time, one method, at most two images a request, and two model names."""
+def limited_server(start_server: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
+    """Start a server with low limits: one image per batch, one waiting image, one method, two images per request."""
     limits = ["--alias", "gpt-image-1=tiny", "--methods", "ar", "--max-n", 2]
-    return start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 1, *limits)
+    return start_server(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 1, *limits)
 
 
-def test_the_client_comes_again_when_the_server_is_busy(bounded: RunningServer) -> None:
-    async def main() -> tuple[list[Any], list[Any]]:
-        options: dict[str, Any] = {"base_url": f"{bounded.url}/v1", "api_key": "any"}
-        async with openai.AsyncOpenAI(max_retries=0, **options) as hasty:
-            requests = (hasty.images.generate(prompt="red cube") for _ in range(12))
+def test_the_client_retries_when_the_server_is_busy(limited_server: RunningServer) -> None:
+    async def send_requests() -> tuple[list[Any], list[Any]]:
+        """Return the results of twelve requests without retries, and of four requests with retries."""
+        options: dict[str, Any] = {"base_url": f"{limited_server.url}/v1", "api_key": "any"}
+        async with openai.AsyncOpenAI(max_retries=0, **options) as client:
+            requests = (client.images.generate(prompt="red cube") for _ in range(12))
             results = await asyncio.gather(*requests, return_exceptions=True)
-        async with openai.AsyncOpenAI(max_retries=20, **options) as patient:
-            return results, list(await asyncio.gather(*(patient.images.generate(prompt="red cube") for _ in range(4))))
+        async with openai.AsyncOpenAI(max_retries=20, **options) as client:
+            return results, list(await asyncio.gather(*(client.images.generate(prompt="red cube") for _ in range(4))))
 
-    results, responses = asyncio.run(main())
+    results, responses = asyncio.run(send_requests())
     errors = [result for result in results if isinstance(result, Exception)]
     assert errors
     assert {type(error) for error in errors} == {openai.RateLimitError}
@@ -199,12 +204,12 @@ def test_the_client_comes_again_when_the_server_is_busy(bounded: RunningServer) 
     assert len(responses) == 4
 
 
-def test_keys_are_asked_for_named_in_the_log_and_read_again_on_sighup(
-    start: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path
+def test_api_keys_are_required_logged_by_name_and_reloaded_on_sighup(
+    start_server: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys.txt"
     file.write_text("# of the test\nfirst-key\n\nanna second-key\n")
-    server = start(tiny_folder, "--threads", 1, "--api-key-file", file)
+    server = start_server(tiny_folder, "--threads", 1, "--api-key-file", file)
     with make_client(server) as keyless_client:
         with pytest.raises(openai.AuthenticationError) as caught:
             keyless_client.images.generate(prompt="red cube")
@@ -212,108 +217,119 @@ def test_keys_are_asked_for_named_in_the_log_and_read_again_on_sighup(
         with pytest.raises(openai.AuthenticationError):
             keyless_client.models.list()
 
-    def status(key: str) -> int:
+    def request_status(key: str) -> int:
         return server.post({"prompt": "red cube"}, authorization=f"Bearer {key}")[0]
 
-    assert (status("first-key"), status("second-key")) == (200, 200)
-    wait_until(lambda: len(server.request_lines()) >= 4)  # two were refused
-    assert [line["key"][:4] for line in server.request_lines()[-2:]] == ["key ", "anna"]
-    assert server.request_lines()[-1]["client"] == "127.0.0.1"
+    assert (request_status("first-key"), request_status("second-key")) == (200, 200)
+    wait_until(lambda: len(server.read_request_log()) >= 4)  # two rejected and two accepted requests
+    assert [line["key"][:4] for line in server.read_request_log()[-2:]] == ["key ", "anna"]
+    assert server.read_request_log()[-1]["client"] == "127.0.0.1"
     for content, statuses in (("third-key\n", (401, 401, 200)), ("", (401, 401, 200))):
         file.write_text(content)
         size = len(server.log)
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda size=size: "keys" in server.log[size:])  # type: ignore[misc]
-        assert tuple(map(status, ("first-key", "second-key", "third-key"))) == statuses
+        assert tuple(map(request_status, ("first-key", "second-key", "third-key"))) == statuses
     assert not any(key in server.log for key in ("first-key", "second-key", "third-key"))
     assert server.stop() == 0
 
 
-def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> None:
-    with make_client(bounded, max_retries=0) as bounded_client:
-        assert bounded_client.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
-        assert [model.id for model in bounded_client.models.list().data] == ["tiny", "gpt-image-1"]
-        assert bounded_client.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar"]
+def test_options_alias_methods_and_max_n_apply_to_requests(limited_server: RunningServer) -> None:
+    with make_client(limited_server, max_retries=0) as limited_client:
+        assert limited_client.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
+        assert [model.id for model in limited_client.models.list().data] == ["tiny", "gpt-image-1"]
+        assert limited_client.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar"]
         for fields, parameter in (({"n": 3}, "n"), ({"extra_body": {"method": "sjd:window=3"}}, "method")):
             with pytest.raises(openai.BadRequestError) as caught:
-                bounded_client.images.generate(prompt="red cube", **fields)
+                limited_client.images.generate(prompt="red cube", **fields)
             assert caught.value.param == parameter
 
 
 # ---------------------------------------------------------------- edits and variations
 
-CONE = "a large yellow cone left of a small blue cube on grass"
-SIDE = 256
-CELL = 16
-MASK = np.zeros((SIDE, SIDE), bool)
+CONE_PROMPT = "a large yellow cone left of a small blue cube on grass"
+IMAGE_SIZE = 256  # width and height in pixels
+CELL_SIZE = 16  # width and height of a grid cell in pixels
+MASK = np.zeros((IMAGE_SIZE, IMAGE_SIZE), bool)
 MASK[64:128, 16:96] = True
 
 
-def array_to_png(array: Any) -> bytes:
+def encode_array_as_png(array: Any) -> bytes:
     return encode_png(Image.fromarray(array), {})
 
 
-TRANSPARENT = array_to_png(np.dstack([np.zeros((SIDE, SIDE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)]))
+TRANSPARENT = encode_array_as_png(
+    np.dstack([np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8), np.where(MASK, 0, 255).astype(np.uint8)])
+)
 
 
 @pytest.fixture(scope="module")
-def before(scenes_pipe: Pipeline) -> Image.Image:
+def original_image(scenes_pipe: Pipeline) -> Image.Image:
     grass = Image.linear_gradient("L").convert("RGB")
     return scenes_pipe.edit(grass, None, "a red cube on grass", keep_rows=14, seed=3).images[0]
 
 
-def test_an_edit_is_the_file_that_the_pipeline_gives(
-    scenes_client: openai.OpenAI, scenes_pipe: Pipeline, before: Image.Image
+def test_an_edited_image_is_the_same_png_file_as_from_the_pipeline(
+    scenes_client: openai.OpenAI, scenes_pipe: Pipeline, original_image: Image.Image
 ) -> None:
-    image = encode_png(before, before.info)
+    image = encode_png(original_image, original_image.info)
     options: dict[str, Any] = {"seed": 1, "method": "ar"}
     response = scenes_client.images.edit(
-        image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE, size="256x256", extra_body=options
+        image=("a.png", image), mask=("b.png", TRANSPARENT), prompt=CONE_PROMPT, size="256x256", extra_body=options
     )
-    expected = scenes_pipe.edit(before, MASK, CONE, **options)
+    expected = scenes_pipe.edit(original_image, MASK, CONE_PROMPT, **options)
     assert decode_file(response.data[0]) == encode_png(expected.images[0], expected.images[0].info)
-    num_drawn = int(MASK[::CELL, ::CELL].sum())
-    assert response.usage.output_tokens == num_drawn
-    assert response.usage.input_tokens_details.image_tokens == 256 - num_drawn
-    np.testing.assert_array_equal(decode_pixels(decode_file(response.data[0]))[:, 160:], np.asarray(before)[:, 160:])
+    num_regenerated = int(MASK[::CELL_SIZE, ::CELL_SIZE].sum())
+    assert response.usage.output_tokens == num_regenerated
+    assert response.usage.input_tokens_details.image_tokens == 256 - num_regenerated
+    np.testing.assert_array_equal(
+        decode_pixels(decode_file(response.data[0]))[:, 160:], np.asarray(original_image)[:, 160:]
+    )
 
 
-def test_an_edit_streams_images_in_which_only_what_is_drawn_is_grey(
-    scenes_client: openai.OpenAI, before: Image.Image
+def test_partial_images_of_an_edit_are_grey_only_in_the_masked_region(
+    scenes_client: openai.OpenAI, original_image: Image.Image
 ) -> None:
-    fields: dict[str, Any] = {"image": encode_png(before, {}), "mask": TRANSPARENT, "prompt": CONE}
+    fields: dict[str, Any] = {"image": encode_png(original_image, {}), "mask": TRANSPARENT, "prompt": CONE_PROMPT}
     options = {"seed": 1, "method": "ar", "steps": True}
     *events, last_event = scenes_client.images.edit(**fields, stream=True, partial_images=3, extra_body=options)
     partial_events = [event for event in events if event.type == "image_edit.partial_image"]
     kinds = "".join(event.kinds for event in events if event.type == "lantern.step")
     assert (last_event.type, len(partial_events)) == ("image_edit.completed", 3)
-    grey = [
-        (decode_pixels(decode_file(event)) == GREY).all(2) & (np.asarray(before) != GREY).any(2)
+    grey_masks = [  # pixels that are grey only in the partial image
+        (decode_pixels(decode_file(event)) == GREY).all(2) & (np.asarray(original_image) != GREY).any(2)
         for event in partial_events
     ]
-    assert all((is_grey <= MASK).all() for is_grey in grey)
-    assert MASK.sum() > grey[1].sum() > grey[2].sum() > 0
-    np.testing.assert_array_equal(np.array([*kinds]) == "k", ~MASK[::CELL, ::CELL].ravel())
+    assert all((grey_mask <= MASK).all() for grey_mask in grey_masks)
+    assert MASK.sum() > grey_masks[1].sum() > grey_masks[2].sum() > 0
+    np.testing.assert_array_equal(np.array([*kinds]) == "k", ~MASK[::CELL_SIZE, ::CELL_SIZE].ravel())
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations
-def test_a_variation_keeps_the_upper_rows_and_the_prompt(scenes_client: openai.OpenAI, before: Image.Image) -> None:
-    image = encode_png(before, before.info)
-    half_kept = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
-    np.testing.assert_array_equal(decode_pixels(decode_file(half_kept.data[0]))[:112], np.asarray(before)[:112])
-    assert (decode_pixels(decode_file(half_kept.data[0]))[128:144] != np.asarray(before)[128:144]).any()
-    mostly_kept = scenes_client.images.create_variation(image=image, n=2, extra_body={"keep_rows": 15, "prompt": CONE})
-    first_pixels, second_pixels = (decode_pixels(decode_file(image_data)) for image_data in mostly_kept.data)
-    np.testing.assert_array_equal(first_pixels[:224], np.asarray(before)[:224])
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client deprecates variations
+def test_a_variation_preserves_the_upper_rows_and_reads_the_prompt_from_the_png(
+    scenes_client: openai.OpenAI, original_image: Image.Image
+) -> None:
+    image = encode_png(original_image, original_image.info)
+    half_preserved = scenes_client.images.create_variation(image=image, extra_body={"method": "sjd:window=7"})
+    np.testing.assert_array_equal(
+        decode_pixels(decode_file(half_preserved.data[0]))[:112], np.asarray(original_image)[:112]
+    )
+    assert (decode_pixels(decode_file(half_preserved.data[0]))[128:144] != np.asarray(original_image)[128:144]).any()
+    options = {"keep_rows": 15, "prompt": CONE_PROMPT}
+    mostly_preserved = scenes_client.images.create_variation(image=image, n=2, extra_body=options)
+    first_pixels, second_pixels = (decode_pixels(decode_file(image_data)) for image_data in mostly_preserved.data)
+    np.testing.assert_array_equal(first_pixels[:224], np.asarray(original_image)[:224])
     assert (first_pixels[240:] != second_pixels[240:]).any()
 
 
-def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, before: Image.Image) -> None:
-    image = encode_png(before, {})
-    wrong_requests: list[tuple[dict[str, Any], str]] = [
-        ({"mask": array_to_png(np.zeros((64, 64), np.uint8))}, "mask"),
-        ({"mask": array_to_png(np.zeros((SIDE, SIDE), np.uint8))}, "mask"),
+def test_an_invalid_edit_request_is_rejected_with_the_name_of_the_field(
+    scenes_client: openai.OpenAI, original_image: Image.Image
+) -> None:
+    image = encode_png(original_image, {})
+    invalid_requests: list[tuple[dict[str, Any], str]] = [
+        ({"mask": encode_array_as_png(np.zeros((64, 64), np.uint8))}, "mask"),
+        ({"mask": encode_array_as_png(np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8))}, "mask"),
         ({"mask": b"no picture"}, "mask"),
         ({}, "mask"),
         ({"image": image[:5000], "mask": TRANSPARENT}, "image"),
@@ -325,21 +341,23 @@ def test_what_is_wrong_with_an_edit_is_named(scenes_client: openai.OpenAI, befor
         ({"mask": TRANSPARENT, "extra_body": {"strength": 1}}, "strength"),
         ({"mask": TRANSPARENT, "prompt": "a magic cube"}, "prompt"),
     ]
-    for options, parameter in wrong_requests:
+    for options, parameter in invalid_requests:
         with pytest.raises(openai.BadRequestError) as caught:
-            scenes_client.images.edit(**{"image": image, "prompt": CONE} | options)
+            scenes_client.images.edit(**{"image": image, "prompt": CONE_PROMPT} | options)
         assert caught.value.param == parameter, options
         assert caught.value.code == "invalid_value"
-    with pytest.raises(openai.APIStatusError) as large:
-        scenes_client.images.edit(image=image + bytes(9 << 20), mask=TRANSPARENT, prompt=CONE)
-    assert large.value.status_code == 413
+    with pytest.raises(openai.APIStatusError) as too_large:
+        scenes_client.images.edit(image=image + bytes(9 << 20), mask=TRANSPARENT, prompt=CONE_PROMPT)
+    assert too_large.value.status_code == 413
 
 
-def test_forms_that_are_none_are_rejected(scenes: RunningServer) -> None:
-    for kind, body, status in (
+def test_an_edit_request_that_is_not_a_valid_form_is_rejected(scenes_server: RunningServer) -> None:
+    for content_type, body, status in (
         ("application/json", b"{}", 415),
         ("multipart/form-data", b"--x\r\n", 400),
         ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="image"\r\n\r\nhalf', 400),
         ("multipart/form-data; boundary=x", b"--x\r\n\r\n--x--", 400),
     ):
-        assert scenes.request("POST", "/v1/images/edits", body, {"content-type": kind})[0] == status, body
+        assert scenes_server.request("POST", "/v1/images/edits", body, {"content-type": content_type})[0] == status, (
+            body
+        )

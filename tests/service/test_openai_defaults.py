@@ -1,4 +1,4 @@
-"""Check that every image parameter of the official client, at its documented default or null, changes nothing."""
+"""Test that sending an image parameter of OpenAI's client at its documented default or as null changes nothing."""
 
 from __future__ import annotations
 
@@ -40,10 +40,14 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def list_cases(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each optional parameter with null, if it may be null, and with its default."""
-    for name, hint in get_type_hints(kind).items():
-        if name in kind.__required_keys__:
+def list_cases(parameters: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and a value of optional parameters: null if the type allows null, and the default.
+
+    Args:
+        parameters: a `TypedDict` of the client with the parameters of an endpoint.
+    """
+    for name, hint in get_type_hints(parameters).items():
+        if name in parameters.__required_keys__:
             continue
         if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
             yield name, None
@@ -51,17 +55,25 @@ def list_cases(kind: Any) -> Iterator[tuple[str, Any]]:
             yield name, DEFAULTS[name]
 
 
-CASES = [(method, *case) for method, kind in ENDPOINTS.items() for case in list_cases(kind)]
+CASES = [(method, *case) for method, parameters in ENDPOINTS.items() for case in list_cases(parameters)]
 
 
 @pytest.fixture(scope="module")
-def client(tiny: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="any", max_retries=0) as opened_client:
+def client(tiny_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="any", max_retries=0) as opened_client:
         yield opened_client
 
 
 def request_image(client: openai.OpenAI, method: str, **fields: Any) -> Any:
-    """Return the image, or the error of a bundle without an encoder, which comes after all errors of fields."""
+    """Send a request; return the image data, or the field and the message of the error.
+
+    Edits and variations always fail, as the bundle has no image encoder. That error comes after all errors of fields.
+
+    Args:
+        client: client of the server.
+        method: method of `client.images`.
+        fields: additional parameters of the method.
+    """
     file = io.BytesIO()
     Image.new("RGB", (24, 24)).save(file, "PNG")
     image = {} if method == "generate" else {"image": ("a.png", file.getvalue())}
@@ -74,9 +86,9 @@ def request_image(client: openai.OpenAI, method: str, **fields: Any) -> Any:
     return response.data
 
 
-@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's word on variations
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client deprecates variations
 @pytest.mark.parametrize(("method", "name", "value"), CASES)
-def test_a_default_that_is_sent_is_a_parameter_left_out(
+def test_a_parameter_at_its_default_or_null_gives_the_same_response_as_an_omitted_parameter(
     client: openai.OpenAI, method: str, name: str, value: Any
 ) -> None:
     expected = request_image(client, method)

@@ -1,4 +1,4 @@
-"""Check sites that may send requests: written as browsers send them, or rejected when the server starts."""
+"""Test the origins of option `--cors` and the host names that a loopback server accepts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt import RequestError
 from lantern_rt.serve.app import make_app
@@ -15,7 +15,13 @@ from lantern_rt.serve.state import ServerLimits, ServerState
 
 
 def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
-    """Return the status and the headers of the answer to a request with this header."""
+    """Send a GET request with one header to an ASGI application; return the status and the response headers.
+
+    Args:
+        app: ASGI application.
+        header: name of the request header.
+        value: value of the request header.
+    """
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -29,14 +35,20 @@ def send_request(app: Any, header: str, value: str) -> dict[str, Any]:
     return {"status": messages[0]["status"], "headers": dict(messages[0]["headers"])}
 
 
-def is_allowed(written: str, sent: str) -> bool:
-    """Return whether an application with the origin `written` lets pages of the origin `sent` read its answers."""
-    app = make_app(ServerState(ServerLimits()), allowed_origins=[written])
-    return send_request(app, "origin", sent)["headers"].get(b"access-control-allow-origin") in (b"*", sent.encode())
+def is_allowed(option_origin: str, header_origin: str) -> bool:
+    """Return whether a server may be read by pages of another origin.
+
+    Args:
+        option_origin: origin in option `--cors`.
+        header_origin: origin header that the browser sends for the page.
+    """
+    app = make_app(ServerState(ServerLimits()), allowed_origins=[option_origin])
+    allowed_origin = send_request(app, "origin", header_origin)["headers"].get(b"access-control-allow-origin")
+    return allowed_origin in (b"*", header_origin.encode())
 
 
 @pytest.mark.parametrize(
-    ("written", "sent"),
+    ("option_origin", "header_origin"),
     [
         ("https://ui.example", "https://ui.example"),
         ("https://ui.example/", "https://ui.example"),
@@ -50,13 +62,13 @@ def is_allowed(written: str, sent: str) -> bool:
         ("*", "https://ui.example"),
     ],
 )
-def test_an_origin_is_compared_as_browsers_send_it(written: str, sent: str) -> None:
-    assert is_allowed(written, sent)
-    assert written == "*" or not is_allowed(written, "https://other.example")
+def test_an_allowed_origin_matches_the_origin_header_of_browsers(option_origin: str, header_origin: str) -> None:
+    assert is_allowed(option_origin, header_origin)
+    assert option_origin == "*" or not is_allowed(option_origin, "https://other.example")
 
 
 @pytest.mark.parametrize(
-    "written",
+    "option_origin",
     [
         "",
         "ui.example",
@@ -75,12 +87,12 @@ def test_an_origin_is_compared_as_browsers_send_it(written: str, sent: str) -> N
         "file:///home",
     ],
 )
-def test_what_no_browser_sends_is_rejected_before_a_port_is_opened(
-    written: str, monkeypatch: pytest.MonkeyPatch
+def test_an_invalid_origin_is_rejected_before_the_port_is_opened(
+    option_origin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.serve.server.open_listening_socket", lambda *_: pytest.fail("a port was opened"))
-    error = error_of(RequestError, Server, {}, port=0, allowed_origins=[written])
-    assert (error.field, error.found) == ("cors", repr(written))
+    error = catch_error(RequestError, Server, {}, port=0, allowed_origins=[option_origin])
+    assert (error.field, error.found) == ("cors", repr(option_origin))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +114,7 @@ def test_what_no_browser_sends_is_rejected_before_a_port_is_opened(
         (".", 403),
     ],
 )
-def test_on_loopback_a_host_is_an_address_or_a_name_of_loopback(host: str, status: int) -> None:
+def test_a_loopback_server_accepts_only_ip_addresses_and_localhost_names_as_host(host: str, status: int) -> None:
     assert (
         send_request(make_app(ServerState(ServerLimits()), allowed_hosts={"localhost"}), "host", host)["status"]
         == status

@@ -1,4 +1,4 @@
-"""Check that requests whose replicas die are drawn again by others and give the same images; without a cluster."""
+"""Test the Ray backend without a cluster: a request whose replica dies is retried and gives the same images."""
 
 from __future__ import annotations
 
@@ -31,47 +31,60 @@ from lantern_rt.service import Service
 PROMPT = "red cube"
 
 
-class Response:
-    """Stands in for the response of a replica handle; raises `error` before the update number `dies`."""
+class FakeReplicaResponse:
+    """A stand-in for the streamed response of a Ray Serve handle, which can fail after a number of updates.
 
-    def __init__(self, updates: Any, dies: int | None, error: BaseException) -> None:
+    Args:
+        updates: asynchronous iterator of the replica's updates.
+        num_updates: number of updates before the failure; None for a response that does not fail.
+        error: exception to raise at the failure.
+    """
+
+    def __init__(self, updates: Any, num_updates: int | None, error: BaseException) -> None:
         self._updates = updates
-        self._left = dies
+        self._remaining_updates = num_updates
         self._error = error
-        self.cancelled = 0
+        self.num_cancels = 0
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        if self._left == 0:
+        if self._remaining_updates == 0:
             raise self._error
-        self._left = None if self._left is None else self._left - 1
+        self._remaining_updates = None if self._remaining_updates is None else self._remaining_updates - 1
         return pickle.loads(pickle.dumps(await anext(self._updates)))
 
     def cancel(self) -> None:
-        self.cancelled += 1
+        self.num_cancels += 1
 
 
-class Replicas:
-    """Stands in for a handle: each request goes to a replica that dies after that many updates, or fails at once."""
+class FakeReplicaHandle:
+    """A stand-in for a Ray Serve handle, whose first calls fail.
+
+    Args:
+        replica: replica that handles all calls in this process.
+        failures: failure of each call in order: an exception to raise at once, or the number of updates before
+            `error` is raised. Later calls do not fail.
+        error: exception of a replica that dies; None for `ActorUnavailableError`.
+    """
 
     def __init__(self, replica: Any, *failures: int | Exception, error: Exception | None = None) -> None:
         self._replica = replica
-        self._dies = iter(failures)
+        self._failures = iter(failures)
         self._error = error or ActorUnavailableError("lost", b"1" * 16)
-        self.responses: list[Response] = []
+        self.responses: list[FakeReplicaResponse] = []
         self.generate = self
 
-    def options(self, stream: bool) -> Replicas:
+    def options(self, stream: bool) -> FakeReplicaHandle:
         assert stream
         return self
 
-    def remote(self, request: ImagesRequest, caller: str) -> Response:
-        failure = next(self._dies, None)
-        response_end = (0, failure) if isinstance(failure, Exception) else (failure, self._error)
+    def remote(self, request: ImagesRequest, caller: str) -> FakeReplicaResponse:
+        failure = next(self._failures, None)
+        num_updates, error = (0, failure) if isinstance(failure, Exception) else (failure, self._error)
         updates = self._replica.generate(pickle.loads(pickle.dumps(request)), caller)
-        self.responses.append(Response(updates, *response_end))
+        self.responses.append(FakeReplicaResponse(updates, num_updates, error))
         return self.responses[-1]
 
 
@@ -80,35 +93,43 @@ def replica(tiny_folder: Path) -> Replica:
     return Replica(str(tiny_folder), 4, 8, {"threads": 1})
 
 
-def collect_updates(replicas: Replicas, **options: Any) -> list[Any]:
-    """Return all updates that the endpoint gets for a request."""
+def collect_updates(replica_handle: FakeReplicaHandle, **options: Any) -> list[Any]:
+    """Send a request to a backend with these replicas; return all updates of the backend.
+
+    Args:
+        replicas: handle of the replicas.
+        options: additional fields of the request.
+    """
     request = ImagesRequest(prompt=PROMPT, seed=3, deadline=600, **options)
 
     async def collect() -> list[Any]:
-        return [update async for update in RayBackend("tiny", {}, replicas).generate(request)]  # type: ignore[arg-type]
+        return [update async for update in RayBackend("tiny", {}, replica_handle).generate(request)]  # type: ignore[arg-type]
 
     return asyncio.run(collect())
 
 
 def decode_pixels(completion: Completion) -> list[bytes]:
+    """Return the pixel bytes of each image of a completed request."""
     return [Image.open(io.BytesIO(file)).tobytes() for file in completion.encoded_files]
 
 
 @pytest.mark.parametrize("method", ["ar", None, "lantern++:lambda=1.23456789"])
-def test_a_request_that_outlives_replicas_gives_the_images_of_the_pipeline(
+def test_a_request_retried_on_other_replicas_gives_the_images_of_the_pipeline(
     method: str, replica: Replica, tiny_pipe: Pipeline
 ) -> None:
-    replicas = Replicas(replica, 0, 1, 1)
-    accepted, completion = collect_updates(replicas, method=method, n=2)
+    replica_handle = FakeReplicaHandle(replica, 0, 1, 1)
+    accepted, completion = collect_updates(replica_handle, method=method, n=2)
     images = tiny_pipe(PROMPT, seed=3, method=method, num_images=2).images
     assert accepted == ADMITTED
     assert decode_pixels(completion) == [image.tobytes() for image in images]
-    assert len(replicas.responses) == 4
+    assert len(replica_handle.responses) == 4
 
 
-def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pipe: Pipeline) -> None:
+def test_a_stream_that_restarts_on_another_replica_still_describes_every_code(
+    replica: Replica, tiny_pipe: Pipeline
+) -> None:
     accepted, *events, completion = collect_updates(
-        Replicas(replica, 9), method="sjd:window=3", steps=True, partial_images=3
+        FakeReplicaHandle(replica, 9), method="sjd:window=3", steps=True, partial_images=3
     )
     kinds = ""
     for event in events:
@@ -121,18 +142,18 @@ def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pip
     assert isinstance(completion, Completion)
 
 
-def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
+def test_request_errors_of_a_replica_keep_their_type_and_fields(replica: Replica) -> None:
     with pytest.raises(RequestError) as caught:
-        collect_updates(Replicas(replica), size="9x9")
+        collect_updates(FakeReplicaHandle(replica), size="9x9")
     assert caught.value.field == "size"
     assert pickle.loads(pickle.dumps(BusyError("full", 7))).retry_seconds == 7
 
 
-def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_answer_are_rejected(
+def test_a_replica_returns_the_codes_of_the_pipeline_and_rejects_unsupported_requests(
     replica: Replica, tiny_pipe: Pipeline
 ) -> None:
     async def complete(request: GenerationRequest) -> Completion:
-        backend = RayBackend("tiny", {}, Replicas(replica, 1))  # type: ignore[arg-type]
+        backend = RayBackend("tiny", {}, FakeReplicaHandle(replica, 1))  # type: ignore[arg-type]
         *_, completion = [update async for update in backend.generate(request)]
         assert isinstance(completion, Completion)
         return completion
@@ -149,65 +170,69 @@ def test_codes_of_a_replica_are_those_of_the_pipeline_and_calls_that_it_cannot_a
     assert (caught.value.status, caught.value.field) == (400, "image_data")
 
 
-def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
-    replicas = Replicas(replica, BackPressureError(4, 4))
+def test_a_full_cluster_raises_a_busy_error_with_a_retry_time(replica: Replica) -> None:
+    replica_handle = FakeReplicaHandle(replica, BackPressureError(4, 4))
     with pytest.raises(BusyError) as caught:
-        collect_updates(replicas)
+        collect_updates(replica_handle)
     assert 1 <= caught.value.retry_seconds <= 3
-    assert len(replicas.responses) == 1
+    assert len(replica_handle.responses) == 1
 
 
-def test_a_request_that_had_a_place_waits_for_another(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admitted_request_that_loses_its_replica_waits_for_another_replica(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray, "RETRY_SECONDS", 0.01)
     full_replicas = [BackPressureError(4, 4), BusyError("full", 3)] * MAX_REPLICAS_LOST
-    replicas = Replicas(replica, 1, *full_replicas)
-    assert isinstance(collect_updates(replicas)[-1], Completion)
-    assert len(replicas.responses) == 2 + len(full_replicas)
+    replica_handle = FakeReplicaHandle(replica, 1, *full_replicas)
+    assert isinstance(collect_updates(replica_handle)[-1], Completion)
+    assert len(replica_handle.responses) == 2 + len(full_replicas)
 
 
 @pytest.mark.parametrize(
     ("error", "replicas_lost"), [(ActorDiedError(), MAX_REPLICAS_LOST), (RayTaskError("generate", "", KeyError()), 1)]
 )
-def test_a_request_that_kills_its_replicas_ends_and_so_does_one_that_finds_a_bug(
+def test_a_request_fails_after_too_many_lost_replicas_or_one_program_error(
     error: Exception, replicas_lost: int, replica: Replica
 ) -> None:
-    replicas = Replicas(replica, *[1] * 9, error=error)
+    replica_handle = FakeReplicaHandle(replica, *[1] * 9, error=error)
     with pytest.raises(type(error)):
-        collect_updates(replicas)
-    assert len(replicas.responses) == replicas_lost
+        collect_updates(replica_handle)
+    assert len(replica_handle.responses) == replicas_lost
 
 
-def test_closing_a_request_cancels_its_replica(replica: Replica) -> None:
-    replicas = Replicas(replica)
+def test_closing_a_request_cancels_the_call_of_the_replica(replica: Replica) -> None:
+    replica_handle = FakeReplicaHandle(replica)
 
-    async def leave() -> None:
-        backend = RayBackend("tiny", {}, replicas)  # type: ignore[arg-type]
+    async def close_after_first_update() -> None:
+        backend = RayBackend("tiny", {}, replica_handle)  # type: ignore[arg-type]
         updates = backend.generate(ImagesRequest(prompt=PROMPT, deadline=600))
         await anext(updates)
         assert backend.measure_load() == BackendLoad(1, 0)
         await updates.aclose()
-        assert replicas.responses[0].cancelled
+        assert replica_handle.responses[0].num_cancels
         assert backend.measure_load() == BackendLoad(0, 0)
 
-    asyncio.run(leave())
+    asyncio.run(close_after_first_update())
 
 
-def test_a_replica_is_healthy_until_its_service_ends(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_replica = Replica(str(tiny_folder), 1, 1, {"threads": 1})
-    own_replica.check_health()
+def test_the_health_check_of_a_replica_fails_after_the_service_ends(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_replica = Replica(str(tiny_folder), 1, 1, {"threads": 1})
+    new_replica.check_health()
     monkeypatch.setattr(Service, "open", False)
     with pytest.raises(EngineError):
-        own_replica.check_health()
+        new_replica.check_health()
 
 
 @pytest.mark.parametrize("bundles", [[], ["a/tiny", "b/tiny"], ["ingress"]])
-def test_deployments_need_names_of_their_own(bundles: list[str]) -> None:
+def test_a_deployment_without_bundles_or_with_duplicate_or_reserved_names_is_rejected(bundles: list[str]) -> None:
     with pytest.raises(RequestError) as caught:
         app(DeploymentSettings(bundles=bundles))
     assert caught.value.field == "bundles"
 
 
-def test_a_model_has_the_name_that_the_operator_gives(tiny_folder: Path) -> None:
+def test_a_model_has_the_configured_name_and_two_bundles_need_two_names(tiny_folder: Path) -> None:
     assert Replica(str(tiny_folder), 1, 1, {"threads": 1}, "other").describe()[0] == "other"
     with pytest.raises(RequestError) as caught:
         app(DeploymentSettings(bundles=["a/one", "a/two"], names=["other"]))

@@ -1,4 +1,4 @@
-"""Behind nginx with the configuration of deploy/, restart servers one after the other: no request is lost."""
+"""Test that no request is lost when two servers behind nginx, configured by deploy/nginx.conf, restart in turn."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lantern_rt.edits import BYTES_LIMIT
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 
 CONFIGURATION = (Path(__file__).parents[2] / "deploy/nginx.conf").read_text("utf-8")
-CALLERS = 50
-ROUNDS = 2
-PAUSE = 1.0  # seconds from the readiness of a server to the stop of the next, as the configuration asks for
-# The configuration around a file of /etc/nginx/conf.d, with all files of nginx in a folder.
-MAIN = """
+NUM_CLIENTS = 50
+NUM_ROUNDS = 2
+PAUSE_SECONDS = 1.0  # pause between two restarts, as deploy/nginx.conf requires
+# The main configuration, which includes the configuration of deploy/ and keeps all files of nginx in `folder`.
+MAIN_CONFIGURATION = """
 daemon off; pid {folder}/pid; error_log {folder}/errors;
 events {{ worker_connections 1024; }}
 http {{
@@ -36,14 +36,14 @@ http {{
 """
 
 
-class Site(RunningServer):
-    """The servers behind nginx, used like any other server."""
+class NginxSite(RunningServer):
+    """A client of nginx at a local port, with the methods of `RunningServer`."""
 
     def __init__(self, port: int) -> None:
         self.address = f"127.0.0.1:{port}"
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [free_socket.getsockname()[1] for free_socket in sockets]
     for free_socket in sockets:
@@ -51,7 +51,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def is_ready(site: Site) -> bool:
+def is_ready(site: NginxSite) -> bool:
     try:
         return site.get("/readyz")[0] == 200
     except OSError:
@@ -59,28 +59,28 @@ def is_ready(site: Site) -> bool:
 
 
 @pytest.fixture
-def servers(start: Callable[..., RunningServer], tiny_folder: Path) -> list[RunningServer]:
-    return [start(tiny_folder, "--threads", 1, port=port) for port in free_ports(2)]
+def servers(start_server: Callable[..., RunningServer], tiny_folder: Path) -> list[RunningServer]:
+    return [start_server(tiny_folder, "--threads", 1, port=port) for port in find_free_ports(2)]
 
 
 @pytest.fixture
-def site(servers: list[RunningServer], tmp_path: Path) -> Iterator[Site]:
-    (port,) = free_ports(1)
+def site(servers: list[RunningServer], tmp_path: Path) -> Iterator[NginxSite]:
+    (port,) = find_free_ports(1)
     text = CONFIGURATION.replace("listen 80;", f"listen 127.0.0.1:{port};")
     for number, server in zip((8001, 8002), servers, strict=True):
         text = text.replace(f"127.0.0.1:{number} ", f"{server.address} ")
     (tmp_path / "site.conf").write_text(text)
-    (tmp_path / "nginx.conf").write_text(MAIN.format(folder=tmp_path))
+    (tmp_path / "nginx.conf").write_text(MAIN_CONFIGURATION.format(folder=tmp_path))
     user = ["-g", "user root;"] if tmp_path.owner() == "root" else []
     nginx = subprocess.Popen(["nginx", "-p", tmp_path, "-c", tmp_path / "nginx.conf", *user])
-    wait_until(lambda: is_ready(Site(port)))
-    yield Site(port)
+    wait_until(lambda: is_ready(NginxSite(port)))
+    yield NginxSite(port)
     nginx.terminate()
     nginx.wait()
 
 
-def request_stream(site: Site, seed: int) -> tuple[int, str]:
-    """Return the status and the image of a streamed request."""
+def request_stream(site: NginxSite, seed: int) -> tuple[int, str]:
+    """Send a request for a streamed image; return the status and the image in base64."""
     content = {"prompt": "red cube", "seed": seed, "stream": True, "steps": True}
     status, _, body = site.request(
         "POST", GENERATIONS, json.dumps(content).encode(), {"content-type": "application/json"}
@@ -90,47 +90,49 @@ def request_stream(site: Site, seed: int) -> tuple[int, str]:
     return status, last_event["b64_json"]
 
 
-def request_image(site: Site, seed: int) -> tuple[int, str]:
+def request_image(site: NginxSite, seed: int) -> tuple[int, str]:
+    """Send a request for an image; return the status, and the image in base64 or the error as JSON."""
     status, response = site.post({"prompt": "red cube", "seed": seed})
     return status, response["data"][0]["b64_json"] if status == 200 else json.dumps(response)
 
 
 def test_rolling_restarts_lose_no_request(
-    servers: list[RunningServer], site: Site, start: Callable[..., RunningServer], tiny_folder: Path
+    servers: list[RunningServer], site: NginxSite, start_server: Callable[..., RunningServer], tiny_folder: Path
 ) -> None:
-    expected = [request_image(site, seed) for seed in range(CALLERS)]
-    answers_by_seed: list[list[Any]] = [[] for _ in range(CALLERS)]
+    expected = [request_image(site, seed) for seed in range(NUM_CLIENTS)]
+    responses_by_seed: list[list[Any]] = [[] for _ in range(NUM_CLIENTS)]
     restarts_done = threading.Event()
 
-    def call(seed: int) -> None:
+    def request_repeatedly(seed: int) -> None:
         while not restarts_done.is_set():
             try:
-                answers_by_seed[seed].append((request_stream if seed % 2 else request_image)(site, seed))
+                responses_by_seed[seed].append((request_stream if seed % 2 else request_image)(site, seed))
             except Exception as error:
-                answers_by_seed[seed].append(error)
+                responses_by_seed[seed].append(error)
 
-    threads = [threading.Thread(target=call, args=[seed]) for seed in range(CALLERS)]
+    threads = [threading.Thread(target=request_repeatedly, args=[seed]) for seed in range(NUM_CLIENTS)]
     for thread in threads:
         thread.start()
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         for i, server in enumerate(servers):
             assert server.stop() == 0
             port = int(server.address.rpartition(":")[2])
-            servers[i] = start(tiny_folder, "--threads", 1, port=port)
-            time.sleep(PAUSE)
+            servers[i] = start_server(tiny_folder, "--threads", 1, port=port)
+            time.sleep(PAUSE_SECONDS)
     restarts_done.set()
     for thread in threads:
         thread.join()
-    assert all(answers_by_seed)
-    assert [
+    assert all(responses_by_seed)
+    wrong_responses = [
         response
-        for seed, responses in enumerate(answers_by_seed)
+        for seed, responses in enumerate(responses_by_seed)
         for response in responses
         if response != expected[seed]
-    ] == []
+    ]
+    assert wrong_responses == []
 
 
-def test_nginx_takes_bodies_as_large_as_the_server_and_keeps_metrics_private(site: Site) -> None:
+def test_nginx_has_the_body_limit_of_the_server_and_hides_the_metrics(site: NginxSite) -> None:
     (size,) = re.findall(r"client_max_body_size (\d+)m;", CONFIGURATION)
     assert int(size) << 20 == BYTES_LIMIT
     assert site.request("GET", "/metrics")[0] == 404

@@ -1,4 +1,4 @@
-"""Run the commands of docs/scale-out.md as written."""
+"""Test the shell commands of docs/scale-out.md: they run as written and serve an image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class ServedApplication(RunningServer):
-    """The application that the configuration serves, used like any other server."""
+    """A client of the application at port 8000, with the methods of `RunningServer`."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1:8000"
@@ -33,14 +33,15 @@ def is_ready() -> bool:
         return False
 
 
-def belongs_to(process: psutil.Process, home: str) -> bool:
+def has_home(process: psutil.Process, home: str) -> bool:
+    """Return whether the environment of a process has the variable HOME with the value `home`."""
     try:
         return process.environ().get("HOME") == home
     except psutil.Error:
         return False
 
 
-def test_the_commands_of_a_cluster_serve_images(tmp_path: Path) -> None:
+def test_the_documented_cluster_commands_serve_an_image(tmp_path: Path) -> None:
     home = str(tmp_path)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "HOME": home, "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -49,6 +50,6 @@ def test_the_commands_of_a_cluster_serve_images(tmp_path: Path) -> None:
         subprocess.run(["bash", "-euc", COMMANDS], cwd=ROOT, env=environment, check=True, stdin=subprocess.DEVNULL)
         wait_until(is_ready)
         assert ServedApplication().post({"prompt": "a red cube on sand", "seed": 1})[0] == 200
-    finally:  # not `ray stop`, which ends every cluster of the host
-        for process in [candidate for candidate in psutil.process_iter() if belongs_to(candidate, home)]:
+    finally:  # `ray stop` would stop every Ray cluster of this host
+        for process in [candidate for candidate in psutil.process_iter() if has_home(candidate, home)]:
             process.kill()

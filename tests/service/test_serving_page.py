@@ -1,4 +1,4 @@
-"""Run the programs and requests of docs/serving.md as written, and check that its tables are complete."""
+"""Test docs/serving.md: its programs and requests run as written, and its tables are complete."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ SECTIONS: dict[str, str] = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE,
 ADDRESS = "localhost:8000"
 
 
-def read_blocks(kind: str, text: str = PAGE) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+def read_blocks(language: str, text: str = PAGE) -> list[str]:
+    """Return the code blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def read_names(text: str) -> list[str]:
-    """Return the strings in backquotes."""
+    """Return all strings in backquotes."""
     return re.findall(r"`([^`]*)`", text)
 
 
 def read_column(section: str, number: int = 0) -> list[str]:
-    """Return the cells of a column of the section's tables, without headings."""
+    """Return the cells of column `number` of all tables in a section, without the column headings."""
     rows = [line.split(" | ") for line in SECTIONS[section].splitlines() if " | " in line]
     lines = SECTIONS[section].splitlines()
     headings = [lines[i - 1].split(" | ") for i, line in enumerate(lines) if line.startswith("---")]
@@ -49,8 +50,13 @@ def describe_types(value: Any) -> Any:
     return type(None if value is None else value)
 
 
-def run_curl(server: RunningServer, command: str) -> Any:
-    """Return the answer that the curl command would get."""
+def send_curl_request(server: RunningServer, command: str) -> Any:
+    """Send the request of a documented curl command to the server; return the parsed JSON response.
+
+    Args:
+        server: server that receives the request.
+        command: curl command with the options -H and -d only.
+    """
     program, url, *rest = shlex.split(command.replace("\\\n", " "))
     assert (program, url.startswith(ADDRESS)) == ("curl", True)
     options = dict(zip(rest[::2], rest[1::2], strict=True))
@@ -62,68 +68,70 @@ def run_curl(server: RunningServer, command: str) -> Any:
 
 
 @pytest.mark.parametrize(("number", "files"), [(0, ["cube.png"]), (1, ["final.png", "partial-0.png", "partial-1.png"])])
-def test_the_programs_of_the_page_run_as_written(
-    scenes: RunningServer, tmp_path: Path, number: int, files: list[str]
+def test_the_documented_programs_run_as_written(
+    scenes_server: RunningServer, tmp_path: Path, number: int, files: list[str]
 ) -> None:
     program = read_blocks("python")[number]
     assert ADDRESS in program
-    command = [sys.executable, "-c", program.replace(ADDRESS, scenes.address)]
+    command = [sys.executable, "-c", program.replace(ADDRESS, scenes_server.address)]
     subprocess.run(command, cwd=tmp_path, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == files
     assert len(read_blocks("python")) == 2
 
 
-def test_a_request_is_answered_as_the_page_shows(scenes: RunningServer) -> None:
+def test_the_documented_request_gets_the_documented_response(scenes_server: RunningServer) -> None:
     (command,) = read_blocks("sh", SECTIONS["Requests"])
-    (shown_answer,) = map(json.loads, read_blocks("json", SECTIONS["Requests"]))
-    response = run_curl(scenes, command)
-    assert describe_types(response) == describe_types(shown_answer)
+    (shown_response,) = map(json.loads, read_blocks("json", SECTIONS["Requests"]))
+    response = send_curl_request(scenes_server, command)
+    assert describe_types(response) == describe_types(shown_response)
     for name in ("output_format", "quality", "background", "size", "usage"):
-        assert response[name] == shown_answer[name]
+        assert response[name] == shown_response[name]
     for name in ("model", "method", "quality", "seeds", "target_passes"):
-        assert response["lantern"][name] == shown_answer["lantern"][name]
+        assert response["lantern"][name] == shown_response["lantern"][name]
 
 
-def test_an_error_is_what_the_page_shows(scenes: RunningServer) -> None:
+def test_an_unsupported_size_gets_the_documented_error(scenes_server: RunningServer) -> None:
     (shown_error,) = map(json.loads, read_blocks("json", SECTIONS["Errors"]))
-    assert scenes.post({"prompt": "a red cube on sand", "size": "64x64"}) == (400, shown_error)
+    assert scenes_server.post({"prompt": "a red cube on sand", "size": "64x64"}) == (400, shown_error)
 
 
-def test_a_stream_has_the_events_of_the_page(tiny: RunningServer) -> None:
+def test_a_stream_has_the_documented_events_and_fields(tiny_server: RunningServer) -> None:
     request_fields = {"prompt": "red cube", "method": "ar", "stream": True, "partial_images": 1, "steps": True}
-    _, _, body = tiny.request(
+    _, _, body = tiny_server.request(
         "POST", GENERATIONS, json.dumps(request_fields).encode(), {"content-type": "application/json"}
     )
     sent_fields = {kind: data.keys() for kind, data in parse_events(body)}
     rows = zip(read_column("Streaming"), read_column("Streaming", 1), strict=True)
     shown_fields = {read_names(kind)[0]: set(read_names(fields)) for kind, fields in rows}
     assert sent_fields.keys() == shown_fields.keys()
-    shown_fields["lantern.step"] -= {"steps"}  # the field that asks for it
+    shown_fields["lantern.step"] -= {"steps"}  # the request field that enables these events
     assert sent_fields["lantern.step"] - {"type"} == shown_fields["lantern.step"]
-    response = {"created_at", "size", "quality", "background", "output_format", "type"}
-    assert sent_fields["image_generation.partial_image"] == response | shown_fields["image_generation.partial_image"]
-    assert sent_fields["image_generation.completed"] == response | {"b64_json", "usage", "lantern"}
+    common_fields = {"created_at", "size", "quality", "background", "output_format", "type"}
+    assert (
+        sent_fields["image_generation.partial_image"] == common_fields | shown_fields["image_generation.partial_image"]
+    )
+    assert sent_fields["image_generation.completed"] == common_fields | {"b64_json", "usage", "lantern"}
 
 
-def test_a_line_of_the_log_has_the_fields_of_the_page(tiny: RunningServer) -> None:
+def test_a_request_log_line_has_the_documented_fields(tiny_server: RunningServer) -> None:
     (shown_line,) = map(json.loads, read_blocks("json", SECTIONS["Logs"]))
-    lines_before = len(tiny.request_lines())
-    tiny.post({"prompt": "red cube"})
-    wait_until(lambda: len(tiny.request_lines()) > lines_before)
-    assert describe_types(tiny.request_lines()[-1]) == describe_types(shown_line)
+    lines_before = len(tiny_server.read_request_log())
+    tiny_server.post({"prompt": "red cube"})
+    wait_until(lambda: len(tiny_server.read_request_log()) > lines_before)
+    assert describe_types(tiny_server.read_request_log()[-1]) == describe_types(shown_line)
 
 
-def test_every_field_of_a_request_is_on_the_page_and_no_other() -> None:
+def test_the_documented_request_fields_are_exactly_the_accepted_fields() -> None:
     shown_fields = [name for cell in read_column("Requests") for name in read_names(cell)]
     assert sorted(shown_fields) == sorted(ImagesRequest.model_fields)
 
 
-def test_every_metric_is_on_the_page_and_no_other(scenes: RunningServer) -> None:
+def test_the_documented_metrics_are_exactly_the_exported_metrics(scenes_server: RunningServer) -> None:
     shown_metrics = {name for cell in read_column("Metrics") for name in read_names(cell)}
-    assert shown_metrics == {*re.findall(r"^# TYPE (lantern_\w+) ", scenes.get("/metrics")[1], re.MULTILINE)}
+    assert shown_metrics == {*re.findall(r"^# TYPE (lantern_\w+) ", scenes_server.get("/metrics")[1], re.MULTILINE)}
 
 
-def test_the_limits_of_the_page_are_those_of_the_command() -> None:
+def test_the_documented_limits_are_the_defaults_of_the_command() -> None:
     group = typer.main.get_command(app)
     with group.make_context("lantern-rt", ["serve"]) as context:
         command = group.get_command(context, "serve")  # type: ignore[attr-defined]

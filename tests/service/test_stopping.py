@@ -1,4 +1,4 @@
-"""Check how a server starts and stops: loading behind an open port, draining, and options rejected at once."""
+"""Test how a server starts and stops: requests while loading, draining on signals, and invalid options and keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 from running_server import RunningServer, wait_until
 from tiny_bundle import make_tiny_bundle
 
@@ -23,11 +23,15 @@ from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
 from lantern_rt.serve.state import read_api_keys
 
-SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
+SLOW_REQUEST = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
 
 
 def start_request(server: RunningServer, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
-    """Send a request in a thread; once images are being drawn, return the thread and the list for its answer."""
+    """Send a request in a thread and wait until the server generates its images.
+
+    Returns:
+        The thread, and a list to which the thread appends the status and the parsed response, or an `OSError`.
+    """
     responses: list[Any] = []
 
     def send_request() -> None:
@@ -38,23 +42,23 @@ def start_request(server: RunningServer, body: dict[str, Any]) -> tuple[threadin
 
     thread = threading.Thread(target=send_request)
     thread.start()
-    wait_until(lambda: server.metric("lantern_images_running", model="scenes") > 0)
+    wait_until(lambda: server.read_metric("lantern_images_running", model="scenes") > 0)
     return thread, responses
 
 
-def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_terminated(
-    start: Callable[..., RunningServer],
+def test_a_server_answers_while_loading_and_completes_running_requests_after_sigterm(
+    start_server: Callable[..., RunningServer],
 ) -> None:
-    server = start("scenes", "--threads", 1, ready=False)
-    status, response = server.post(SLOW)
+    server = start_server("scenes", "--threads", 1, ready=False)
+    status, response = server.post(SLOW_REQUEST)
     assert (status, response["error"]["code"]) == (503, "loading")
     assert server.get("/livez")[0] == 200
     server.wait_until_ready()
-    thread, responses = start_request(server, SLOW)
+    thread, responses = start_request(server, SLOW_REQUEST)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/readyz")[1]["status"] == "draining")
     assert server.get("/livez")[0] == 200
-    status, response = server.post(SLOW)
+    status, response = server.post(SLOW_REQUEST)
     assert (status, response["error"]["code"]) == (503, "draining")
     thread.join()
     assert responses[0][0] == 200
@@ -63,9 +67,11 @@ def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_t
     assert "Traceback" not in server.log
 
 
-def test_ctrl_c_drains_and_a_second_one_ends_at_once(start: Callable[..., RunningServer]) -> None:
-    server = start("scenes", "--threads", 1)
-    thread, responses = start_request(server, {**SLOW, "n": 10})
+def test_the_first_sigint_drains_the_server_and_the_second_sigint_aborts_requests(
+    start_server: Callable[..., RunningServer],
+) -> None:
+    server = start_server("scenes", "--threads", 1)
+    thread, responses = start_request(server, {**SLOW_REQUEST, "n": 10})
     server.process.send_signal(signal.SIGINT)
     wait_until(lambda: server.get("/readyz")[0] == 503)
     server.process.send_signal(signal.SIGINT)
@@ -77,7 +83,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(start: Callable[..., Runnin
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no list of blocked signals here")
-def test_hangups_while_a_server_starts_or_ends_change_nothing_but_the_keys(tmp_path: Path) -> None:
+def test_sighup_during_start_or_shutdown_only_reloads_the_keys(tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny")
     keys = tmp_path / "keys.txt"
     keys.write_text("first-key\n")
@@ -98,7 +104,7 @@ def test_hangups_while_a_server_starts_or_ends_change_nothing_but_the_keys(tmp_p
             process.kill()
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_stops_the_server_with_one_error_line(tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny")
     (folder / "target.onnx").write_bytes((folder / "vq_decoder.onnx").read_bytes())
     manifest = json.loads((folder / "bundle.json").read_text())
@@ -112,7 +118,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_or_an_unknown_host_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other_socket:
         port = other_socket.getsockname()[1]
         assert run_program(["serve", "--port", str(port)]) == 2
@@ -147,7 +153,7 @@ def test_a_port_that_is_taken_is_rejected(capsys: pytest.CaptureFixture[str]) ->
         (["no/such/bundle"], "bundle 'no/such/bundle'"),
     ],
 )
-def test_wrong_options_are_rejected_in_one_line(
+def test_invalid_serve_options_are_rejected_with_one_line(
     arguments: list[str], message_start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["serve", *arguments]) == 2
@@ -155,13 +161,13 @@ def test_wrong_options_are_rejected_in_one_line(
 
 
 @pytest.mark.parametrize("content", ["# nobody\n\n", "schl\u00fcssel\n"])
-def test_a_file_of_keys_must_hold_some_that_headers_carry(tmp_path: Path, content: str) -> None:
+def test_a_key_file_without_keys_or_with_non_ascii_keys_is_rejected(tmp_path: Path, content: str) -> None:
     (tmp_path / "keys.txt").write_text(content, "utf-8")
-    assert error_of(RequestError, read_api_keys, tmp_path / "keys.txt").field == "api_key_file"
+    assert catch_error(RequestError, read_api_keys, tmp_path / "keys.txt").field == "api_key_file"
 
 
 @pytest.mark.parametrize("content", ["", "schl\u00fcssel"])
-def test_a_key_of_the_environment_must_be_one_that_headers_carry(
+def test_an_empty_or_non_ascii_key_in_the_environment_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     monkeypatch.setenv("LANTERN_RT_API_KEY", content)
@@ -169,7 +175,7 @@ def test_a_key_of_the_environment_must_be_one_that_headers_carry(
     assert capsys.readouterr().err.startswith("lantern-rt: LANTERN_RT_API_KEY: found ")
 
 
-def test_byte_order_marks_are_no_part_of_a_key(tmp_path: Path) -> None:
+def test_a_byte_order_mark_in_a_key_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     (tmp_path / "plain.txt").write_text("one\ntwo\n")
     assert read_api_keys(tmp_path / "marked.txt") == read_api_keys(tmp_path / "plain.txt")

@@ -1,4 +1,4 @@
-"""TensorRT-RTX engines of decoders, as its builder describes them: few layers, fused attention, caches in place."""
+"""Layers of TensorRT-RTX engines of decoders: the builder must fuse them and must write the KV cache in place."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.profiles import ShapeProfile
 from lantern_rt.engines.trt.builder import make_shape_bounds
 
-for needed in ("torch", "tensorrt_rtx"):
-    pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
+for module in ("torch", "tensorrt_rtx"):
+    pytest.importorskip(module, reason="needs lantern-rt[export,tensorrt-rtx]")
 
-COLUMNS = 448
-TREE = ShapeProfile(name="tree", rows=(1, 2, 8), nodes=(2, 16, 64), columns=(64, 320, COLUMNS))
-_LAYER = re.compile(r"Name: (.*?), LayerType: (\w+), Inputs: \[(.*?)\], Constants: .*?, Outputs: \[(.*?)\], Tac")
-_TENSOR = re.compile(r"\{ Name: (\S+), ")
-_NO_WORK = ("shape_call", "signal", "wait")  # kinds of layers that compute nothing on the device
+COLUMNS = 448  # columns of the KV cache
+TREE_PROFILE = ShapeProfile(name="tree", rows=(1, 2, 8), nodes=(2, 16, 64), columns=(64, 320, COLUMNS))
+_LAYER_PATTERN = re.compile(
+    r"Name: (.*?), LayerType: (\w+), Inputs: \[(.*?)\], Constants: .*?, Outputs: \[(.*?)\], Tac"
+)
+_TENSOR_PATTERN = re.compile(r"\{ Name: (\S+), ")
+_KINDS_WITHOUT_WORK = ("shape_call", "signal", "wait")  # kinds of layers that compute nothing on the device
 
 
 class EngineLayer(NamedTuple):
-    """A layer of an engine: name, which describes its operations, kind, and names of its tensors."""
+    """A layer of a TensorRT engine, named after the fused operations, with the names of input and output tensors."""
 
     name: str
     kind: str
@@ -34,16 +36,16 @@ class EngineLayer(NamedTuple):
 
 
 def write_decoder(
-    folder: Path, layers: int, compute: str, rule: str, drafts: bool
+    folder: Path, num_layers: int, compute_dtype: str, weight_precision: str, is_drafter: bool
 ) -> tuple[Path, DecoderSpec | DrafterSpec]:
-    """Write a decoder with the widths of LlamaGen-XL.
+    """Write the graph of a decoder with random weights and the widths of LlamaGen-XL; return its path and description.
 
     Args:
         folder: folder for the graph.
-        layers: number of layers.
-        compute: dtype of the computation.
-        rule: precision of the weights.
-        drafts: whether it is a drafter.
+        num_layers: number of decoder layers.
+        compute_dtype: dtype of activations.
+        weight_precision: precision of stored weights.
+        is_drafter: true for an EAGLE drafter, false for a target.
     """
     import torch
 
@@ -51,10 +53,10 @@ def write_decoder(
     from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
     from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 
-    config = DecoderConfig(1280, layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
+    config = DecoderConfig(1280, num_layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
     torch.manual_seed(0)
     spec: DecoderSpec | DrafterSpec
-    if drafts:
+    if is_drafter:
         head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         drafter_config = replace(config, final_norm=False, input_norm=False)
         graph = make_drafter_graph(EagleDrafter(drafter_config, head, bias=True).eval())
@@ -62,13 +64,17 @@ def write_decoder(
     else:
         graph = make_target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
         spec = DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions)
-    written_graph: Any = convert_to_float16(graph) if compute == "float16" else replace(graph, compute_type=compute)
-    (path, *_) = write_graph(written_graph, folder, rule)  # type: ignore[arg-type]
+    written_graph: Any = (
+        convert_to_float16(graph) if compute_dtype == "float16" else replace(graph, compute_type=compute_dtype)
+    )
+    (path, *_) = write_graph(written_graph, folder, weight_precision)  # type: ignore[arg-type]
     return path, spec
 
 
-def build_layers(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, compute: str) -> list[EngineLayer]:
-    """Build the decoder's engine; return its layers that compute on the device."""
+def build_engine_layers(
+    path: Path, spec: DecoderSpec | DrafterSpec, is_drafter: bool, compute_dtype: str
+) -> list[EngineLayer]:
+    """Build the TensorRT engine of a decoder, and return the engine layers that compute on the device."""
     import tensorrt_rtx as library
 
     messages: list[str] = []
@@ -79,48 +85,54 @@ def build_layers(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, comp
 
     builder = library.Builder(logger := Logger())
     network = builder.create_network(0)
-    graph = make_device_graph(path, spec, drafts, compute, capacity=COLUMNS)
+    graph = make_device_graph(path, spec, is_drafter, compute_dtype, capacity=COLUMNS)
     parser = library.OnnxParser(network, logger)
     assert parser.parse(graph.model_bytes, str(path)), messages[-3:]
     for layer in map(network.get_layer, range(network.num_layers)):
         if layer.type == library.LayerType.ATTENTION_INPUT:
             layer.__class__ = library.IAttentionInputLayer
-            layer.attention.decomposable = True  # as Polygraphy sets it, for shapes without a fused kernel
+            layer.attention.decomposable = True  # Polygraphy sets this, too, for shapes without a fused kernel
     config = builder.create_builder_config()
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
     config.clear_flag(library.BuilderFlag.TF32)
     config.num_compute_capabilities = 1
     config.set_compute_capability(library.ComputeCapability.SM89, 0)
-    shapes = builder.create_optimization_profile()
+    optimization_profile = builder.create_optimization_profile()
     for tensor in graph.inputs:
-        shapes.set_shape(tensor.name, *make_shape_bounds(tensor.name, tensor.shape, TREE, max_entries=512))
-    config.add_optimization_profile(shapes)
+        optimization_profile.set_shape(
+            tensor.name, *make_shape_bounds(tensor.name, tensor.shape, TREE_PROFILE, max_entries=512)
+        )
+    config.add_optimization_profile(optimization_profile)
     assert builder.build_serialized_network(network, config) is not None, messages[-3:]
     lines = [line for text in messages if text.startswith("Layers:\n") for line in text.splitlines()]
-    matches = filter(None, map(_LAYER.match, lines))
-    layers = [EngineLayer(match[1], match[2], *map(_TENSOR.findall, match.group(3, 4))) for match in matches]
+    matches = filter(None, map(_LAYER_PATTERN.match, lines))
+    layers = [EngineLayer(match[1], match[2], *map(_TENSOR_PATTERN.findall, match.group(3, 4))) for match in matches]
     assert layers, "the builder's list of layers has another format"
-    # Layers of these kinds whose inputs are all internal tensors of the builder are computed when the engine is loaded.
-    views = {"reshape", "cast"}
-    computing = [layer for layer in layers if layer.kind not in _NO_WORK]
-    return [layer for layer in computing if layer.kind not in views or not all("mye" in name for name in layer.inputs)]
+    # Layers of these kinds are computed when the engine is loaded, if all inputs are internal tensors of the builder.
+    view_kinds = {"reshape", "cast"}
+    working_layers = [layer for layer in layers if layer.kind not in _KINDS_WITHOUT_WORK]
+    return [
+        layer
+        for layer in working_layers
+        if layer.kind not in view_kinds or not all("mye" in name for name in layer.inputs)
+    ]
 
 
-def copies_of_past(layers: list[EngineLayer]) -> list[EngineLayer]:
-    """Return the layers that only copy a cache, perhaps multiplied by a number."""
-    moving = {"Conc", "Move", "Mul", "Repl", "Resh", "Slic", "Tran"}
+def find_cache_copies(layers: list[EngineLayer]) -> list[EngineLayer]:
+    """Return the engine layers that only copy a KV cache, perhaps multiplied by a number."""
+    copying_operations = {"Conc", "Move", "Mul", "Repl", "Resh", "Slic", "Tran"}
     copying_layers = []
     for layer in layers:
-        words = re.fullmatch(r"__myl_((?:[A-Z][a-z]+)+)_myl.*", layer.name)
+        fused_name = re.fullmatch(r"__myl_((?:[A-Z][a-z]+)+)_myl.*", layer.name)
         reads_cache = any("key_values" in name for name in layer.inputs)
-        if reads_cache and words and set(re.findall("[A-Z][a-z]+", words[1])) <= moving:
+        if reads_cache and fused_name and set(re.findall("[A-Z][a-z]+", fused_name[1])) <= copying_operations:
             copying_layers.append(layer)
     return copying_layers
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
+@pytest.mark.parametrize("is_drafter", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize(
-    ("compute", "rule", "max_layers"),
+    ("compute_dtype", "weight_precision", "max_layers"),
     [
         ("float16", "fp16", 12),
         ("float32", "fp32", 15),
@@ -129,20 +141,23 @@ def copies_of_past(layers: list[EngineLayer]) -> list[EngineLayer]:
         ("bfloat16", "int4-weights", 13),
     ],
 )
-def test_a_decoder_layer_is_few_layers_of_an_engine(
-    tmp_path: Path, drafts: bool, compute: str, rule: str, max_layers: int
+def test_a_decoder_layer_becomes_few_fused_layers_of_a_tensorrt_engine(
+    tmp_path: Path, is_drafter: bool, compute_dtype: str, weight_precision: str, max_layers: int
 ) -> None:
     counts = []
-    for layers in (2, 4):
-        folder = tmp_path / str(layers)
+    for num_layers in (2, 4):
+        folder = tmp_path / str(num_layers)
         folder.mkdir()
-        steps = build_layers(*write_decoder(folder, layers, compute, rule, drafts), drafts, compute)
-        counts.append(len(steps))
-        if rule == "int4-weights":
-            assert sum("CastMulCastFc" in step.name for step in steps) >= 5 * layers  # matmuls dequantize weights
-        if compute != "float32":
-            assert sum("_mha_" in step.name for step in steps) == layers  # attention is one kernel
-        moved = copies_of_past(steps)  # copied for the kernel, but only up to the last column in use
-        assert [step.name for step in moved if "Slic" not in step.name] == []
-        assert len(moved) == 2 * layers
+        engine_layers = build_engine_layers(
+            *write_decoder(folder, num_layers, compute_dtype, weight_precision, is_drafter), is_drafter, compute_dtype
+        )
+        counts.append(len(engine_layers))
+        if weight_precision == "int4-weights":
+            # Matmuls dequantize the weights.
+            assert sum("CastMulCastFc" in layer.name for layer in engine_layers) >= 5 * num_layers
+        if compute_dtype != "float32":
+            assert sum("_mha_" in layer.name for layer in engine_layers) == num_layers  # attention is one kernel
+        cache_copies = find_cache_copies(engine_layers)  # the attention kernel needs a copy of the columns in use
+        assert [layer.name for layer in cache_copies if "Slic" not in layer.name] == []
+        assert len(cache_copies) == 2 * num_layers
     assert (counts[1] - counts[0]) / 2 <= max_layers

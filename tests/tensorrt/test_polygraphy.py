@@ -1,4 +1,4 @@
-"""NVIDIA's tools accept the graphs in both layouts of every family, and the printed command lines."""
+"""Graphs of every model family in NVIDIA's tool Polygraphy, and the commands that `build-engine` prints."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.profiles import BuildOptions
 
-for needed in ("torch", "tensorrt_rtx", "onnx_graphsurgeon"):
-    pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx] and onnx-graphsurgeon")
+for module in ("torch", "tensorrt_rtx", "onnx_graphsurgeon"):
+    pytest.importorskip(module, reason="needs lantern-rt[export,tensorrt-rtx] and onnx-graphsurgeon")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1"
-RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
+RTX_OPTIONS = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
 
 
-def polygraphy(*arguments: object) -> int:
-    """Run Polygraphy's program in this process."""
+def run_polygraphy(*arguments: object) -> int:
+    """Run the command-line program of Polygraphy in this process, and return the exit code."""
     from polygraphy.tools._main import main
 
     status: int = main([*map(str, arguments)])
@@ -31,18 +31,18 @@ def polygraphy(*arguments: object) -> int:
 def janus_bundle(tmp_path: Path) -> Path:
     pytest.importorskip("transformers")
     from family_readers import read_janus
-    from small_janus import random_janus, write_janus
+    from small_janus import make_random_janus, write_janus
 
     from lantern_rt.export.writer import export_model
 
-    write_janus(random_janus(), tmp_path / "janus")
+    write_janus(make_random_janus(), tmp_path / "janus")
     return export_model(read_janus(tmp_path / "janus"), tmp_path / "bundle")
 
 
 @pytest.mark.parametrize(
     "family", ["t2i_drafter", "t2i_half", "anole", "lumina", "lumina2", "glm_image", "emu3", "janus"]
 )
-def test_both_layouts_are_valid_and_fully_supported(
+def test_tensorrt_supports_the_exported_graphs_and_the_device_graphs_of_a_family(
     family: str,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -51,37 +51,47 @@ def test_both_layouts_are_valid_and_fully_supported(
 ) -> None:
     from polygraphy.logger import G_LOGGER
 
-    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # builds enable it
+    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # `build_engines` enables Python logging
     bundle = open_bundle(request.getfixturevalue(f"{family}_bundle"))
-    built = tmp_path / "engines"
-    build_engines(bundle, "it", RTX, built, False, lambda stage, done, total: None, dry_run=True)
-    width = bundle.manifest.target.hidden_size
-    tables = {
-        "target": f"embeddings:[4,{width}]",
-        "drafter": f"hidden:[1,4,{width}]",
-    }  # tables for ids, which the tool sets to 0 and 1
-    for role in tables.keys() & bundle.manifest.files.keys():
-        for graph, sizes in ((bundle.path(role), []), (built / f"{role}.onnx", ["--input-shapes", tables[role]])):
+    engine_folder = tmp_path / "engines"
+    build_engines(bundle, "it", RTX_OPTIONS, engine_folder, False, lambda stage, done, total: None, dry_run=True)
+    hidden_size = bundle.manifest.target.hidden_size
+    # The linter sets token ids to 0 and 1, so these tables need only a few entries.
+    table_shapes = {
+        "target": f"embeddings:[4,{hidden_size}]",
+        "drafter": f"hidden:[1,4,{hidden_size}]",
+    }
+    for role in table_shapes.keys() & bundle.manifest.files.keys():
+        for graph, shape_options in (
+            (bundle.path(role), []),
+            (engine_folder / f"{role}.onnx", ["--input-shapes", table_shapes[role]]),
+        ):
             capsys.readouterr()
             with G_LOGGER.verbosity(G_LOGGER.INFO):
-                assert polygraphy("inspect", "capability", graph) == 0
+                assert run_polygraphy("inspect", "capability", graph) == 0
                 assert "Graph is fully supported" in capsys.readouterr().out, graph
-                assert polygraphy("check", "lint", graph, "--external-data-dir", bundle.folder, *sizes) == 0, graph
+                assert (
+                    run_polygraphy("check", "lint", graph, "--external-data-dir", bundle.folder, *shape_options) == 0
+                ), graph
 
 
-def test_the_command_lines_of_a_dry_run_are_valid(float_scenes_bundle: Path, tmp_path: Path) -> None:
-    """Run Polygraphy's lines without their GPU options; the line of the other tool has the same shapes."""
+def test_the_polygraphy_commands_that_a_dry_run_of_build_engine_prints_are_valid(
+    float_scenes_bundle: Path, tmp_path: Path
+) -> None:
+    """Run the Polygraphy commands without their GPU options; the commands of trtexec have the same shapes."""
     bundle = open_bundle(float_scenes_bundle)
-    built = tmp_path / "engines"
-    _, lines = build_engines(bundle, "scenes", RTX, built, False, lambda stage, done, total: None, dry_run=True)
+    engine_folder = tmp_path / "engines"
+    _, lines = build_engines(
+        bundle, "scenes", RTX_OPTIONS, engine_folder, False, lambda stage, done, total: None, dry_run=True
+    )
     assert len(lines) == 2 * 3
-    polygraphy_line, other_line = map(shlex.split, lines[2:4])
+    polygraphy_line, trtexec_line = map(shlex.split, lines[2:4])
     assert polygraphy_line[:4] == ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", "polygraphy", "run"]
     arguments = [word for word in polygraphy_line[4:] if word != "--trt"]
-    assert polygraphy("run", *arguments) == 0
+    assert run_polygraphy("run", *arguments) == 0
     arguments.remove("--onnxrt")
     arguments[arguments.index("--save-engine")] = "--output"
-    assert polygraphy("convert", *arguments, "--convert-to", "trt") == 0
-    assert (built / "drafter.plan").stat().st_size > bundle.manifest.files["drafter.data"].bytes
-    largest = [word for word in other_line if word.startswith("--maxShapes=")]
-    assert ",".join(largest).count("token_ids:2x24,") == 1
+    assert run_polygraphy("convert", *arguments, "--convert-to", "trt") == 0
+    assert (engine_folder / "drafter.plan").stat().st_size > bundle.manifest.files["drafter.data"].bytes
+    max_shapes = [word for word in trtexec_line if word.startswith("--maxShapes=")]
+    assert ",".join(max_shapes).count("token_ids:2x24,") == 1

@@ -1,4 +1,4 @@
-"""The parts of the API of TensorRT and TensorRT-RTX that run engines: the installed libraries must have them."""
+"""Classes of the TensorRT and TensorRT-RTX libraries that run engines: the installed versions must have them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USED_MEMBERS = {
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
 }  # fmt: skip
-COMPILING = {  # for a library that compiles kernels while an engine runs
+RTX_MEMBERS = {  # only in TensorRT-RTX, which compiles kernels while an engine runs
     "ICudaEngine": ["create_runtime_config"],
     "IRuntimeConfig": [
         "set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache",
@@ -47,7 +47,7 @@ COMPILING = {  # for a library that compiles kernels while an engine runs
 
 
 @pytest.fixture(params=MODULES)
-def name(request: pytest.FixtureRequest) -> str:
+def library_name(request: pytest.FixtureRequest) -> str:
     try:
         import_library(request.param)
     except EngineError as error:
@@ -55,50 +55,65 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("kind", USED_MEMBERS)
-def test_the_library_has_every_member_in_use(name: str, kind: str) -> None:
-    library = import_library(name)
-    assert [member for member in USED_MEMBERS[kind] if not hasattr(getattr(library, kind), member)] == []
+@pytest.mark.parametrize("class_name", USED_MEMBERS)
+def test_the_tensorrt_library_has_every_class_member_that_engines_use(library_name: str, class_name: str) -> None:
+    library = import_library(library_name)
+    assert [member for member in USED_MEMBERS[class_name] if not hasattr(getattr(library, class_name), member)] == []
 
 
-@pytest.mark.parametrize("kind", COMPILING)
-def test_compiled_kernels_can_be_stored(kind: str) -> None:
+@pytest.mark.parametrize("class_name", RTX_MEMBERS)
+def test_tensorrt_rtx_has_the_class_members_that_store_compiled_kernels(class_name: str) -> None:
     library = pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
-    assert [member for member in COMPILING[kind] if not hasattr(getattr(library, kind), member)] == []
-    contexts = library.ICudaEngine.create_execution_context.__doc__
-    assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in contexts
+    assert [member for member in RTX_MEMBERS[class_name] if not hasattr(getattr(library, class_name), member)] == []
+    signatures = library.ICudaEngine.create_execution_context.__doc__
+    assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in signatures
 
 
-def image_decoder(name: str, bundle: Path, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:
-    """Return the image decoder of `scenes` as a TensorRT engine and in ONNX Runtime."""
-    scenes = open_bundle(bundle)
-    manifest = scenes.manifest
-    rows = (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
-    graph_inputs = write_device_graph(scenes, "vq_decoder", rows, folder)
+def load_image_decoder(
+    library_name: str, bundle: Path, folder: Path, provider: str
+) -> tuple[TensorRTFunction, GraphSession]:
+    """Return the image decoder of the `scenes` bundle as a TensorRT engine and as an ONNX Runtime session.
+
+    Args:
+        library_name: `tensorrt` or `tensorrt-rtx`.
+        bundle: path of the bundle.
+        folder: folder for the engine.
+        provider: ONNX Runtime provider that allocates the memory of the TensorRT engine.
+    """
+    scenes_bundle = open_bundle(bundle)
+    manifest = scenes_bundle.manifest
+    profiles = (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
+    graph_inputs = write_device_graph(scenes_bundle, "vq_decoder", profiles, folder)
     assert graph_inputs is not None
     gpu = find_gpu()
-    gpus = (gpu.compute_capability if gpu else "SM89",)
-    plan_path = build_engine_file(name, folder / "vq_decoder.onnx", graph_inputs, gpus, lambda stage, done, total: None)
+    compute_capabilities = (gpu.compute_capability if gpu else "SM89",)
+    plan_path = build_engine_file(
+        library_name, folder / "vq_decoder.onnx", graph_inputs, compute_capabilities, lambda stage, done, total: None
+    )
     inputs = [TensorSpec("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [TensorSpec("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
-    onnx_session = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    executable = TensorRTExecutable(import_library(name), plan_path, rows, "again")
+    onnx_session = GraphSession(scenes_bundle.path("vq_decoder"), inputs, outputs)
+    executable = TensorRTExecutable(import_library(library_name), plan_path, profiles, "again")
     return TensorRTFunction(executable, inputs, outputs, OrtDevice(provider)), onnx_session
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
-def test_the_error_of_loading_an_engine_without_a_driver_says_so(float_scenes_bundle: Path, tmp_path: Path) -> None:
+def test_loading_an_engine_without_a_cuda_driver_raises_an_error_that_names_the_driver(
+    float_scenes_bundle: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     with pytest.raises(EngineError) as caught:
-        image_decoder("tensorrt-rtx", float_scenes_bundle, tmp_path, "cpu")
+        load_image_decoder("tensorrt-rtx", float_scenes_bundle, tmp_path, "cpu")
     assert "CUDA driver version is insufficient" in caught.value.problem
 
 
 @pytest.mark.gpu
-def test_a_tensorrt_engine_decodes_images_on_the_gpu(name: str, float_scenes_bundle: Path, tmp_path: Path) -> None:
+def test_a_tensorrt_engine_on_a_gpu_decodes_the_same_images_as_onnx_runtime(
+    library_name: str, float_scenes_bundle: Path, tmp_path: Path
+) -> None:
     if find_gpu() is None:
         pytest.skip("needs an NVIDIA GPU and its driver")
-    engine_function, onnx_session = image_decoder(name, float_scenes_bundle, tmp_path, MEMORY)
+    engine_function, onnx_session = load_image_decoder(library_name, float_scenes_bundle, tmp_path, MEMORY)
     codes = np.random.default_rng(0).integers(0, 16, (3, onnx_session.session.get_inputs()[0].shape[1]))
     np.testing.assert_allclose(
         engine_function.run({"codes": codes})[0], onnx_session.run({"codes": codes})[0], atol=1e-3

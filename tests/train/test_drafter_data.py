@@ -1,4 +1,4 @@
-"""Shards of training images: their content, continuing a folder, and rejected data."""
+"""Test shards of training images: content, continuation of a folder, and rejection of invalid data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import error_of
+from refusals import catch_error
 from tiny_bundle import make_order_bundle
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
@@ -43,13 +43,24 @@ def source(pipeline: Pipeline) -> ShardSource:
     return describe_shard_source(pipeline.bundle.manifest)
 
 
-def write(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
+def write_shards(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
+    """Generate shards of two images each.
+
+    Args:
+        pipeline: pipeline that generates the images.
+        output: folder for the shards.
+        count: number of images in all shards.
+        prompts: classes of the images; the list repeats.
+    """
     for _ in generate_shards(pipeline, prompts, count, output, lambda *_: None, images_per_shard=2):
         pass
 
 
 def read_contents(folder: Path) -> dict[str, Any]:
-    """Read the files of a folder, as safetensors writes metadata in any order."""
+    """Return the source and the arrays of each shard, by file name.
+
+    The bytes of two files cannot be compared, as safetensors writes metadata in any order.
+    """
     files = {}
     for path in sorted(folder.iterdir()):
         shard = Shard(path)
@@ -58,10 +69,10 @@ def read_contents(folder: Path) -> dict[str, Any]:
     return files
 
 
-def test_a_shard_has_the_images_of_the_pipeline_and_the_targets_hidden_states(
+def test_a_shard_has_the_codes_of_the_pipeline_and_the_hidden_states_of_the_target(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    write(pipeline, tmp_path)
+    write_shards(pipeline, tmp_path)
     shard = Shard(shard_path(tmp_path, 1))
     assert shard.prompts == [4, 3]
     images = shard.read_images(slice(None))
@@ -75,16 +86,18 @@ def test_a_shard_has_the_images_of_the_pipeline_and_the_targets_hidden_states(
     np.testing.assert_allclose(images.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
 
 
-def test_a_folder_is_continued_without_changing_its_shards(pipeline: Pipeline, tmp_path: Path) -> None:
-    write(pipeline, tmp_path / "whole", 6)
-    write(pipeline, tmp_path / "parts", 2)
+def test_a_continued_folder_keeps_its_shards_and_equals_an_uninterrupted_folder(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    write_shards(pipeline, tmp_path / "whole", 6)
+    write_shards(pipeline, tmp_path / "parts", 2)
     before = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
-    write(pipeline, tmp_path / "parts", 6)
+    write_shards(pipeline, tmp_path / "parts", 6)
     assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == before
     assert read_contents(tmp_path / "parts") == read_contents(tmp_path / "whole")
 
 
-def test_an_interrupted_folder_has_only_complete_shards(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_an_interrupted_generation_leaves_only_complete_shards(pipeline: Pipeline, tmp_path: Path) -> None:
     calls = []
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -96,48 +109,47 @@ def test_an_interrupted_folder_has_only_complete_shards(pipeline: Pipeline, tmp_
     with pytest.raises(KeyboardInterrupt):
         list(generate_shards(pipeline, CLASSES, 4, tmp_path / "data", interrupt, images_per_shard=2))
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shard-00000.safetensors"]
-    write(pipeline, tmp_path / "data")
-    write(pipeline, tmp_path / "whole")
+    write_shards(pipeline, tmp_path / "data")
+    write_shards(pipeline, tmp_path / "whole")
     assert read_contents(tmp_path / "data") == read_contents(tmp_path / "whole")
 
 
-def test_a_folder_of_other_prompts_or_with_a_broken_link_is_rejected(
+def test_a_folder_with_shards_of_other_prompts_or_with_a_broken_link_is_rejected(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(pipeline, tmp_path)
-    error = error_of(OutputError, write, pipeline, tmp_path, prompts=Prompts("class_ids", [3, 2]))
+    write_shards(pipeline, tmp_path)
+    error = catch_error(OutputError, write_shards, pipeline, tmp_path, prompts=Prompts("class_ids", [3, 2]))
     assert error.field == str(shard_path(tmp_path, 0))
     shard_path(tmp_path, 0).unlink()
     shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("generated images"))
     with pytest.raises(CheckpointError):
-        write(pipeline, tmp_path)
+        write_shards(pipeline, tmp_path)
 
 
 def test_a_bundle_that_generates_groups_of_cells_is_rejected(tmp_path: Path) -> None:
     pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
     expected = "bundle: bundle tiny draws groups of cells, in an order of its own; use another bundle"
-    assert str(error_of(RequestError, write, pipeline, tmp_path / "data")) == expected
+    assert str(catch_error(RequestError, write_shards, pipeline, tmp_path / "data")) == expected
     for read in (read_head_training_target, read_training_target):
-        assert str(error_of(RequestError, read, pipeline.bundle)) == expected
+        assert str(catch_error(RequestError, read, pipeline.bundle)) == expected
 
 
 def test_too_few_images_and_damaged_shards_are_rejected(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path
 ) -> None:
-    def open_error() -> CheckpointError:
-        error = error_of(CheckpointError, ShardFolder, tmp_path, [source], 256)
-        return error
+    def expect_open_error() -> CheckpointError:
+        return catch_error(CheckpointError, ShardFolder, tmp_path, [source], 256)
 
-    assert open_error().found == "0 images"
-    write(pipeline, tmp_path)
+    assert expect_open_error().found == "0 images"
+    write_shards(pipeline, tmp_path)
     assert len(ShardFolder(tmp_path, [source], 256)) == 4
     path = shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-100])
-    assert str(path) in str(open_error())
+    assert str(path) in str(expect_open_error())
     path.unlink()
     os.mkfifo(path)
-    assert "a pipe or a device" in str(open_error())
+    assert "a pipe or a device" in str(expect_open_error())
 
 
 @pytest.mark.parametrize(
@@ -155,10 +167,10 @@ def test_too_few_images_and_damaged_shards_are_rejected(
 def test_shards_that_contradict_the_bundle_are_rejected(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str, value: Any
 ) -> None:
-    write(pipeline, tmp_path, 2)
-    good = Shard(shard_path(tmp_path, 0)).read_images(slice(None))
-    write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), good)
-    assert str(shard_path(tmp_path, 1)) in str(error_of(CheckpointError, ShardFolder, tmp_path, [source], 256))
+    write_shards(pipeline, tmp_path, 2)
+    valid_images = Shard(shard_path(tmp_path, 0)).read_images(slice(None))
+    write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), valid_images)
+    assert str(shard_path(tmp_path, 1)) in str(catch_error(CheckpointError, ShardFolder, tmp_path, [source], 256))
 
 
 @pytest.mark.parametrize(
@@ -177,21 +189,21 @@ def test_shards_that_contradict_the_bundle_are_rejected(
         ("prompts", [3]),
     ],
 )
-def test_numbers_out_of_range_and_other_shapes_are_rejected(
+def test_shards_with_invalid_numbers_types_or_shapes_are_rejected(
     pipeline: Pipeline, tmp_path: Path, field: str, value: Any
 ) -> None:
-    write(pipeline, tmp_path / "good", 2)
-    good = Shard(shard_path(tmp_path / "good", 0))
-    images = replace(good.read_images(slice(None)), **{field: value})
-    if field == "tokens":  # a prefix of two positions, but the bundle has one
+    write_shards(pipeline, tmp_path / "good", 2)
+    valid_images = Shard(shard_path(tmp_path / "good", 0))
+    images = replace(valid_images.read_images(slice(None)), **{field: value})
+    if field == "tokens":  # the tokens imply a prefix of two positions, but the prefix of the bundle has one position
         images = replace(images, states=np.zeros((2, 2, 17, 64), np.float16))
-    write_shard(tmp_path / "bad.safetensors", good.source, images)
+    write_shard(tmp_path / "bad.safetensors", valid_images.source, images)
     with pytest.raises(CheckpointError):
         Shard(tmp_path / "bad.safetensors")
 
 
 def test_tokens_beyond_the_vocabulary_are_rejected(source: ShardSource, tmp_path: Path) -> None:
-    wide = replace(source, prefix=2)
+    two_token_source = replace(source, prefix=2)
     tokens = np.full((2, 2, 1), 256, np.int32)
     states = np.zeros((2, 2, 17, 64), np.float16)
     zeros = np.zeros((2, 16), np.int32)
@@ -199,17 +211,17 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: ShardSource, tmp_path
     images = TrainingImages(
         [1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, unaccepted_states
     )
-    write_shard(shard_path(tmp_path, 0), wide, images)
-    assert len(ShardFolder(tmp_path, [wide], 257)) == 2
+    write_shard(shard_path(tmp_path, 0), two_token_source, images)
+    assert len(ShardFolder(tmp_path, [two_token_source], 257)) == 2
     with pytest.raises(CheckpointError):
-        ShardFolder(tmp_path, [wide], 256)
+        ShardFolder(tmp_path, [two_token_source], 256)
 
 
 @pytest.mark.parametrize("field", ["codes", "states", "prompts"])
-def test_the_digest_of_data_depends_on_their_content(
+def test_the_digest_of_a_shard_folder_depends_on_codes_states_and_prompts(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str
 ) -> None:
-    write(pipeline, tmp_path / "first", 2)
+    write_shards(pipeline, tmp_path / "first", 2)
     images = Shard(shard_path(tmp_path / "first", 0)).read_images(slice(None))
     changed_value = [1, 2] if field == "prompts" else np.flip(getattr(images, field), 0)
     write_shard(shard_path(tmp_path / "second", 0), source, replace(images, **{field: changed_value}))
@@ -218,7 +230,7 @@ def test_the_digest_of_data_depends_on_their_content(
     )
 
 
-def test_data_of_one_size_can_only_be_continued_with_that_size(
+def test_a_folder_of_one_image_size_can_only_be_continued_with_the_same_size(
     emu3_bundle: Path, tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", 2)
@@ -234,24 +246,25 @@ def test_data_of_one_size_can_only_be_continued_with_that_size(
     assert (code, err.splitlines()[-1].count("another bundle or size")) == (2, 1)
 
 
-def test_a_shard_has_fewer_images_if_they_are_large(pipeline: Pipeline) -> None:
+def test_a_shard_has_fewer_images_if_the_images_are_large(pipeline: Pipeline) -> None:
     manifest = pipeline.bundle.manifest
 
-    def images_of(cells: int, width: int) -> int:
-        target = manifest.target.model_copy(update={"hidden_size": width})
-        size = manifest.size().model_copy(update={"rows": cells, "columns": cells})
+    def count_images(grid_size: int, hidden_size: int) -> int:
+        """Return the images per shard for a square grid of `grid_size` rows."""
+        target = manifest.target.model_copy(update={"hidden_size": hidden_size})
+        size = manifest.size().model_copy(update={"rows": grid_size, "columns": grid_size})
         return choose_images_per_shard(manifest.model_copy(update={"target": target}), [manifest.size(), size])
 
-    assert [images_of(*size) for size in ((24, 2048), (32, 4096), (90, 4096), (256, 65_536))] == [64, 64, 8, 1]
+    assert [count_images(*sizes) for sizes in ((24, 2048), (32, 4096), (90, 4096), (256, 65_536))] == [64, 64, 8, 1]
 
 
 def test_validation_images_stay_the_same_when_more_images_are_generated(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path
 ) -> None:
-    write(pipeline, tmp_path, 24)
+    write_shards(pipeline, tmp_path, 24)
     smaller = ShardFolder(tmp_path, [source], 256)
     assert smaller.validation_indices == [22]
-    write(pipeline, tmp_path, 46)
+    write_shards(pipeline, tmp_path, 46)
     larger = ShardFolder(tmp_path, [source], 256)
     assert larger.validation_indices == [22, 45]
     assert sorted(larger.training_indices + larger.validation_indices) == list(range(46))

@@ -1,4 +1,4 @@
-"""The drafter in training: its passes, its folder, and agreement with the published drafters."""
+"""Test the drafter in training: forward passes, losses, saved folders, and agreement with published drafters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import expects_error
+from refusals import expect_error
 
 from lantern_rt import BundleError, open_bundle
 
@@ -30,8 +30,13 @@ from lantern_rt.train.drafter.target import TrainingTarget, read_training_target
 DATA = Path(__file__).parent.parent / "data"
 
 
-def random_drafter(**changes: Any) -> EagleDrafter:
-    """Make a drafter with two layers, so that the output of the first layer matters, too."""
+def make_random_drafter(**changes: Any) -> EagleDrafter:
+    """Make a small drafter with random weights and hidden states of 32 numbers.
+
+    Args:
+        changes: fields of `DecoderConfig` to change.
+    """
+    # Two layers, so that the output of the first layer matters, too.
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
         hidden_size=32, intermediate_size=48, vocab_size=20, grid=4, prefix=2, final_norm=False, **sizes
@@ -44,15 +49,28 @@ def random_drafter(**changes: Any) -> EagleDrafter:
 
 
 class DecodingReference:
-    """Runs the drafter as decoding does: committed slots in one pass, then a chain of drafts, slot by slot."""
+    """A reference for training, which runs the drafter like decoding.
+
+    One forward pass covers the committed slots. Each further pass covers one draft token of a chain.
+
+    Args:
+        drafter: drafter to run.
+        tokens: token ids, `[1, slots]`.
+        states: hidden states of the target, `[1, slots, hidden size]`.
+    """
 
     def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.drafter = drafter
         self.tokens = tokens
         self.states = states
 
-    def chain(self, committed: int, depth: int) -> torch.Tensor:
-        """Return the hidden state of the draft `depth` slots after `committed` slots with the target's states."""
+    def compute_draft_state(self, committed: int, depth: int) -> torch.Tensor:
+        """Return the drafter's hidden state at the last slot of a chain of draft tokens.
+
+        Args:
+            committed: number of slots with hidden states of the target.
+            depth: number of draft tokens after the committed slots.
+        """
         sizes = self.drafter.config
         past = [torch.zeros(0, 1, sizes.num_kv_heads, sizes.head_dim)] * 2 * sizes.num_layers
         start = 0
@@ -75,7 +93,7 @@ class DecodingReference:
     [{}, {"rotary": "sequence", "rope_style": "half", "query_key_norm": True, "input_norm": True, "num_kv_heads": 4}],
 )
 def test_predictions_at_every_depth_of_a_draft_agree_with_decoding(changes: dict[str, Any]) -> None:
-    drafter = random_drafter(**changes)
+    drafter = make_random_drafter(**changes)
     slots = 12
     tokens = torch.randint(20, (1, slots))
     states = torch.randn(1, slots, 32)
@@ -83,12 +101,12 @@ def test_predictions_at_every_depth_of_a_draft_agree_with_decoding(changes: dict
         decoding = DecodingReference(drafter, tokens, states)
         for depth, hidden in enumerate(predict_draft_states(drafter, tokens, states, 4)):
             for slot in range(depth, slots):
-                expected = decoding.chain(slot + 1 - depth, depth)
+                expected = decoding.compute_draft_state(slot + 1 - depth, depth)
                 torch.testing.assert_close(hidden[0, slot], expected, atol=2e-4, rtol=1e-3)
 
 
-def test_fed_back_states_have_no_gradient_but_every_weight_has_one() -> None:
-    drafter = random_drafter()
+def test_every_trainable_weight_of_the_drafter_gets_a_gradient() -> None:
+    drafter = make_random_drafter()
     tokens = torch.randint(20, (2, 9))
     states = torch.randn(2, 9, 32, requires_grad=True)
     *_, last = predict_draft_states(drafter, tokens, states, 3)
@@ -97,14 +115,14 @@ def test_fed_back_states_have_no_gradient_but_every_weight_has_one() -> None:
     assert [name for name, grad in gradients.items() if grad is None or not grad.any()] == []
 
 
-def as_published(target: TrainingTarget) -> TrainingTarget:
-    """Set the intermediate size of the published small drafters, which is smaller than their targets'."""
+def set_published_size(target: TrainingTarget) -> TrainingTarget:
+    """Set the intermediate size to 128, the size of the published test drafters, which differs from their targets."""
     return replace(target, config=replace(target.config, intermediate_size=128))
 
 
 def test_training_puts_all_tensors_on_one_device() -> None:
-    """Train on the device `meta`, as an operation that mixes it with host tensors fails."""
-    drafter = random_drafter().to("meta")
+    """Compute a training step on the device `meta`, where an operation that also has a CPU tensor fails."""
+    drafter = make_random_drafter().to("meta")
     tokens = torch.zeros(4, 9, dtype=torch.int64, device="meta")
     states = torch.zeros(4, 10, 32, device="meta")
     batch = TrainingBatch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
@@ -117,16 +135,15 @@ def test_training_puts_all_tensors_on_one_device() -> None:
     assert drafter.fc.weight.grad.device.type == "meta"
 
 
-def test_the_loss_is_the_divergence_and_overlap_the_rate_of_exact_acceptance() -> None:
+def test_the_loss_is_the_kl_divergence_and_the_overlap_is_the_exact_acceptance_rate() -> None:
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     assert compute_kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
-    assert compute_kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(
-        1.38629 - 1.14214, abs=1e-4
-    )  # difference of the entropies
+    # The divergence from the uniform distribution is ln 4 minus the entropy of p.
+    assert compute_kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(1.38629 - 1.14214, abs=1e-4)
     assert compute_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
 
 
-def test_guidance_mixes_the_two_rows_of_an_image_and_does_not_change_a_single_row() -> None:
+def test_guidance_mixes_two_batch_rows_of_an_image_and_leaves_a_single_row_unchanged() -> None:
     hidden = torch.randn(2, 2, 5, 3)
     head = torch.randn(7, 3)
     cond, uncond = (hidden @ head.T).unbind(1)
@@ -134,51 +151,53 @@ def test_guidance_mixes_the_two_rows_of_an_image_and_does_not_change_a_single_ro
     torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def with_golden_weights(target: TrainingTarget, golden: EagleDrafter) -> EagleDrafter:
-    """Make a drafter as training does, with the weights of a published drafter."""
+def make_drafter_with_weights(target: TrainingTarget, golden: EagleDrafter) -> EagleDrafter:
+    """Make a drafter for training and copy the weights of the published drafter `golden` into the new drafter."""
     drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
 
-def stored_weights(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
-    """Return copies of the weights, some of which are computed only when used."""
+def copy_weights(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
+    """Return copies of the weights by name."""
     return {name: weight.clone() for name, weight in drafter.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
-def t2i(t2i_bundle: Path) -> TrainingTarget:
-    return as_published(read_training_target(open_bundle(t2i_bundle)))
+def t2i_target(t2i_bundle: Path) -> TrainingTarget:
+    return set_published_size(read_training_target(open_bundle(t2i_bundle)))
 
 
 @pytest.fixture(scope="module")
-def anole(anole_bundle: Path) -> TrainingTarget:
-    return as_published(read_training_target(open_bundle(anole_bundle)))
+def anole_target(anole_bundle: Path) -> TrainingTarget:
+    return set_published_size(read_training_target(open_bundle(anole_bundle)))
 
 
-def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(t2i: TrainingTarget, tmp_path: Path) -> None:
+def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(
+    t2i_target: TrainingTarget, tmp_path: Path
+) -> None:
     config = DATA / "llamagen-t2i/config.json"
     target = read_llamagen_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
-    assert t2i.config == golden.config
-    save_drafter(with_golden_weights(t2i, golden), tmp_path / "saved", t2i.config_fields)
+    assert t2i_target.config == golden.config
+    save_drafter(make_drafter_with_weights(t2i_target, golden), tmp_path / "saved", t2i_target.config_fields)
     reloaded = read_drafter(tmp_path / "saved", target).drafter
     with np.load(DATA / "lantern-drafter-llamagen/golden.npz") as arrays:
         length = int(arrays["fwd_len"])
         tokens = torch.from_numpy(arrays["token_ids"][:, 1:])
         states = torch.from_numpy(arrays["target_hidden"])
-        for drafter in (reloaded, with_golden_weights(t2i, golden)):
+        for drafter in (reloaded, make_drafter_with_weights(t2i_target, golden)):
             with torch.no_grad():
                 (hidden,) = predict_draft_states(drafter, tokens[:, :length], states[:, :length], 1)
-                logits = hidden @ t2i.head.T
+                logits = hidden @ t2i_target.head.T
             np.testing.assert_allclose(hidden, arrays["fwd_hidden"], atol=1e-4)
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
 
 
-def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
-    t2i: TrainingTarget, anole: TrainingTarget, tmp_path: Path
+def test_a_saved_drafter_has_the_weight_names_and_settings_of_published_drafters(
+    t2i_target: TrainingTarget, anole_target: TrainingTarget, tmp_path: Path
 ) -> None:
-    for target, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
+    for target, published in ((t2i_target, "lantern-drafter-llamagen"), (anole_target, "anole/drafter")):
         folder = tmp_path / published
         save_drafter(make_drafter(target, 0), folder, target.config_fields)
         weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
@@ -192,37 +211,40 @@ def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
         assert len(shared) >= 12
 
 
-def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: TrainingTarget, tmp_path: Path) -> None:
+def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(
+    anole_target: TrainingTarget, tmp_path: Path
+) -> None:
     target: Any = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan").graphs[0].module
     embeddings = load_file(DATA / "anole/target/model.safetensors")["model.embed_tokens.weight"]
     drafting = read_drafter(DATA / "anole/drafter", target, len(embeddings))
-    assert anole.config == drafting.drafter.config
-    assert anole.code_offset == 4
-    torch.testing.assert_close(anole.embeddings, embeddings.float())
-    drafter = with_golden_weights(anole, drafting.drafter)
-    save_drafter(drafter, tmp_path / "saved", anole.config_fields)
+    assert anole_target.config == drafting.drafter.config
+    assert anole_target.code_offset == 4
+    torch.testing.assert_close(anole_target.embeddings, embeddings.float())
+    drafter = make_drafter_with_weights(anole_target, drafting.drafter)
+    save_drafter(drafter, tmp_path / "saved", anole_target.config_fields)
     reloaded = read_drafter(tmp_path / "saved", target, len(embeddings)).drafter
-    assert stored_weights(reloaded).keys() == stored_weights(drafting.drafter).keys()
-    for name, weight in stored_weights(drafting.drafter).items():
-        assert torch.equal(stored_weights(reloaded)[name], weight), name
+    assert copy_weights(reloaded).keys() == copy_weights(drafting.drafter).keys()
+    for name, weight in copy_weights(drafting.drafter).items():
+        assert torch.equal(copy_weights(reloaded)[name], weight), name
 
 
 def test_a_bundle_without_an_architecture_in_the_manifest_is_rejected(t2i_bundle: Path) -> None:
     bundle = open_bundle(t2i_bundle)
     target = bundle.manifest.target.model_copy(update={"architecture": None})
-    with expects_error(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
+    with expect_error(BundleError, "target.onnx: found no `architecture` in bundle.json; export the bundle again"):
         read_training_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i: TrainingTarget) -> None:
-    first, same, other = (convert_to_lantern_weights(make_drafter(t2i, seed)) for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], same[name]) for name in first)
-    assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
-    torch.testing.assert_close(first["fc.weight"][:, 64:], torch.eye(64))
-    torch.testing.assert_close(first["embed_tokens.weight"], t2i.embeddings)
+def test_a_new_drafter_copies_hidden_states_and_depends_only_on_the_seed(t2i_target: TrainingTarget) -> None:
+    weights, same_seed, second_seed = (convert_to_lantern_weights(make_drafter(t2i_target, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(weights[name], same_seed[name]) for name in weights)
+    assert not torch.equal(weights["layers.0.mlp.up_proj.weight"], second_seed["layers.0.mlp.up_proj.weight"])
+    # The last 64 inputs of `fc` are the hidden state.
+    torch.testing.assert_close(weights["fc.weight"][:, 64:], torch.eye(64))
+    torch.testing.assert_close(weights["embed_tokens.weight"], t2i_target.embeddings)
 
 
-def test_bundles_of_any_precision_have_the_same_frozen_weights(
+def test_bundles_of_every_precision_give_the_same_head_and_embeddings_up_to_rounding(
     t2i_bundle: Path, t2i_half_bundle: Path, t2i_bfloat16_bundle: Path, t2i_int8_bundle: Path
 ) -> None:
     exact = read_training_target(open_bundle(t2i_bundle))

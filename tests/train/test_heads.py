@@ -1,4 +1,4 @@
-"""Train draft heads: the tables give the module's logits, and exact images stay the same."""
+"""Test training of draft heads: exported tables agree with the module, and exact methods give the same images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_tables_for_131072_codes_take_less_than_100_megabytes() -> None:
     assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 
 
-def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
+def test_exported_tables_give_the_logits_of_the_trained_module(c2i_bundle: Path, shards: Path) -> None:
     target = read_head_training_target(open_bundle(c2i_bundle))
     data = ShardFolder(shards, target.shard_sources)
     samples = read_head_samples(data, list(range(8)), target.output_layer, 4.0, 4, np.random.default_rng(0), "cpu")
@@ -52,7 +52,7 @@ def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> N
         np.testing.assert_allclose(logits, module_logits[i], **tolerance)
 
 
-def test_heads_learn_are_written_into_the_bundle_and_leave_exact_images_as_they_are(
+def test_training_adds_heads_to_the_bundle_and_exact_methods_still_give_the_same_images(
     c2i_bundle: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "bundle"
@@ -60,8 +60,9 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_images_as_they_
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         expected_codes = pipeline(class_ids=[3, 5], seed=1, method="ar").codes
     assert run_program(["train-drafter", "heads", str(folder), "--data", str(shards), "--steps", "60"]) == 0
-    uncorrected, corrected, _ = (float(part.split()[-1]) for part in capsys.readouterr().out.splitlines()[0].split(","))
-    assert corrected > uncorrected
+    first_line = capsys.readouterr().out.splitlines()[0]
+    uncorrected, corrected, _ = (float(field.split()[-1]) for field in first_line.split(","))
+    assert corrected > uncorrected  # overlap with the target's distribution
     bundle = open_bundle(folder)
     assert bundle.draft_heads is not None
     assert [*bundle.manifest.presets] == ["strict"]
@@ -69,18 +70,18 @@ def test_heads_learn_are_written_into_the_bundle_and_leave_exact_images_as_they_
         for method in ("ar", "sjd:window=3", "sjd:window=15", "eagle:tree=chain-3", "eagle:tree=dynamic-8-3-2"):
             np.testing.assert_array_equal(pipeline(class_ids=[3, 5], seed=1, method=method).codes, expected_codes)
         relaxed = {"method": "sjd:window=4:lambda=3"}
-        alone, among = (pipeline(class_ids=ids, seed=2, **relaxed).codes[0] for ids in ([5], [5, 3]))
-        np.testing.assert_array_equal(alone, among)
+        single_codes, batch_codes = (pipeline(class_ids=ids, seed=2, **relaxed).codes[0] for ids in ([5], [5, 3]))
+        np.testing.assert_array_equal(single_codes, batch_codes)
 
 
-def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_rejected(
-    c2i_bundle: Path, tmp_path: Path
-) -> None:
+def test_new_heads_replace_the_previous_heads_and_damaged_heads_are_rejected(c2i_bundle: Path, tmp_path: Path) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     tables = TrainableDraftHeads(read_head_training_target(bundle), 0).export_tables()
-    first = write_draft_heads(bundle, tables)
-    damaged = write_draft_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
+    bundle_with_heads = write_draft_heads(bundle, tables)
+    damaged = write_draft_heads(
+        bundle_with_heads, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)}
+    )
     assert [*damaged.folder.glob("heads*")] == [damaged.path("heads")]
     with pytest.raises(BundleError, match="NaN or infinity"):
         _ = damaged.draft_heads

@@ -1,4 +1,4 @@
-"""Heads of every family: data of all sizes, training, and the images of plain decoding."""
+"""Test draft heads of every model family: training data of all image sizes, training, and images of exact methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
     pytest.importorskip(library)
 
 from family_readers import read_glm_image, read_janus  # noqa: E402
-from small_janus import random_janus, write_janus  # noqa: E402
+from small_janus import make_random_janus, write_janus  # noqa: E402
 
 from lantern_rt.export.families import glm_image  # noqa: E402
 from lantern_rt.export.writer import export_model  # noqa: E402
@@ -33,14 +33,21 @@ from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
 FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
-WORDS = ("a red cube", "sand on a cube", "red sand")
-PER_SHARD = 12
-SEEDS = 20
+PROMPTS = ("a red cube", "sand on a cube", "red sand")
+IMAGES_PER_SHARD = 12
+NUM_IMAGES = 20  # compared with plain decoding
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
 
 
-class Trained(NamedTuple):
-    """A bundle with heads, their training data, and the output of the training."""
+class TrainedBundle(NamedTuple):
+    """A bundle with trained draft heads.
+
+    Attributes:
+        bundle: folder of the bundle.
+        data: folder of the training shards.
+        prompts: file with the prompts of the training images.
+        printed: first line that the training command printed.
+    """
 
     bundle: Path
     data: Path
@@ -52,13 +59,13 @@ class Trained(NamedTuple):
 def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("janus")
-    write_janus(random_janus(), folder / "tiny")
+    write_janus(make_random_janus(), folder / "tiny")
     return export_model(read_janus(folder / "tiny"), folder / "bundle")
 
 
 @pytest.fixture(scope="session")
 def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export GLM-Image with first grids of about 16 codes, 4 x 4, 3 x 5 and 6 x 2."""
+    """Export GLM-Image with small grids of about 16 codes: 4 x 4, 3 x 5 and 6 x 2."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "list_image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
         patch.setattr(glm_image, "_FIRST_SIDE", 4)
@@ -67,48 +74,51 @@ def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    place = tmp_path_factory.mktemp(request.param)
-    bundle = Path(shutil.copytree(request.getfixturevalue(f"{request.param}_bundle"), place / "bundle"))
+def trained_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainedBundle:
+    """Train draft heads for a bundle of each model family."""
+    folder = tmp_path_factory.mktemp(request.param)
+    bundle = Path(shutil.copytree(request.getfixturevalue(f"{request.param}_bundle"), folder / "bundle"))
     manifest = open_bundle(bundle).manifest
-    prompts = place / "prompts.txt"
-    prompts.write_text("\n".join(WORDS))
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
     if manifest.condition.kind == "embeddings":
-        prompts = place / "prompts.npz"
+        prompts = folder / "prompts.npz"
         shape = (3, manifest.condition.prefix, manifest.condition.caption_dim or 0)
         np.savez(prompts, embeddings=np.random.default_rng(0).standard_normal(shape, np.float32))
-    count = 2 * PER_SHARD * len(manifest.all_sizes)
-    data = ["data", bundle, "--prompts", prompts, "--count", count, "--output", place / "data", "--threads", 1]
+    count = 2 * IMAGES_PER_SHARD * len(manifest.all_sizes)
+    data = ["data", bundle, "--prompts", prompts, "--count", count, "--output", folder / "data", "--threads", 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", PER_SHARD)
+        patch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", IMAGES_PER_SHARD)
         assert run_program(["train-drafter", *map(str, data)]) == 0
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lantern_rt.cli.train_drafter.print_text", lambda *lines: printed.extend(lines))
-        assert run_program(["train-drafter", "heads", str(bundle), "--data", str(place / "data"), "--steps", "60"]) == 0
-    return Trained(bundle, place / "data", prompts, printed[0])
+        assert (
+            run_program(["train-drafter", "heads", str(bundle), "--data", str(folder / "data"), "--steps", "60"]) == 0
+        )
+    return TrainedBundle(bundle, folder / "data", prompts, printed[0])
 
 
-def read_prompts(trained: Trained) -> Prompts:
-    return read_bundle_prompts(open_bundle(trained.bundle), trained.prompts)
+def read_prompts(trained_bundle: TrainedBundle) -> Prompts:
+    return read_bundle_prompts(open_bundle(trained_bundle.bundle), trained_bundle.prompts)
 
 
-def test_heads_bring_drafts_nearer_to_the_target(trained: Trained) -> None:
-    uncorrected, corrected, _ = (float(part.split()[-1]) for part in trained.printed.split(","))
-    assert corrected > uncorrected
+def test_trained_heads_increase_the_overlap_with_the_target(trained_bundle: TrainedBundle) -> None:
+    uncorrected, corrected, _ = (float(field.split()[-1]) for field in trained_bundle.printed.split(","))
+    assert corrected > uncorrected  # overlap with the target's distribution
 
 
-def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: Trained) -> None:
-    """Compare logits from stored states with the target's own passes, and stored states after unaccepted codes."""
-    with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
+def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size(trained_bundle: TrainedBundle) -> None:
+    """Compare logits of stored hidden states, and states after unaccepted codes, with forward passes of the target."""
+    with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
         layer = read_head_training_target(pipeline.bundle).output_layer
         for number, size in enumerate(pipeline.bundle.manifest.all_sizes):
-            shard = Shard(shard_path(trained.data, number))
+            shard = Shard(shard_path(trained_bundle.data, number))
             source = shard.source
             assert (source.rows, source.columns, source.num_cells) == (size.rows, size.columns, size.codes)
             images = shard.read_images(slice(0, 3))
-            request = read_prompts(trained).request(number, PER_SHARD, FIRST_SEED) | {"size": size.name}
+            request = read_prompts(trained_bundle).request(number, IMAGES_PER_SHARD, FIRST_SEED) | {"size": size.name}
             images_of_request = pipeline.check(**request, method="ar").images
             prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images_of_request))[:3]
             model = load_model(pipeline.bundle, pipeline.engines, [])
@@ -138,32 +148,37 @@ def test_data_hold_the_states_from_which_codes_are_drawn_in_every_size(trained: 
                     )
 
 
-def test_images_of_every_size_are_those_of_plain_decoding(trained: Trained) -> None:
-    with Pipeline.from_bundle(trained.bundle, threads=1) as pipeline:
+def test_methods_with_heads_give_the_images_of_plain_decoding_in_every_size(trained_bundle: TrainedBundle) -> None:
+    with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         assert pipeline.bundle.manifest.drafters[0] == "heads"
         for size in pipeline.bundle.manifest.all_sizes:
 
-            def generate(method: str, images: int, together: int, size: Any = size) -> tuple[list[list[int]], float]:
-                request = pipeline.check(**read_prompts(trained).request(0, images), size=size.name, method=method)
+            def generate(
+                method: str, num_images: int, batch_size: int, size: Any = size
+            ) -> tuple[list[list[int]], float]:
+                """Return the codes of each image, and the tokens per forward pass."""
+                request = pipeline.check(
+                    **read_prompts(trained_bundle).request(0, num_images), size=size.name, method=method
+                )
                 prepared = pipeline.prepare(request)
                 model = prepared.model()
                 prompts = prepared.prompts()
                 seeds = prepared.seeds
                 codes: list[list[int]] = [[] for _ in seeds]
-                for step in decode(model, prepared.plan, prompts, seeds, together):
+                for step in decode(model, prepared.plan, prompts, seeds, batch_size):
                     for part in step.parts:
                         codes[part.sequence] += part.codes.tolist()
                 assert step.stats is not None
                 return codes, step.stats.tokens_per_forward_pass
 
-            expected, _ = generate("ar", SEEDS, SEEDS)
+            expected, _ = generate("ar", NUM_IMAGES, NUM_IMAGES)
             for method in METHODS:
-                codes, speed = generate(method, SEEDS, 4)
+                codes, tokens_per_pass = generate(method, NUM_IMAGES, 4)
                 assert codes == expected
                 assert generate(method, 3, 1)[0] == expected[:3]
-                assert speed > 1
+                assert tokens_per_pass > 1
 
 
-def test_a_bundle_with_heads_is_verified(trained: Trained, program: Any) -> None:
-    code, out, err = program("verify", trained.bundle, "--json")
+def test_a_bundle_with_heads_is_verified(trained_bundle: TrainedBundle, program: Any) -> None:
+    code, out, err = program("verify", trained_bundle.bundle, "--json")
     assert (code, json.loads(out)["passed"]) == (0, True), err

@@ -1,4 +1,4 @@
-"""`lantern-rt train-drafter`, from a bundle to a drafter that decoding uses; and continuing interrupted training."""
+"""Test `lantern-rt train-drafter`: training, continuation after an interruption, export and rejected input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
@@ -41,7 +41,9 @@ def target(c2i_bundle: Path) -> TrainingTarget:
     return read_training_target(open_bundle(c2i_bundle))
 
 
-def fit(shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS) -> DrafterTrainer:
+def make_trainer(
+    shards: Path, target: TrainingTarget, output: Path, options: TrainingOptions = OPTIONS
+) -> DrafterTrainer:
     return DrafterTrainer(shards, target, options, output)
 
 
@@ -49,30 +51,30 @@ def ignore_progress(*_: object) -> None:
     pass
 
 
-def same_weights(first: EagleDrafter, second: EagleDrafter) -> bool:
-    first_weights = convert_to_lantern_weights(first)
-    second_weights = convert_to_lantern_weights(second)
-    return all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
+def have_same_weights(drafter: EagleDrafter, expected: EagleDrafter) -> bool:
+    weights = convert_to_lantern_weights(drafter)
+    expected_weights = convert_to_lantern_weights(expected)
+    return all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def test_a_trained_drafter_is_exported_and_generates_the_images_of_plain_decoding(
+def test_an_exported_trained_drafter_gives_the_images_of_plain_decoding(
     c2i_bundle: Path, shards: Path, target: TrainingTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = fit(shards, target, tmp_path / "none").compute_validation_metrics()
+    initial_metrics = make_trainer(shards, target, tmp_path / "none").compute_validation_metrics()
     command = ["fit", str(c2i_bundle), "--data", str(shards), "--steps", "80", "--output", str(tmp_path / "drafter")]
     assert run_program(["train-drafter", *command]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'drafter'}\n"
     training = json.loads((tmp_path / "drafter" / "config.json").read_text())["training"]
-    assert training["figures"]["overlap"] > before["overlap"] + 0.05
+    assert training["figures"]["overlap"] > initial_metrics["overlap"] + 0.05
     assert training["target_sha256"] == target.shard_source.weights
     export = ["--target", str(DATA / "llamagen-c2i/c2i_tiny.pt"), "--vq", str(DATA / "llamagen-vq/vq_tiny.pt")]
     export += ["--config", str(DATA / "llamagen-c2i/config.json"), "--drafter", str(tmp_path / "drafter")]
     assert run_program(["export", *export, "--output", str(tmp_path / "bundle")]) == 0
     with Pipeline.from_bundle(tmp_path / "bundle", threads=1) as pipeline:
         request = Prompts("class_ids", list(range(10))).request(0, 10)
-        plain, drafted = (pipeline(**request, method=method) for method in ("ar", "eagle:tree=balanced-25"))
-        np.testing.assert_array_equal(drafted.codes, plain.codes)
-        assert drafted.stats.tokens_per_forward_pass > 1.25
+        expected, result = (pipeline(**request, method=method) for method in ("ar", "eagle:tree=balanced-25"))
+        np.testing.assert_array_equal(result.codes, expected.codes)
+        assert result.stats.tokens_per_forward_pass > 1.25
 
 
 def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
@@ -82,16 +84,16 @@ def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
         if done == 4:
             raise KeyboardInterrupt
 
-    whole = fit(shards, target, tmp_path / "whole")
-    whole.run(ignore_progress, ignore_progress)
+    uninterrupted = make_trainer(shards, target, tmp_path / "whole")
+    uninterrupted.run(ignore_progress, ignore_progress)
     with pytest.raises(KeyboardInterrupt):
-        fit(shards, target, tmp_path / "drafter").run(interrupt, ignore_progress, report_seconds=0)
+        make_trainer(shards, target, tmp_path / "drafter").run(interrupt, ignore_progress, report_seconds=0)
     assert [path.name for path in tmp_path.iterdir() if "drafter" in path.name] == ["drafter.training.pt"]
-    continued = fit(shards, target, tmp_path / "drafter")
+    continued = make_trainer(shards, target, tmp_path / "drafter")
     assert continued.step == 4
     continued.run(ignore_progress, ignore_progress)
-    assert same_weights(continued.average, whole.average)
-    assert same_weights(continued.drafter, whole.drafter)
+    assert have_same_weights(continued.average, uninterrupted.average)
+    assert have_same_weights(continued.drafter, uninterrupted.drafter)
     stored = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "drafter")]
     assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
     names = ["config.json", "model.safetensors"]
@@ -102,35 +104,37 @@ def test_a_folder_is_replaced_only_by_training_with_the_same_options(
     shards: Path, target: TrainingTarget, tmp_path: Path
 ) -> None:
     output = tmp_path / "drafter"
-    fit(shards, target, output).run(ignore_progress, ignore_progress)
-    longer = fit(shards, target, output, replace(OPTIONS, steps=9))
+    make_trainer(shards, target, output).run(ignore_progress, ignore_progress)
+    longer = make_trainer(shards, target, output, replace(OPTIONS, steps=9))
     assert longer.step == 6
     longer.run(ignore_progress, ignore_progress)
-    error = error_of(CheckpointError, fit, shards, target, output, replace(OPTIONS, seed=1))
+    error = catch_error(CheckpointError, make_trainer, shards, target, output, replace(OPTIONS, seed=1))
     assert error.field == str(training_state_path(output))
     training_state_path(output).write_bytes(training_state_path(output).read_bytes()[:1000])
     with pytest.raises(CheckpointError):
-        fit(shards, target, output)
+        make_trainer(shards, target, output)
     training_state_path(output).unlink()
     os.mkfifo(training_state_path(output))
     with pytest.raises(CheckpointError):
-        fit(shards, target, output)
+        make_trainer(shards, target, output)
     training_state_path(output).unlink()
     with pytest.raises(OutputError):
-        fit(shards, target, output)
+        make_trainer(shards, target, output)
 
 
 @pytest.mark.parametrize("steps", [1, 0])
 def test_training_that_diverges_ends_without_a_drafter(
     shards: Path, target: TrainingTarget, tmp_path: Path, steps: int
 ) -> None:
-    fitting = fit(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
-    torch.nn.init.constant_((fitting.drafter if steps else fitting.average).fc.weight, float("nan"))
-    assert error_of(CheckpointError, fitting.run, ignore_progress, ignore_progress).found == "nan"
+    trainer = make_trainer(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
+    # Without steps, only the average of the weights is validated and saved.
+    torch.nn.init.constant_((trainer.drafter if steps else trainer.average).fc.weight, float("nan"))
+    assert catch_error(CheckpointError, trainer.run, ignore_progress, ignore_progress).found == "nan"
     assert not [*tmp_path.iterdir()]
 
 
-def embeddings(bundle: Path) -> Prompts:
+def make_caption_embeddings(bundle: Path) -> Prompts:
+    """Make two random caption embeddings for a bundle, one of 3 positions and one of the full prefix."""
     condition = open_bundle(bundle).manifest.condition
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((2, condition.prefix, condition.caption_dim or 0)).astype(np.float32)
@@ -139,20 +143,21 @@ def embeddings(bundle: Path) -> Prompts:
 
 
 @pytest.mark.parametrize("name", ["t2i_bundle", "anole_bundle"])
-def test_training_batches_have_the_prefixes_of_decoding(
+def test_training_batches_have_the_same_prefixes_as_decoding(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Compare the last prefix slot and the tokens of a batch with the prefixes of the pipeline."""
+    """Compare the first image slot and the prefix tokens of a batch with the prefixes of the pipeline."""
     bundle = request.getfixturevalue(name)
     pipeline = Pipeline.from_bundle(bundle, threads=1)
-    subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
-    list(generate_shards(pipeline, subjects, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
+    texts = Prompts("prompts", ["a dog", "some long cat on a mat"])
+    prompts = make_caption_embeddings(bundle) if name == "t2i_bundle" else texts
+    list(generate_shards(pipeline, prompts, 4, tmp_path / "data", ignore_progress, images_per_shard=2))
     target = read_training_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", [target.shard_source], len(target.embeddings))
     batch = make_training_batch(data, [0, 1], target.code_offset, 2, "cpu")
-    images = pipeline.check(**subjects.request(0, 2), method="ar").images
-    prompts = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
-    rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
+    images = pipeline.check(**prompts.request(0, 2), method="ar").images
+    prefixes = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
+    rows = [row for prefix in prefixes for row in (prefix.cond, prefix.uncond)]
     for row, first_slot, tokens in zip(rows, batch.first_image_slots.tolist(), batch.tokens, strict=True):
         assert first_slot == len(row.embeds) - 1
         expected = np.zeros(first_slot) if row.tokens is None else row.tokens[1:]
@@ -166,7 +171,7 @@ def test_training_batches_have_the_prefixes_of_decoding(
         assert 0 < figures["overlap"] <= 1
 
 
-def test_a_family_without_a_drafter_layout_is_rejected_with_one_line(
+def test_a_model_family_without_a_drafter_layout_is_rejected_with_one_line(
     emu3_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train-drafter", "fit", str(emu3_bundle), "--data", str(tmp_path), "--output", str(tmp_path / "o")]
@@ -177,7 +182,7 @@ def test_a_family_without_a_drafter_layout_is_rejected_with_one_line(
     assert err.count("\n") == 1
 
 
-def test_every_epoch_has_every_image_once_in_an_order_that_depends_on_the_seed() -> None:
+def test_every_epoch_has_each_image_once_in_an_order_that_depends_on_the_seed() -> None:
     training = [2, 3, 5, 7, 11]
     numbers = select_shuffled_images(training, 1, 0, 10)
     assert sorted(numbers[:5]) == sorted(numbers[5:]) == training
@@ -190,17 +195,17 @@ def test_every_epoch_has_every_image_once_in_an_order_that_depends_on_the_seed()
 def test_a_device_that_torch_does_not_support_is_rejected(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    error = error_of(RequestError, check_device, device)
+    error = catch_error(RequestError, check_device, device)
     assert (error.field, error.found) == ("device", repr(device))
 
 
-def test_errors_of_the_command_are_one_line(
+def test_missing_data_and_a_missing_pytorch_are_reported_by_train_drafter_fit(
     c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train-drafter", "fit", str(c2i_bundle), "--data", "/nowhere", "--output", "o"]
     assert run_program(command) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find(name, *a))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find_spec(name, *a))
     assert run_program(command) == 2
     assert install_command("cpu,train") in capsys.readouterr().err

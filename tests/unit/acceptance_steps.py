@@ -1,4 +1,4 @@
-"""Enumerate acceptance steps: `Script` replaces the stream of random numbers, and nothing is sampled."""
+"""Exact probabilities of acceptance steps: `Script` enumerates all random choices, so nothing is sampled."""
 
 from __future__ import annotations
 
@@ -17,31 +17,36 @@ from lantern_rt.runtime.acceptance import Acceptance, RelaxationSettings, verify
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
-EXACT = RelaxationSettings(np.zeros((1 << 16, 0), np.int64), 0, lambda_=2.0)  # no code has neighbours
-MANY = 1 << 30  # more tokens than any step can commit
-TOLERANCE = 1e-9  # products of conditional probabilities are exact to about 1e-12, relative
+EXACT_RULE = RelaxationSettings(np.zeros((1 << 16, 0), np.int64), 0, lambda_=2.0)  # no token has neighbours
+MANY_TOKENS = 1 << 30  # more remaining tokens than any step can commit
+TOLERANCE = 1e-9  # products of conditional probabilities have a relative error of about 1e-12
 
 
 def enumerate_outcomes(tree: DraftTree, target: Any, rule: RelaxationSettings) -> Iterator[tuple[float, Acceptance]]:
     """Yield every outcome of `verify_tree_relaxed` with its probability.
 
-    The bonus token is not sampled: its distribution is the outcome's `remainder`.
+    The bonus token is not sampled: each outcome has its distribution, `bonus_distribution`.
+
+    Args:
+        tree: draft tree.
+        target: function that returns the target's distribution at a node, `[vocabulary]`.
+        rule: rule of acceptance.
     """
     total = 0.0
     for script in Script(seed=0).runs():
-        script.armed = True
+        script.follows_plan = True
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(acceptance, "sample_code", lambda distribution, stream: 0)
             streams = dict.fromkeys(range(tree.num_nodes), stream)
-            accepted = verify_tree_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
+            accepted = verify_tree_relaxed(tree, target, lambda node: 0, rule, streams.__getitem__, MANY_TOKENS)
         total += script.weight
         yield script.weight, accepted
     assert total == pytest.approx(1)
 
 
-def enumerate_draws(q: Probabilities, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yield every ordered result of `count` draws without replacement from `q`, with its probability."""
+def enumerate_ordered_samples(q: Probabilities, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Yield every ordered sample of `count` tokens without replacement from `q`, with its probability."""
     support = np.flatnonzero(q).tolist()
     for codes in itertools.permutations(support, min(count, len(support))):
         weight = 1.0
@@ -52,15 +57,15 @@ def enumerate_draws(q: Probabilities, count: int) -> Iterator[tuple[float, tuple
         yield weight, codes
 
 
-def step_output(
+def compute_step_distribution(
     p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: RelaxationSettings
 ) -> tuple[Probabilities, float]:
-    """Return the distribution of the first token that an acceptance step commits, and its realised TVD.
+    """Return the distribution of the first token that an acceptance step commits, and the step's realised TVD.
 
     Args:
-        p: the target's distribution.
-        drafts: every set of draft tokens below the root, with its probability.
-        q: the distribution that the draft tokens were sampled from; None if they are fixed.
+        p: the target's distribution, `[vocabulary]`.
+        drafts: every list of draft tokens below the root, with its probability.
+        q: distribution from which the draft tokens were sampled, `[vocabulary]`; None if the draft tokens are fixed.
         rule: rule of acceptance.
     """
     output = np.zeros_like(p)
@@ -76,24 +81,24 @@ def step_output(
     return output, realised
 
 
-def tvd(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+def compute_tvd(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     """Return the total variation distance of two distributions."""
     return float(np.abs(a - b).sum() / 2)
 
 
 @st.composite
-def distributions(draw: st.DrawFn, size: int) -> Probabilities:
-    """Generate distributions with zeros, ties and wide ranges."""
-    kinds = st.one_of(st.just(0.0), st.sampled_from([1.0, 2.0]), st.floats(1e-4, 1.0), st.floats(1.0, 50.0))
-    weights = np.array(draw(st.lists(kinds, min_size=size, max_size=size)))
+def generate_distributions(draw: st.DrawFn, size: int) -> Probabilities:
+    """Generate distributions over `size` tokens, with zeros, ties and wide ranges."""
+    weight = st.one_of(st.just(0.0), st.sampled_from([1.0, 2.0]), st.floats(1e-4, 1.0), st.floats(1.0, 50.0))
+    weights = np.array(draw(st.lists(weight, min_size=size, max_size=size)))
     if weights.sum() == 0:
         weights[draw(st.integers(0, size - 1))] = 1
     return weights / weights.sum()
 
 
 @st.composite
-def relaxations(draw: st.DrawFn, size: int) -> RelaxationSettings:
-    """Generate rules of relaxed acceptance for `size` codes."""
+def generate_relaxation_settings(draw: st.DrawFn, size: int) -> RelaxationSettings:
+    """Generate rules of relaxed acceptance for a vocabulary of `size` tokens."""
     neighbors = [draw(st.permutations([c for c in range(size) if c != code])) for code in range(size)]
     count = draw(st.integers(1, size - 1))
     if draw(st.booleans()):

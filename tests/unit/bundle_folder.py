@@ -1,4 +1,4 @@
-"""Read and write the manifest of a bundle's folder; and the smallest ONNX graph."""
+"""Helpers that read and change the manifest of a bundle, and the smallest ONNX graph."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 
-def stub_graph(location: str | None = None) -> bytes:
+def make_stub_graph(location: str | None = None) -> bytes:
     """Return the bytes of an ONNX model with one initializer, stored in the file `location` if given."""
-    tensor = _field(8, b"w")
+    tensor = _encode_field(8, b"w")
     if location is not None:
-        tensor += _field(13, _field(1, b"location") + _field(2, location.encode()))
-    return b"\x08\x0a" + _field(7, _field(2, b"g") + _field(5, tensor))
+        tensor += _encode_field(13, _encode_field(1, b"location") + _encode_field(2, location.encode()))
+    return b"\x08\x0a" + _encode_field(7, _encode_field(2, b"g") + _encode_field(5, tensor))
 
 
-def _field(number: int, payload: bytes) -> bytes:
-    assert len(payload) < 128
+def _encode_field(number: int, payload: bytes) -> bytes:
+    """Return a field of a protobuf message: tag, length and payload."""
+    assert len(payload) < 128  # the length is a single byte
     return bytes([number << 3 | 2, len(payload)]) + payload
 
 
@@ -26,21 +27,33 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any], rehash: bool = True) -> None:
-    """Write `bundle.json`, with the current sizes and hashes of the files."""
+def write_bundle_manifest(folder: Path, manifest: dict[str, Any], rehash: bool = True) -> None:
+    """Write `bundle.json`.
+
+    Args:
+        folder: folder of the bundle.
+        manifest: fields of `bundle.json`.
+        rehash: whether to replace the sizes and hashes in `manifest` by the current sizes and hashes of the files.
+    """
     for entry in manifest["files"].values() if rehash else ():
         data = (folder / entry["path"]).read_bytes()
         entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     (folder / "bundle.json").write_text(json.dumps(manifest, indent=2))
 
 
-def set_field(manifest: dict[str, Any], path: str, value: object) -> None:
-    """Set a field by its dotted name; None removes it."""
+def set_manifest_field(manifest: dict[str, Any], path: str, value: object) -> None:
+    """Set or remove a field of a manifest.
+
+    Args:
+        manifest: fields of `bundle.json`.
+        path: names and list indices that lead to the field, joined by dots.
+        value: new value; None removes the field.
+    """
     *outer, last = path.split(".")
-    part: Any = manifest
+    container: Any = manifest
     for key in outer:
-        part = part[int(key) if isinstance(part, list) else key]
+        container = container[int(key) if isinstance(container, list) else key]
     if value is None:
-        del part[last]
+        del container[last]
     else:
-        part[last] = value
+        container[last] = value

@@ -1,4 +1,4 @@
-"""Fixtures of small bundles, and a profile of property tests without a time limit, as most enumerate many cases."""
+"""Fixtures of small bundles, and a Hypothesis profile without a time limit per example."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-settings.register_profile("patient", deadline=None, max_examples=60)
-settings.load_profile("patient")
+# Many property tests enumerate all outcomes of an example, which may take longer than the default limit of 200 ms.
+settings.register_profile("without-deadline", deadline=None, max_examples=60)
+settings.load_profile("without-deadline")
 
 
 @pytest.fixture
 def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace the files below /proc and /sys by the files in this dictionary, text by path."""
+    """Return a dictionary of paths and texts that replaces all files below /proc and /sys."""
     files: dict[str, str] = {}
     read = Path.read_text
 
@@ -31,20 +32,20 @@ def system_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def words_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bundle with prompts of known words and 6 x 6 codes; tests must not change it."""
-    return _tiny(tmp_path_factory, "words")
+    """Return a bundle that takes prompts and has a grid of 6 x 6 tokens; tests must not change the files."""
+    return _make_bundle(tmp_path_factory, "words")
 
 
 @pytest.fixture(scope="session")
 def class_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bundle with 10 classes; tests must not change it."""
-    return _tiny(tmp_path_factory, "class")
+    """Return a bundle that takes class ids 0 .. 9; tests must not change the files."""
+    return _make_bundle(tmp_path_factory, "class")
 
 
 @pytest.fixture(scope="session")
 def embeddings_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bundle with text embeddings; tests must not change it."""
-    return _tiny(tmp_path_factory, "embeddings")
+    """Return a bundle that takes text embeddings; tests must not change the files."""
+    return _make_bundle(tmp_path_factory, "embeddings")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def pipe(words_bundle: Path) -> Any:
     return Pipeline.from_bundle(words_bundle, threads=1)
 
 
-def _tiny(factory: pytest.TempPathFactory, kind: str) -> Path:
+def _make_bundle(factory: pytest.TempPathFactory, kind: str) -> Path:
     pytest.importorskip("onnx")
     from tiny_bundle import make_tiny_bundle
 

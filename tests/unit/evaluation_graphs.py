@@ -1,4 +1,4 @@
-"""Small graphs for evaluation: image features, and agreement of images with token ids."""
+"""Small ONNX graphs for evaluation: image features, agreement of images with prompts, and a VQ encoder."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from bundle_folder import write_manifest
+from bundle_folder import write_bundle_manifest
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import CELL
 
-SIDE = 6 * CELL
+IMAGE_SIDE = 6 * CELL  # pixels
 
 
 def ignore_progress(stage: str, done: int = 0, total: int = 0) -> None:
     pass
 
 
-def make_features(path: Path, pooled: bool = True, size: int | str = "side") -> Path:
-    """Write a graph whose features are the mean colour or, with `pooled` false, the image itself."""
+def make_feature_graph(path: Path, pooled: bool = True, size: int | str = "side") -> Path:
+    """Write an ONNX graph that computes features of images.
+
+    Args:
+        path: path of the graph.
+        pooled: whether the features are the mean colour, `[n, 3]`, rather than all pixels.
+        size: height and width of images in pixels, or a name if any size is valid.
+    """
     shape = ("n", 3, size, size)
     nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
     constants = []
@@ -40,14 +46,16 @@ def make_features(path: Path, pooled: bool = True, size: int | str = "side") -> 
     return path
 
 
-def make_agreement(path: Path, length: int | str = "length", mask: bool = False, every_pair: bool = False) -> Path:
-    """Write a graph whose agreement is an image's mean value plus ten times the sum of its token ids.
+def make_agreement_graph(
+    path: Path, length: int | str = "length", mask: bool = False, every_pair: bool = False
+) -> Path:
+    """Write an ONNX graph whose agreement is the mean value of an image plus ten times the sum of the token ids.
 
     Args:
         path: path of the graph.
-        length: number of token ids.
-        mask: whether the graph has a mask of the token ids.
-        every_pair: whether it compares every image with every text, rather than pairs.
+        length: number of token ids, or a name if any number is valid.
+        mask: whether the graph has an input that masks token ids.
+        every_pair: whether the output is the agreement of every image with every text, `[n, n]`, rather than `[n]`.
     """
     nodes = [
         helper.make_node("ReduceMean", ["pixels", "places"], ["brightness"], keepdims=int(every_pair)),
@@ -62,7 +70,7 @@ def make_agreement(path: Path, length: int | str = "length", mask: bool = False,
         nodes[0].output[0] = "mean"
         nodes.insert(1, helper.make_node("Reshape", ["mean", "column"], ["brightness"]))
     text = ("n", length)
-    inputs = [helper.make_tensor_value_info("mask", TensorProto.INT64, text)] if mask else []  # before the ids
+    inputs = [helper.make_tensor_value_info("mask", TensorProto.INT64, text)] if mask else []
     inputs += [
         helper.make_tensor_value_info("ids", TensorProto.INT64, text),
         helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ("n", 3, "h", "w")),
@@ -83,18 +91,18 @@ def make_agreement(path: Path, length: int | str = "length", mask: bool = False,
     return path
 
 
-def add_encoder(folder: Path) -> Path:
-    """Give a tiny bundle a `vq_encoder`, which averages each cell to a vector of three."""
-    grid = SIDE // CELL
+def add_vq_encoder(folder: Path) -> Path:
+    """Add a `vq_encoder` to a tiny bundle: the mean colour of each cell of the grid, `[n, 3, 6, 6]`."""
+    grid = IMAGE_SIDE // CELL
     graph = helper.make_graph(
         [helper.make_node("AveragePool", ["images"], ["pre_quant"], kernel_shape=[CELL, CELL], strides=[CELL, CELL])],
         "vq_encoder",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ("n", 3, SIDE, SIDE))],
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ("n", 3, IMAGE_SIDE, IMAGE_SIDE))],
         [helper.make_tensor_value_info("pre_quant", TensorProto.FLOAT, ("n", 3, grid, grid))],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     (folder / "vq_encoder.onnx").write_bytes(model.SerializeToString())
     manifest = json.loads((folder / "bundle.json").read_text())
     manifest["files"]["vq_encoder"] = {"path": "vq_encoder.onnx", "sha256": "0" * 64, "bytes": 0}
-    write_manifest(folder, manifest)
+    write_bundle_manifest(folder, manifest)
     return folder

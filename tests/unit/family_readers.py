@@ -1,4 +1,4 @@
-"""Readers of model families by name, with paths of checkpoints, and a reader of LlamaGen's transformer alone."""
+"""Functions that read the checkpoints of each model family, and the transformer of LlamaGen alone."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lantern_rt.export.progress import ignore_progress
 from lantern_rt.export.registry import read_family_checkpoints
 
 
-def _read(
+def _read_checkpoints(
     family: str, target: Path, vq: Path | None = None, progress: Any = ignore_progress, **options: Any
 ) -> BundleContents:
     return read_family_checkpoints(family, {"target": target, "vq": vq, **options}, progress)
 
 
-read_llamagen = partial(_read, "llamagen")
-read_par = partial(_read, "par")
-read_nar = partial(_read, "nar")
-read_anole = partial(_read, "anole")
-read_lumina = partial(_read, "lumina")
-read_lumina2 = partial(_read, "lumina2")
-read_glm_image = partial(_read, "glm_image")
-read_janus = partial(_read, "janus")
-read_emu3 = partial(_read, "emu3")
-read_emu35 = partial(_read, "emu35")
-read_simplear = partial(_read, "simplear")
+read_llamagen = partial(_read_checkpoints, "llamagen")
+read_par = partial(_read_checkpoints, "par")
+read_nar = partial(_read_checkpoints, "nar")
+read_anole = partial(_read_checkpoints, "anole")
+read_lumina = partial(_read_checkpoints, "lumina")
+read_lumina2 = partial(_read_checkpoints, "lumina2")
+read_glm_image = partial(_read_checkpoints, "glm_image")
+read_janus = partial(_read_checkpoints, "janus")
+read_emu3 = partial(_read_checkpoints, "emu3")
+read_emu35 = partial(_read_checkpoints, "emu35")
+read_simplear = partial(_read_checkpoints, "simplear")
 
 
 @convert_to_checkpoint_error

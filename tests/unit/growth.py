@@ -1,6 +1,6 @@
-"""Generates images, serves requests, or makes and drops pipelines, and prints the resources that the process holds.
+"""Program that generates images, opens pipelines or serves requests, and prints the resources of its process.
 
-`python growth.py images BUNDLE COUNT`, or `pipelines`, or `service`: prints JSON lines of `Resources`.
+Usage: `python growth.py images|pipelines|service BUNDLE COUNT`. Each output line is a JSON object of `Resources`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lantern_rt.service import Service
 
 METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", None, "sjd:window=3", "eagle:tree=mc-25", "sjd:lambda=2")
 BATCHES = (1, 4, 2, 8, 3)
-SAMPLES = 20
+SAMPLES = 20  # lines that the program prints
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of the process after `count` images or pipelines.
+    """Resources that the process holds after `count` images or pipelines.
 
     Attributes:
         count: number of images or pipelines so far.
-        kilobytes: memory, swapped memory included, without mapped files, whose pages the system may reclaim.
+        kilobytes: memory including swapped memory; without mapped files, as the system may reclaim their pages.
         descriptors: number of open files.
         threads: number of threads.
         objects: number of Python objects.
@@ -48,14 +48,15 @@ class Resources:
 
     @classmethod
     def measure(cls, count: int) -> Resources:
+        """Return the current resources of this process, after a garbage collection."""
         gc.collect()
         process = psutil.Process()
         kilobytes = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return cls(count, sum(map(int, kilobytes)), process.num_fds(), process.num_threads(), len(gc.get_objects()))
 
 
-def images(bundle: str) -> Iterator[int]:
-    """Generate batches of every size with every method; yield the number of images so far."""
+def generate_images(bundle: str) -> Iterator[int]:
+    """Generate batches of all sizes with all methods; yield the number of images so far."""
     pipe = Pipeline.from_bundle(bundle, threads=2)
     count = 0
     batch = 0
@@ -67,8 +68,8 @@ def images(bundle: str) -> Iterator[int]:
         yield count
 
 
-def pipelines(bundle: str) -> Iterator[int]:
-    """Generate with pipelines, with and without a drafter, and drop them; yield the number of pipelines so far."""
+def open_pipelines(bundle: str) -> Iterator[int]:
+    """Repeatedly open a pipeline, generate two images and delete the pipeline; yield the number of pipelines."""
     count = 0
     while True:
         pipe = Pipeline.from_bundle(bundle, threads=2)
@@ -79,10 +80,11 @@ def pipelines(bundle: str) -> Iterator[int]:
         yield count
 
 
-def service(bundle: str) -> Iterator[int]:
-    """Serve eight requests at a time, with every method, and cancel a quarter of them; yield the images so far.
+def serve_requests(bundle: str) -> Iterator[int]:
+    """Serve eight requests at a time, with all methods; yield the number of images so far.
 
-    Every image is compared with the image that its request gets alone.
+    About a quarter of the requests is cancelled.
+    The tokens of every other image must be the tokens that the pipeline generates for the request alone.
     """
     pipe = Pipeline.from_bundle(bundle, threads=2)
     rng = random.Random(0)
@@ -90,20 +92,20 @@ def service(bundle: str) -> Iterator[int]:
     number = 0
     request_keys = [(method, seed) for method in METHODS for seed in range(3)]
     expected_codes = {key: pipe("red sphere", num_images=2, seed=key[1], method=key[0]).codes for key in request_keys}
-    news: queue.Queue[tuple[int, Any]] = queue.Queue()
-    requests: dict[int, tuple[Any, tuple[str, int], int]] = {}  # handle, method and seed, steps before it is cancelled
+    updates: queue.Queue[tuple[int, Any]] = queue.Queue()
+    requests: dict[int, tuple[Any, tuple[str, int], int]] = {}  # handle, method and seed, steps before the cancellation
     with Service(pipe, max_images_per_pass=6, max_queued_images=60) as running_service:
         while True:
             while len(requests) < 8:
                 key = rng.choice(request_keys)
                 number = number + 1
                 steps_before_cancel = rng.randrange(12) if rng.random() < 0.25 else 1 << 30
-                listener = partial(lambda request_number, step: news.put((request_number, step)), number)
+                listener = partial(lambda request_number, step: updates.put((request_number, step)), number)
                 options = {"num_images": 2, "seed": key[1], "method": key[0]}
                 requests[number] = running_service.submit(listener, "red sphere", **options), key, steps_before_cancel
-            request_number, step = news.get(timeout=60)
+            request_number, step = updates.get(timeout=60)
             if request_number not in requests:
-                continue  # it was cancelled
+                continue  # the request was cancelled
             assert not isinstance(step, BaseException), step
             handle, key, steps_before_cancel = requests.pop(request_number)
             if step.stats is not None:
@@ -118,12 +120,18 @@ def service(bundle: str) -> Iterator[int]:
 
 
 def main(work: str, bundle: str, last: int) -> None:
-    """Do a kind of work until its count reaches `last`, and print about `SAMPLES` lines."""
-    following = 0
-    for count in {"images": images, "pipelines": pipelines, "service": service}[work](bundle):
-        if count >= following:
+    """Run a kind of work, and print about `SAMPLES` lines.
+
+    Args:
+        work: `images`, `pipelines` or `service`.
+        bundle: path of the bundle.
+        last: number of images or pipelines after which the work ends.
+    """
+    next_sample_count = 0
+    for count in {"images": generate_images, "pipelines": open_pipelines, "service": serve_requests}[work](bundle):
+        if count >= next_sample_count:
             print(json.dumps(asdict(Resources.measure(count))), flush=True)
-            following += last // SAMPLES
+            next_sample_count += last // SAMPLES
         if count >= last:
             return
 

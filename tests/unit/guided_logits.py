@@ -1,4 +1,4 @@
-"""Guidance of logits for tests that have no image."""
+"""Classifier-free guidance of logits, for tests that decode no image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RasterLayout
 
 
-def guide(logits: NDArray[Any], sampling: Sampling) -> NDArray[np.float32]:
-    """Mix logits `[1 or 2, codes, vocabulary]` of an image of `codes` tokens; the conditional row is first."""
+def mix_guided_logits(logits: NDArray[Any], sampling: Sampling) -> NDArray[np.float32]:
+    """Return guided logits `[codes, vocabulary]` of an image.
+
+    Args:
+        logits: conditional and, if guided, unconditional logits, `[1 or 2, codes, vocabulary]`.
+        sampling: sampling settings.
+    """
     count = logits.shape[1]
     return Guidance(sampling, RasterLayout(count)).mix_logits(logits, range(count))

@@ -1,4 +1,4 @@
-"""The source files of the package, without other files of the checkout."""
+"""Layers and source files of the package `lantern_rt`, without other files of the checkout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lantern_rt
 
-# From low to high: a module imports from its layer and the layers before.
+# From low to high: a module imports only from its layer and lower layers.
 LAYERS = (
     ("errors", "version"),
     ("inputs", "methods", "options"),
@@ -19,11 +19,12 @@ LAYERS = (
     ("serve", "compare", "train"),
     ("cli",),
 )
+# The index of each module's layer.
 RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
 def find_package_files() -> dict[str, Path]:
-    """Return the file of every module, by its dotted name within the package, except `__init__` and `__main__`."""
+    """Return the file of every module in `LAYERS`, by dotted name; a package is named without `__init__`."""
     files: dict[str, Path] = {}
     for root in map(Path, lantern_rt.__path__):
         for name in RANKS:

@@ -1,4 +1,4 @@
-"""Engine folders with files that are not TensorRT engines, for checks that come before the libraries."""
+"""Engine folders whose files are text instead of TensorRT engines, for checks that need no TensorRT library."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lantern_rt.engines.engine_folder import (
 )
 from lantern_rt.engines.profiles import BuildOptions, profiles
 
-OPTIONS = BuildOptions("tensorrt-rtx", max_rows=4, max_nodes=8, compute_capabilities=("SM89",))
-VERSION = "1.7"
+BUILD_OPTIONS = BuildOptions("tensorrt-rtx", max_rows=4, max_nodes=8, compute_capabilities=("SM89",))
+BUILDER_VERSION = "1.7"
 
 
-def write_plans(bundle: Path, folder: Path) -> EngineFolder:
-    """Write an engine folder as if built from a bundle."""
+def write_engine_folder(bundle: Path, folder: Path) -> EngineFolder:
+    """Write an engine folder for a bundle: the manifest of a real build, but text files as engines."""
     loaded_bundle = open_bundle(bundle)
     folder.mkdir(parents=True)
     graphs = {}
@@ -33,19 +33,19 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
             blake2b=file_blake2b(path),
             bytes=path.stat().st_size,
             onnx="0" * 64,
-            profiles=profiles(loaded_bundle.manifest, role, OPTIONS),
+            profiles=profiles(loaded_bundle.manifest, role, BUILD_OPTIONS),
             seconds=0.5,
         )
     manifest = EngineManifest(
         format_version=FORMAT_VERSION,
-        backend=OPTIONS.backend,
-        builder_version=VERSION,
-        compute_capabilities=OPTIONS.compute_capabilities,
+        backend=BUILD_OPTIONS.backend,
+        builder_version=BUILDER_VERSION,
+        compute_capabilities=BUILD_OPTIONS.compute_capabilities,
         gpu=None,
         precision=loaded_bundle.manifest.target.dtype,
         bundle=loaded_bundle.manifest.name,
         bundle_sha256=loaded_bundle.digest,
-        command=("lantern-rt", "build-engine", str(bundle), "--backend", OPTIONS.backend),
+        command=("lantern-rt", "build-engine", str(bundle), "--backend", BUILD_OPTIONS.backend),
         built="2026-01-02T03:04:05+00:00",
         graphs=graphs,
     )

@@ -1,4 +1,4 @@
-"""A random EAGLE drafter for the small Lumina-mGPT."""
+"""EAGLE drafter with random weights for the small Lumina-mGPT of the tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 
 
 def save_random_drafter(folder: Path) -> None:
-    """Save a random drafter for the small Lumina-mGPT in LANTERN's layout, with query and key norms."""
-    wide = (112, 64)
-    tall = (64, 112)
+    """Save a drafter with random weights for the small Lumina-mGPT, as a checkpoint in the layout of LANTERN."""
+    up_shape = (112, 64)
+    down_shape = (64, 112)
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (518, 64), "fc.weight": (64, 128), "fc.bias": (64,)}
     layer = {f"self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"}
     layer |= {f"self_attn.{part}_norm.{kind}": (1, 16) for part in "qk" for kind in ("weight", "bias")}
-    layer |= {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide, "mlp.down_proj.weight": tall}
+    layer |= {"mlp.gate_proj.weight": up_shape, "mlp.up_proj.weight": up_shape, "mlp.down_proj.weight": down_shape}
     shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
     shapes |= {f"layers.0.{name}_layernorm.weight": (64,) for name in ("input", "post_attention")}
     generator = torch.Generator().manual_seed(0)

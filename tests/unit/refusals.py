@@ -1,4 +1,4 @@
-"""Check errors by type, key words and fields."""
+"""Helpers that check the type, the message and the fields of errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lantern_rt.errors import LanternError
 Error = TypeVar("Error", bound=LanternError)
 
 
-def expects_error(error: type[LanternError], *words: str) -> Any:
-    """Expect an error of this type, whose message is one line with these words in this order."""
-    return pytest.raises(error, match=r"\A.*" + ".*".join(map(re.escape, words)) + r".*\Z")
+def expect_error(error_type: type[LanternError], *words: str) -> Any:
+    """Return a context manager that expects an error of one line with these words in this order."""
+    return pytest.raises(error_type, match=r"\A.*" + ".*".join(map(re.escape, words)) + r".*\Z")
 
 
-def error_of(kind: type[Error], call: Callable[..., object], *arguments: Any, **options: Any) -> Error:
+def catch_error(error_type: type[Error], call: Callable[..., object], *arguments: Any, **options: Any) -> Error:
     """Return the error of this type that a call raises."""
-    with pytest.raises(kind) as caught:
+    with pytest.raises(error_type) as caught:
         call(*arguments, **options)
     return caught.value

@@ -1,4 +1,4 @@
-"""A small random Janus in its published layout, for tests of exports and of TensorRT engines."""
+"""Small Janus with random weights in the published checkpoint layout, for tests of exports and engines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import transformers
 
 WORDS = ["a", "red", "cube", "on", "sand", "<|User|>:", "<|Assistant|>:"]
-START = 1
-PADDING = 2
-BEGIN = 3
-GRID = 4
-CODES = 96
+START_ID = 1  # token id
+PADDING = 2  # token id
+IMAGE_START_ID = 3  # token id that begins an image
+GRID = 4  # rows and columns of an image
+CODES = 96  # tokens of the codebook
 
 
-def random_janus() -> Any:
-    """Make a model with random weights; biases and norms, too, so that a lost one changes the output."""
+def make_random_janus() -> Any:
+    """Return a Janus whose weights, biases and norms are random, so that every lost tensor changes the output."""
     torch.manual_seed(0)
     config = transformers.JanusConfig(
         text_config=transformers.LlamaConfig(
@@ -54,17 +54,18 @@ def random_janus() -> Any:
     )
     model = transformers.JanusForConditionalGeneration(config).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
+        # Biases are 0 and norms are 1 at first.
         if weight.ndim < 2 and "vision_model" not in name:
             weight += 0.1 * torch.randn_like(weight)
         if "generation_" in name or "language_model" in name:
             weight *= 3
-    model.generation_config.update(bos_token_id=START, pad_token_id=PADDING, guidance_scale=5.0)
-    model.generation_config.generation_kwargs = {"boi_token_id": BEGIN}
+    model.generation_config.update(bos_token_id=START_ID, pad_token_id=PADDING, guidance_scale=5.0)
+    model.generation_config.generation_kwargs = {"boi_token_id": IMAGE_START_ID}
     return model
 
 
 def write_janus(model: Any, folder: Path) -> None:
-    """Save the model as transformers does, in several shards, with a tokenizer of a few words."""
+    """Save the model with transformers, in more than two shards, and a tokenizer of a few words."""
     model.save_pretrained(folder, max_shard_size="400KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     vocabulary = {"<unk>": 0} | {word: 10 + i for i, word in enumerate(WORDS)}

@@ -1,7 +1,7 @@
-"""The distribution of the tokens that one acceptance step commits, proved by enumeration.
+"""Distribution of the tokens that an acceptance step commits, computed by enumerating all random choices.
 
-Exact acceptance commits the target's choices. Relaxed acceptance keeps within its bound, except with the residual of
-the published LANTERN code, which has no bound. Nothing here is sampled: `acceptance_steps.py` enumerates all outcomes.
+Exact acceptance keeps the target's distribution. The total variation distance (TVD) of relaxed acceptance has a bound,
+except with the residual of the published LANTERN code.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from acceptance_steps import (
-    EXACT,
-    MANY,
+    EXACT_RULE,
+    MANY_TOKENS,
     TOLERANCE,
-    distributions,
-    enumerate_draws,
+    compute_step_distribution,
+    compute_tvd,
+    enumerate_ordered_samples,
     enumerate_outcomes,
-    relaxations,
-    step_output,
-    tvd,
+    generate_distributions,
+    generate_relaxation_settings,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,30 +37,30 @@ from lantern_rt.runtime.acceptance import (
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
-SIZE = 5
+VOCABULARY = 5  # number of tokens
 
 
-@given(distributions(SIZE), distributions(SIZE), st.integers(1, SIZE))
-def test_exact_acceptance_of_sampled_siblings_has_the_targets_distribution(
+@given(generate_distributions(VOCABULARY), generate_distributions(VOCABULARY), st.integers(1, VOCABULARY))
+def test_exact_acceptance_of_sampled_siblings_keeps_the_targets_distribution(
     p: Probabilities, q: Probabilities, siblings: int
 ) -> None:
-    output, realised = step_output(p, list(enumerate_draws(q, siblings)), q, EXACT)
+    output, realised = compute_step_distribution(p, list(enumerate_ordered_samples(q, siblings)), q, EXACT_RULE)
     np.testing.assert_allclose(output, p, atol=TOLERANCE)
     assert realised == 0
 
 
-@given(distributions(SIZE), st.permutations(range(SIZE)), st.integers(0, SIZE))
-def test_exact_acceptance_of_fixed_siblings_has_the_targets_distribution(
+@given(generate_distributions(VOCABULARY), st.permutations(range(VOCABULARY)), st.integers(0, VOCABULARY))
+def test_exact_acceptance_of_fixed_siblings_keeps_the_targets_distribution(
     p: Probabilities, codes: list[int], siblings: int
 ) -> None:
-    output, _ = step_output(p, [(1.0, tuple(codes[:siblings]))], None, EXACT)
+    output, _ = compute_step_distribution(p, [(1.0, tuple(codes[:siblings]))], None, EXACT_RULE)
     np.testing.assert_allclose(output, p, atol=TOLERANCE)
 
 
 @given(st.data())
 @settings(max_examples=60)
-def test_exact_acceptance_along_a_whole_tree_has_the_joint_distribution(data: st.DataObject) -> None:
-    """Check the joint distribution of three tokens, for random trees with another distribution at each node."""
+def test_exact_acceptance_in_a_draft_tree_keeps_the_targets_joint_distribution(data: st.DataObject) -> None:
+    """Check the joint distribution of three tokens, for random trees with a different distribution at each node."""
     size = 3
     count = data.draw(st.integers(1, 9))
     parents = [-1]
@@ -76,69 +76,77 @@ def test_exact_acceptance_along_a_whole_tree_has_the_joint_distribution(data: st
         tokens.append(data.draw(st.sampled_from(unused_codes)))
     tree = DraftTree(np.array(tokens), np.array(parents))
     paths = {()} | {path for n in (1, 2) for path in itertools.product(range(size), repeat=n)}
-    p = {path: data.draw(distributions(size)) for path in sorted(paths)}
+    p = {path: data.draw(generate_distributions(size)) for path in sorted(paths)}
 
-    def next_distribution(path: tuple[int, ...]) -> Probabilities:
+    def compute_next_distribution(path: tuple[int, ...]) -> Probabilities:
         return p.get(path, np.full(size, 1 / size))
 
-    def joint(start: Probabilities, codes: tuple[int, ...]) -> NDArray[np.float64]:
-        """Return the distribution of three tokens that begin with `codes`; `start` is that of the next, then p."""
+    def compute_joint(start: Probabilities, codes: tuple[int, ...]) -> NDArray[np.float64]:
+        """Return the joint distribution of three tokens, `[size, size, size]`.
+
+        Args:
+            start: distribution of the first token after `codes`; later tokens have the target's distribution.
+            codes: tokens that are known.
+        """
         distribution = np.zeros((size,) * 3)
         for full in itertools.product(range(size), repeat=3):
             if full[: len(codes)] == codes[:3]:
                 distribution[full] = np.prod(
-                    [(start if n == len(codes) else next_distribution(full[:n]))[full[n]] for n in range(len(codes), 3)]
+                    [
+                        (start if n == len(codes) else compute_next_distribution(full[:n]))[full[n]]
+                        for n in range(len(codes), 3)
+                    ]
                 )
         return distribution
 
     output = np.zeros((size,) * 3)
     for weight, accepted in enumerate_outcomes(
-        tree, lambda n: next_distribution(tuple(tree.tokens[tree.path_to(n)[1:]].tolist())), EXACT
+        tree, lambda n: compute_next_distribution(tuple(tree.tokens[tree.path_to(n)[1:]].tolist())), EXACT_RULE
     ):
-        output += weight * joint(accepted.bonus_distribution, tuple(tree.tokens[accepted.path[1:]].tolist()))
-    np.testing.assert_allclose(output, joint(p[()], ()), atol=TOLERANCE)
+        output += weight * compute_joint(accepted.bonus_distribution, tuple(tree.tokens[accepted.path[1:]].tolist()))
+    np.testing.assert_allclose(output, compute_joint(p[()], ()), atol=TOLERANCE)
 
 
 # ---------------------------------------------------------------- relaxed acceptance
 
 
-@given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE))
-def test_a_fixed_candidate_moves_the_output_by_the_probability_of_its_neighbours(
+@given(generate_distributions(VOCABULARY), st.integers(0, VOCABULARY - 1), generate_relaxation_settings(VOCABULARY))
+def test_the_tvd_of_a_fixed_draft_token_is_the_probability_borrowed_from_neighbours(
     p: Probabilities, x: int, rule: RelaxationSettings
 ) -> None:
-    output, realised = step_output(p, [(1.0, (x,))], None, rule)
+    output, realised = compute_step_distribution(p, [(1.0, (x,))], None, rule)
     borrowed = float(p[rule.find_aggregation_set(p, x)].sum())
     bound = rule.delta if rule.delta is not None else (rule.lambda_ - 1) * p[x]  # type: ignore[operator]
-    assert tvd(output, p) == pytest.approx(borrowed, abs=TOLERANCE)
+    assert compute_tvd(output, p) == pytest.approx(borrowed, abs=TOLERANCE)
     assert realised == pytest.approx(borrowed, abs=TOLERANCE)
     assert borrowed <= bound + TOLERANCE
 
 
-@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE))
-def test_a_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptance(
+@given(generate_distributions(VOCABULARY), generate_distributions(VOCABULARY), generate_relaxation_settings(VOCABULARY))
+def test_the_tvd_of_a_sampled_draft_token_is_the_expected_gain_in_acceptance(
     p: Probabilities, q: Probabilities, rule: RelaxationSettings
 ) -> None:
-    output, realised = step_output(p, list(enumerate_draws(q, 1)), q, rule)
+    output, realised = compute_step_distribution(p, list(enumerate_ordered_samples(q, 1)), q, rule)
     gain = 0.0
     for x in np.flatnonzero(q):
         borrowed = p[rule.find_aggregation_set(p, x)].sum()
         gain += q[x] * (min(1, (p[x] + borrowed) / q[x]) - min(1, p[x] / q[x]))
-    assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
+    assert compute_tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
     assert realised == pytest.approx(gain, abs=TOLERANCE)
 
 
 # ---------------------------------------------------------------- exact acceptance follows the target's choices
 
 
-def test_exact_acceptance_follows_the_targets_choices_as_long_as_they_were_drafted() -> None:
+def test_exact_acceptance_accepts_draft_tokens_as_long_as_the_target_chooses_them() -> None:
     tree = DraftTree(np.array([0, 5, 6, 7, 8]), np.array([-1, 0, 0, 2, 3]))
     visited_nodes = []
 
-    def choice(node: int) -> int:
+    def choose_token(node: int) -> int:
         visited_nodes.append(node)
         return {0: 6, 2: 7, 3: 9}[node]
 
-    assert verify_tree_exact(tree, choice, MANY) == Acceptance([0, 2, 3], 9)
+    assert verify_tree_exact(tree, choose_token, MANY_TOKENS) == Acceptance([0, 2, 3], 9)
     assert visited_nodes == [0, 2, 3], "the target chose at a node that was not accepted"
 
 
@@ -148,13 +156,15 @@ def test_a_candidate_with_zero_draft_probability_is_rejected_but_uses_a_random_n
     uniforms = iter([0.0, 0.5])
     stream: Any = SimpleNamespace(random=lambda: next(uniforms))
     tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
-    accepted = verify_tree_relaxed(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
+    accepted = verify_tree_relaxed(tree, lambda node: p, lambda node: 0, EXACT_RULE, lambda node: stream, MANY_TOKENS)
     assert (accepted.path, accepted.bonus_token, [*uniforms]) == ([0, 2], 0, [])
 
 
 @pytest.mark.parametrize(("remaining", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
-def test_drafts_past_the_end_of_the_image_are_neither_accepted_nor_counted(remaining: int, bonus: int | None) -> None:
-    """Draft a chain of three tokens that relaxation accepts as far as the image has tokens left."""
+def test_draft_tokens_past_the_end_of_the_image_are_neither_accepted_nor_counted(
+    remaining: int, bonus: int | None
+) -> None:
+    """Draft a chain of three tokens, of which relaxation accepts as many as remain in the image."""
     chain = make_tree([0, 1, 1, 1], [-1, 0, 1, 2])
     p = np.array([0.4, 0.3, 0.3])
     rule = RelaxationSettings(np.array([[2], [2], [0]]), 1, delta=0.35)
@@ -176,10 +186,10 @@ def make_tree(tokens: list[int], parents: list[int], leaf_order: list[int] | Non
     return DraftTree(np.array(tokens), np.array(parents), leaf_order=leaf_order)
 
 
-def test_greedy_acceptance_follows_the_arg_max_and_adds_the_next_arg_max_as_bonus() -> None:
+def test_greedy_acceptance_follows_the_arg_max_and_adds_the_next_arg_max_as_bonus_token() -> None:
     tree = make_tree([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     distributions_by_node = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
-    accepted = verify_tree_greedy(tree, lambda node: np.array(distributions_by_node[node]), EXACT, MANY)
+    accepted = verify_tree_greedy(tree, lambda node: np.array(distributions_by_node[node]), EXACT_RULE, MANY_TOKENS)
     assert (accepted.path, accepted.bonus_token, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
@@ -187,8 +197,8 @@ def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_
     tree = make_tree([0, 1], [-1, 0])
     p = np.array([0.4, 0.25, 0.05, 0.3])
     neighbors = np.array([[1, 2, 3], [3, 2, 0], [3, 1, 0], [1, 2, 0]])
-    wider = verify_tree_greedy(tree, lambda node: p, RelaxationSettings(neighbors, 2, delta=0.3), MANY)
-    narrower = verify_tree_greedy(tree, lambda node: p, RelaxationSettings(neighbors, 2, delta=0.29), MANY)
+    wider = verify_tree_greedy(tree, lambda node: p, RelaxationSettings(neighbors, 2, delta=0.3), MANY_TOKENS)
+    narrower = verify_tree_greedy(tree, lambda node: p, RelaxationSettings(neighbors, 2, delta=0.29), MANY_TOKENS)
     assert (wider.path, wider.realised_tvd) == ([0, 1], 1.0)
     assert narrower.path == [0]
     assert narrower.bonus_token == wider.bonus_token == 0, "the bonus token is never relaxed"
@@ -199,37 +209,37 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
     rule = RelaxationSettings(neighbors, 2, delta=0.9)
     p = np.array([0.34, 0.33, 0.33])
     equal_paths = make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2])
-    assert verify_tree_greedy(equal_paths, lambda node: p, rule, MANY).path == [0, 1, 3]
+    assert verify_tree_greedy(equal_paths, lambda node: p, rule, MANY_TOKENS).path == [0, 1, 3]
     assert verify_tree_greedy(
-        make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY
+        make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY_TOKENS
     ).path == [
         0,
         2,
         4,
     ]
     longer = make_tree([0, 0, 1, 1], [-1, 0, 0, 2])
-    assert verify_tree_greedy(longer, lambda node: p, rule, MANY).path == [0, 2, 3]
+    assert verify_tree_greedy(longer, lambda node: p, rule, MANY_TOKENS).path == [0, 2, 3]
 
 
-@given(distributions(SIZE), st.permutations(range(SIZE)), st.integers(0, SIZE))
+@given(generate_distributions(VOCABULARY), st.permutations(range(VOCABULARY)), st.integers(0, VOCABULARY))
 def test_exact_greedy_acceptance_always_commits_the_arg_max(p: Probabilities, codes: list[int], count: int) -> None:
     tree = make_tree([0, *codes[:count]], [-1] + [0] * count)
-    accepted = verify_tree_greedy(tree, lambda node: p, EXACT, MANY)
+    accepted = verify_tree_greedy(tree, lambda node: p, EXACT_RULE, MANY_TOKENS)
     assert [*tree.tokens[accepted.path[1:]], accepted.bonus_token][0] == p.argmax()
 
 
 # ---------------------------------------------------------------- bounds for a candidate, a token and a step
 
-SMALL_SIZE = 4
+SMALL_VOCABULARY = 4  # number of tokens
 
 
-def bound(rule: RelaxationSettings, candidates: int = 1, tokens: int = 1, sampled: bool = False) -> float:
-    """Return the upper bound of a step's distance (TVD) from the target's distribution; 1 means no bound.
+def compute_tvd_bound(rule: RelaxationSettings, candidates: int = 1, tokens: int = 1, sampled: bool = False) -> float:
+    """Return the upper bound of the TVD between a step's output and the target's distribution; 1 means no bound.
 
     Args:
         rule: rule of relaxed acceptance.
-        candidates: draft tokens below each node.
-        tokens: relaxed tokens along a path.
+        candidates: number of draft tokens below each node.
+        tokens: number of relaxed tokens along a path.
         sampled: whether draft tokens are sampled, rather than fixed.
     """
     if rule.delta is None:
@@ -237,36 +247,47 @@ def bound(rule: RelaxationSettings, candidates: int = 1, tokens: int = 1, sample
     return 1.0 if sampled else 1 - (1 - rule.delta) ** (candidates * tokens)
 
 
-@given(distributions(SMALL_SIZE), distributions(SMALL_SIZE), relaxations(SMALL_SIZE), st.booleans())
-def test_one_candidate_moves_the_output_by_no_more_than_its_bound(
+@given(
+    generate_distributions(SMALL_VOCABULARY),
+    generate_distributions(SMALL_VOCABULARY),
+    generate_relaxation_settings(SMALL_VOCABULARY),
+    st.booleans(),
+)
+def test_the_tvd_of_a_step_with_one_draft_token_is_within_the_bound(
     p: Probabilities, q: Probabilities, rule: RelaxationSettings, sampled: bool
 ) -> None:
-    drafts = list(enumerate_draws(q, 1)) if sampled else [(1.0, (int(q.argmax()),))]
-    output, realised = step_output(p, drafts, q if sampled else None, rule)
-    assert tvd(output, p) <= bound(rule, sampled=sampled) + TOLERANCE
-    assert realised <= bound(rule, sampled=sampled) + TOLERANCE
+    drafts = list(enumerate_ordered_samples(q, 1)) if sampled else [(1.0, (int(q.argmax()),))]
+    output, realised = compute_step_distribution(p, drafts, q if sampled else None, rule)
+    assert compute_tvd(output, p) <= compute_tvd_bound(rule, sampled=sampled) + TOLERANCE
+    assert realised <= compute_tvd_bound(rule, sampled=sampled) + TOLERANCE
 
 
-@given(distributions(SMALL_SIZE), distributions(SMALL_SIZE), relaxations(SMALL_SIZE), st.integers(1, 4), st.booleans())
+@given(
+    generate_distributions(SMALL_VOCABULARY),
+    generate_distributions(SMALL_VOCABULARY),
+    generate_relaxation_settings(SMALL_VOCABULARY),
+    st.integers(1, 4),
+    st.booleans(),
+)
 @settings(max_examples=120)
-def test_several_candidates_move_the_output_by_no_more_than_their_bound(
+def test_the_tvd_of_a_step_with_sibling_draft_tokens_is_within_the_bound(
     p: Probabilities, q: Probabilities, rule: RelaxationSettings, siblings: int, sampled: bool
 ) -> None:
     fixed = tuple(np.argsort(-q, kind="stable")[:siblings].tolist())
-    drafts = list(enumerate_draws(q, siblings)) if sampled else [(1.0, fixed)]
-    output, realised = step_output(p, drafts, q if sampled else None, rule)
-    assert tvd(output, p) <= realised + TOLERANCE
-    assert realised <= bound(rule, siblings, sampled=sampled) + TOLERANCE
+    drafts = list(enumerate_ordered_samples(q, siblings)) if sampled else [(1.0, fixed)]
+    output, realised = compute_step_distribution(p, drafts, q if sampled else None, rule)
+    assert compute_tvd(output, p) <= realised + TOLERANCE
+    assert realised <= compute_tvd_bound(rule, siblings, sampled=sampled) + TOLERANCE
 
 
-def joint(
+def enumerate_joint(
     tree: DraftTree, p: dict[int, Probabilities], rule: RelaxationSettings | None
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the joint distribution of the first two tokens that a step over a tree commits, and its realised TVD.
+    """Return the joint distribution of the first two tokens that a step commits, and the step's realised TVD.
 
     Args:
         tree: draft tree of depth two.
-        p: distribution of the second token by the first token; the key -1 has that of the first.
+        p: distribution of the second token by first token; the key -1 has the distribution of the first token.
         rule: rule of acceptance.
     """
     output = np.zeros((len(p) - 1,) * 2)
@@ -283,68 +304,71 @@ def joint(
     return output, realised
 
 
-def target_joint(p: dict[int, Probabilities]) -> NDArray[np.float64]:
+def compute_target_joint(p: dict[int, Probabilities]) -> NDArray[np.float64]:
     return p[-1][:, None] * np.stack([p[c] for c in range(len(p) - 1)])
 
 
 @given(st.data())
 @settings(max_examples=60)
-def test_two_relaxed_tokens_move_the_output_by_no_more_than_their_bound(data: st.DataObject) -> None:
-    rule = data.draw(relaxations(SMALL_SIZE))
-    p = {code: data.draw(distributions(SMALL_SIZE)) for code in range(-1, SMALL_SIZE)}
+def test_the_tvd_of_two_relaxed_tokens_along_a_path_is_within_the_bound(data: st.DataObject) -> None:
+    rule = data.draw(generate_relaxation_settings(SMALL_VOCABULARY))
+    p = {code: data.draw(generate_distributions(SMALL_VOCABULARY)) for code in range(-1, SMALL_VOCABULARY)}
     candidates = data.draw(st.integers(1, 2))
-    first, second = (data.draw(st.permutations(range(SMALL_SIZE)))[:candidates] for _ in range(2))
+    first, second = (data.draw(st.permutations(range(SMALL_VOCABULARY)))[:candidates] for _ in range(2))
     tree = DraftTree(np.array([0, *first, *second]), np.array([-1] + [0] * candidates + [1] * candidates))
-    output, realised = joint(tree, p, rule)
-    assert tvd(output, target_joint(p)) <= min(realised, bound(rule, candidates, 2)) + TOLERANCE
-    assert realised <= 2 * bound(rule, candidates) + TOLERANCE
+    output, realised = enumerate_joint(tree, p, rule)
+    assert (
+        compute_tvd(output, compute_target_joint(p))
+        <= min(realised, compute_tvd_bound(rule, candidates, 2)) + TOLERANCE
+    )
+    assert realised <= 2 * compute_tvd_bound(rule, candidates) + TOLERANCE
 
 
 @given(st.data())
 @settings(max_examples=30)
-def test_two_sampled_tokens_move_the_output_by_no_more_than_their_bound(data: st.DataObject) -> None:
+def test_the_tvd_of_two_sampled_tokens_along_a_path_is_within_the_bound(data: st.DataObject) -> None:
     size = 3
     neighbors = np.array([[1, 2], [2, 0], [0, 1]])
     rule = RelaxationSettings(neighbors, 2, lambda_=data.draw(st.floats(1.01, 6.0)))
-    p = {code: data.draw(distributions(size)) for code in range(-1, size)}
-    q = {code: data.draw(distributions(size)) for code in range(-1, size)}
+    p = {code: data.draw(generate_distributions(size)) for code in range(-1, size)}
+    q = {code: data.draw(generate_distributions(size)) for code in range(-1, size)}
     output = np.zeros((size, size))
     for x, y in itertools.product(range(size), repeat=2):
         if q[-1][x] and q[x][y]:
             chain = DraftTree(np.array([0, x, y]), np.array([-1, 0, 1]), {0: q[-1], 1: q[x]}.get)
-            output += q[-1][x] * q[x][y] * joint(chain, p, rule)[0]
-    assert tvd(output, target_joint(p)) <= bound(rule, tokens=2) + TOLERANCE
+            output += q[-1][x] * q[x][y] * enumerate_joint(chain, p, rule)[0]
+    assert compute_tvd(output, compute_target_joint(p)) <= compute_tvd_bound(rule, tokens=2) + TOLERANCE
 
 
 # ---------------------------------------------------------------- the bounds are reached
 
 
-def test_two_siblings_move_the_output_further_than_delta() -> None:
-    """Give two candidates no probability: each borrows a quarter of the remaining probability of a neighbour."""
+def test_two_relaxed_siblings_can_have_a_tvd_above_delta() -> None:
+    """Check two candidates of probability 0: each borrows a quarter of the remaining probability from a neighbour."""
     p = np.array([0.0, 0.0, 0.25, 0.1875, 0.5625])
     neighbors = np.array([[2], [3], [0], [1], [0]])
     rule = RelaxationSettings(neighbors, 1, delta=0.25)
-    one_sibling, _ = step_output(p, [(1.0, (0,))], None, rule)
-    two_siblings, realised = step_output(p, [(1.0, (0, 1))], None, rule)
-    assert tvd(one_sibling, p) == pytest.approx(0.25)
-    assert tvd(two_siblings, p) == pytest.approx(realised) == pytest.approx(0.4375)
-    assert bound(rule, 2) == pytest.approx(0.4375)
+    one_sibling, _ = compute_step_distribution(p, [(1.0, (0,))], None, rule)
+    two_siblings, realised = compute_step_distribution(p, [(1.0, (0, 1))], None, rule)
+    assert compute_tvd(one_sibling, p) == pytest.approx(0.25)
+    assert compute_tvd(two_siblings, p) == pytest.approx(realised) == pytest.approx(0.4375)
+    assert compute_tvd_bound(rule, 2) == pytest.approx(0.4375)
 
 
-def test_two_sampled_candidates_move_the_output_further_than_two_fixed_candidates_can() -> None:
+def test_a_sampled_draft_token_can_have_a_larger_tvd_than_two_fixed_draft_tokens() -> None:
     p = np.array([0.0, 0.0, 0.25, 0.25, 0.25, 0.25])
     q = np.array([0.5, 0.5, 0, 0, 0, 0])
     rule = RelaxationSettings(np.array([[2], [3], [0], [1], [0], [1]]), 1, delta=0.25)
-    output, _ = step_output(p, list(enumerate_draws(q, 1)), q, rule)
-    assert tvd(output, p) == pytest.approx(0.5)
-    assert bound(rule, sampled=True) == 1.0
+    output, _ = compute_step_distribution(p, list(enumerate_ordered_samples(q, 1)), q, rule)
+    assert compute_tvd(output, p) == pytest.approx(0.5)
+    assert compute_tvd_bound(rule, sampled=True) == 1.0
 
 
-def test_the_published_residual_has_no_bound() -> None:
-    """Take nearly all probability of a token that is no neighbour of the candidate, with delta 0.05."""
+def test_the_tvd_with_the_residual_of_the_published_lantern_code_can_far_exceed_delta() -> None:
+    """Check that the residual removes nearly all probability of a token that is no neighbour of the candidate."""
     p = np.array([0.01, 0.04, 0.9, 0.05])
     neighbors = np.array([[1, 2], [0, 2], [0, 1], [0, 1]])
-    output, _ = step_output(
+    output, _ = compute_step_distribution(
         p, [(1.0, (0,))], None, RelaxationSettings(neighbors, 1, delta=0.05, residual="neighborhood")
     )
-    assert tvd(output, p) > 0.85
+    assert compute_tvd(output, p) > 0.85

@@ -1,4 +1,4 @@
-"""Tasks of an event loop get the images that the pipeline generates, and free their places when they are cancelled."""
+"""`AsyncPipeline`: the images that tasks of an event loop get, cancellation, closing, and checks of edits."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on sn
 METHODS = [None, "ar", "eagle:tree=chain-3", "sjd:window=5"]
 
 
-def is_same(first: Result, second: Result) -> bool:
+def are_same_results(first: Result, second: Result) -> bool:
+    """Return whether two results have the same tokens and pixels."""
     pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
     return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run_in_new_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in a new event loop, for at most 120 seconds."""
     asyncio.run(asyncio.wait_for(main, 120))
 
 
-def test_tasks_get_the_images_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
+def test_simultaneous_tasks_get_the_same_images_as_calls_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
     async def main() -> None:
         async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, max_images_per_pass=3) as pipeline:
             requests = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
             results = await asyncio.gather(*(pipeline.generate(**request) for request in requests))
             for result, request in zip(results, requests, strict=True):
                 alone = pipe(**request)
-                assert is_same(result, alone)
+                assert are_same_results(result, alone)
                 assert (result.seeds, result.prompts) == (alone.seeds, alone.prompts)
             steps = [step async for step in pipeline.stream("red cube", seed=5)]
             assert np.array_equal(steps[-1].codes[0], pipe("red cube", seed=5).codes[0])
@@ -51,50 +53,50 @@ def test_tasks_get_the_images_of_the_pipeline(pipe: Pipeline, tmp_path: Path) ->
         with pytest.raises(RequestError, match="closed"):
             await pipeline.generate("red cube")
 
-    run(main())
+    run_in_new_loop(main())
 
 
-def test_closing_waits_for_images_but_not_for_streams_that_are_not_read(pipe: Pipeline) -> None:
+def test_closing_does_not_wait_until_somebody_reads_an_open_stream(pipe: Pipeline) -> None:
     async def main() -> None:
         for drain in (True, False):
             pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=2)
             await pipeline.generate("red cube", method="ar")
             steps = pipeline.stream("green cube", seed=3, method="ar")
-            first = await anext(steps)
+            first_step = await anext(steps)
             generating = asyncio.create_task(pipeline.generate("red cube", seed=1, num_images=2, method="ar"))
             await asyncio.sleep(0)  # the request arrives, but may not be checked yet
             await pipeline.close(drain)
             with pytest.raises(RequestError, match="closed"):
-                await pipeline.image(first, 0)
+                await pipeline.image(first_step, 0)
             if drain:
                 assert len((await generating).images) == 2
                 assert [step async for step in steps][-1].stats is not None
             else:
                 await asyncio.gather(generating, return_exceptions=True)
 
-    run(main())
+    run_in_new_loop(main())
 
 
-def test_a_new_request_is_possible_at_once_after_a_timeout(pipe: Pipeline) -> None:
+def test_after_the_timeout_of_a_request_a_new_request_is_accepted_at_once(pipe: Pipeline) -> None:
     async def main() -> None:
         async with AsyncPipeline(
             Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=1, max_queued_images=0
         ) as pipeline:
-            for patience in (0.0005, 0.001, 0.002, 0.004, 0.008):
+            for timeout in (0.0005, 0.001, 0.002, 0.004, 0.008):
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(pipeline.generate("red cube", num_images=1, method="ar"), patience)
+                    await asyncio.wait_for(pipeline.generate("red cube", num_images=1, method="ar"), timeout)
             assert (await pipeline.generate("red cube")).images
 
-    run(main())
+    run_in_new_loop(main())
 
 
-def test_a_cancelled_load_closes_its_pipeline(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_whose_loading_was_cancelled_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Pipeline.from_bundle(pipe.bundle, threads=1)
     started = threading.Event()
     proceed = threading.Event()
     earlier_threads = {*threading.enumerate()}
 
-    def load(*_: object) -> Pipeline:
+    def load_slowly(*_: object) -> Pipeline:
         started.set()
         assert proceed.wait(60)
         return loaded
@@ -106,8 +108,8 @@ def test_a_cancelled_load_closes_its_pipeline(pipe: Pipeline, monkeypatch: pytes
         await asyncio.gather(loading, return_exceptions=True)
         proceed.set()
 
-    monkeypatch.setattr(Pipeline, "from_bundle", load)
-    run(main())
+    monkeypatch.setattr(Pipeline, "from_bundle", load_slowly)
+    run_in_new_loop(main())
     for thread in {*threading.enumerate()} - earlier_threads:
         thread.join(60)
         assert not thread.is_alive(), thread.name
@@ -115,18 +117,18 @@ def test_a_cancelled_load_closes_its_pipeline(pipe: Pipeline, monkeypatch: pytes
         loaded("red cube")
 
 
-def test_closing_that_is_cancelled_still_ends_the_service(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_call_of_close_still_ends_the_service(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     started = threading.Event()
     proceed = threading.Event()
 
-    def check(*_: object, **__: object) -> None:
+    def reject_slowly(*_: object, **__: object) -> None:
         started.set()
         assert proceed.wait(60)
-        raise RequestError("it is rejected", field="prompt")
+        raise RequestError("the request is rejected", field="prompt")
 
     async def main() -> None:
         pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
-        monkeypatch.setattr(pipeline.pipeline, "check", check)
+        monkeypatch.setattr(pipeline.pipeline, "check", reject_slowly)
         generating = asyncio.create_task(pipeline.generate("red cube"))
         await asyncio.to_thread(started.wait, 60)
         closing = asyncio.create_task(pipeline.close())
@@ -138,51 +140,52 @@ def test_closing_that_is_cancelled_still_ends_the_service(pipe: Pipeline, monkey
         while pipeline.service.is_open:
             await asyncio.sleep(0.01)
 
-    run(main())
+    run_in_new_loop(main())
 
 
-def test_a_service_outlives_the_event_loops_of_its_requests(
+def test_a_service_survives_the_end_of_the_event_loop_that_made_a_request(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
     listeners: list[Any] = []
     submit = pipeline.service.submit
 
-    def record(listener: Any, *prompts: Any, **options: Any) -> Any:
+    def record_listener(listener: Any, *prompts: Any, **options: Any) -> Any:
         listeners.append(listener)
         return submit(listener, *prompts, **options)
 
-    async def begin() -> None:
+    async def start_stream() -> None:
         async with aclosing(pipeline.stream("red cube", num_images=4, method="ar")) as steps:
             await anext(steps)
 
-    monkeypatch.setattr(pipeline.service, "submit", record)
-    run(begin())
-    listeners[0](RequestError("news after the end of the event loop", field="prompt"))
-    run(pipeline.close())
+    monkeypatch.setattr(pipeline.service, "submit", record_listener)
+    run_in_new_loop(start_stream())
+    listeners[0](RequestError("an error after the end of the event loop", field="prompt"))
+    run_in_new_loop(pipeline.close())
     assert not caplog.records
 
 
 def make_png(side: int) -> bytes:
+    """Return a PNG file of `side` x `side` black pixels."""
     buffer = io.BytesIO()
     Image.new("RGB", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def make_rejecting_reader(unpacking: threading.Event, proceed: threading.Event) -> Callable[..., Image.Image]:
-    """Return a reader of images that sets `unpacking`, waits for `proceed`, and rejects the image."""
+    """Return a stand-in for `read_image` that sets `unpacking`, waits for `proceed`, and rejects the image."""
 
-    def unpack(name: str, source: bytes, header_only: bool = False) -> Image.Image:
+    def reject_image(name: str, source: bytes, header_only: bool = False) -> Image.Image:
         if header_only:
             return Image.open(io.BytesIO(source))
         unpacking.set()
         assert proceed.wait(60)
-        raise RequestError("it is rejected", field="image")
+        raise RequestError("the request is rejected", field="image")
 
-    return unpack
+    return reject_image
 
 
-def test_texts_do_not_wait_for_edits_and_callers_of_edits_alternate(
+def test_text_requests_do_not_wait_for_edits_and_edits_of_two_callers_alternate(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -200,34 +203,38 @@ def test_texts_do_not_wait_for_edits_and_callers_of_edits_alternate(
                         await anext(updates)
                 order.append(f"{caller} {caught.value.field}")
 
-            edits_of_many = [asyncio.create_task(edit("many")) for _ in range(5)]
+            edits_of_busy_caller = [asyncio.create_task(edit("busy")) for _ in range(5)]
             await asyncio.to_thread(unpacking.wait, 60)
-            edit_of_one = asyncio.create_task(edit("one"))
-            assert (await pipeline.generate("red cube", method="ar")).images, "a text does not wait for images"
+            edit_of_other_caller = asyncio.create_task(edit("other"))
+            assert (await pipeline.generate("red cube", method="ar")).images, (
+                "a request without an image does not wait for edits"
+            )
             proceed.set()
-            await asyncio.gather(edit_of_one, *edits_of_many)
-            assert order.index("one image") <= 1
+            await asyncio.gather(edit_of_other_caller, *edits_of_busy_caller)
+            assert order.index("other image") <= 1
             proceed.clear()
-            waiting = [asyncio.create_task(edit("many")) for _ in range(3)]
+            waiting = [asyncio.create_task(edit("busy")) for _ in range(3)]
             await asyncio.sleep(0)
             closing = asyncio.create_task(pipeline.close(drain=False))
             await asyncio.sleep(0)
             proceed.set()
             await asyncio.gather(closing, *waiting)
-            assert "many pipeline" in order, "waiting edits are rejected without reading their images"
+            assert "busy pipeline" in order, "waiting edits are rejected without reading their images"
 
     monkeypatch.setattr("lantern_rt.edits.read_image", make_rejecting_reader(unpacking, proceed))
     monkeypatch.setattr("lantern_rt.requests.read_image", make_rejecting_reader(unpacking, proceed))
-    run(main())
+    run_in_new_loop(main())
 
 
-def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edits_from_several_event_loops_are_checked_one_after_the_other(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
     unpacking = threading.Event()
     proceed = threading.Event()
 
     async def edit() -> None:
-        with pytest.raises(RequestError, match="it is rejected"):
+        with pytest.raises(RequestError, match="the request is rejected"):
             await pipeline.generate("red cube", image=make_png(8))
 
     async def edit_while_another_is_checked() -> None:
@@ -239,11 +246,11 @@ def test_edits_of_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkey
     monkeypatch.setattr("lantern_rt.edits.read_image", make_rejecting_reader(unpacking, proceed))
     monkeypatch.setattr("lantern_rt.requests.read_image", make_rejecting_reader(unpacking, proceed))
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(run, edit())
+        first_edit = threads.submit(run_in_new_loop, edit())
         assert unpacking.wait(60)
-        run(edit_while_another_is_checked())
-        first.result(60)
-    run(pipeline.close())
+        run_in_new_loop(edit_while_another_is_checked())
+        first_edit.result(60)
+    run_in_new_loop(pipeline.close())
 
 
 def test_no_image_of_a_rejected_edit_remains_in_memory(pipe: Pipeline) -> None:
@@ -255,7 +262,7 @@ def test_no_image_of_a_rejected_edit_remains_in_memory(pipe: Pipeline) -> None:
         async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1)) as pipeline:
             await pipeline.generate("red cube", method="ar")
             before = count_images()
-            gc.disable()  # memory must be freed without it
+            gc.disable()  # memory must be freed without a garbage collection
             try:
                 for _ in range(3):
                     with pytest.raises(RequestError):
@@ -265,30 +272,30 @@ def test_no_image_of_a_rejected_edit_remains_in_memory(pipe: Pipeline) -> None:
             finally:
                 gc.enable()
 
-    run(main())
+    run_in_new_loop(main())
 
 
-def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
+def test_cancelled_tasks_end_their_requests_and_change_no_other_image(pipe: Pipeline) -> None:
     async def main() -> None:
         pipeline = AsyncPipeline(pipe, max_images_per_pass=3)
         rng = random.Random(0)
         expected = pipe("red cube", seed=1).codes[0]
 
-        async def impatient(i: int) -> None:
+        async def generate_or_stop(i: int) -> None:
             async for step in pipeline.stream("green cube", seed=i, num_images=2, method="eagle:tree=chain-3"):
                 if rng.random() < 0.3:
                     break
                 assert step.total
 
         for _ in range(3):
-            tasks = [asyncio.create_task(impatient(i)) for i in range(8)]
-            patient = asyncio.create_task(pipeline.generate("red cube", seed=1))
+            tasks = [asyncio.create_task(generate_or_stop(i)) for i in range(8)]
+            uncancelled = asyncio.create_task(pipeline.generate("red cube", seed=1))
             await asyncio.sleep(rng.random() * 0.05)
             for task in rng.sample(tasks, 5):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert np.array_equal((await patient).codes[0], expected)
+            assert np.array_equal((await uncancelled).codes[0], expected)
         await asyncio.get_running_loop().run_in_executor(None, wait_until_idle, pipeline.service)
         await asyncio.get_running_loop().run_in_executor(None, pipeline.service.close)
 
-    run(main())
+    run_in_new_loop(main())

@@ -1,4 +1,4 @@
-"""Images that join and leave a batch between passes get the tokens that they get alone, whatever shares the passes."""
+"""Batches that images join and leave between passes: the tokens of an image do not depend on other images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, plan_of
+from toy_engine import (
+    ToyCache,
+    ToyDrafter,
+    ToyModel,
+    ToyTarget,
+    collect_codes,
+    decode,
+    make_decode_settings,
+    make_model,
+    make_prompt,
+)
 
 from lantern_rt.methods import (
     Autoregressive,
@@ -52,26 +62,34 @@ SAMPLINGS = [
 
 
 def make_batch_model() -> ToyModel:
-    return make_model(vocabulary=VOCABULARY, codes=CODES, round_span=4, neighbors=NEIGHBORS)
+    return make_model(vocabulary=VOCABULARY, codes=CODES, past_length_multiple=4, neighbors=NEIGHBORS)
 
 
-def make_padded_prompt(identity: int) -> Prompt:
-    return make_prompt(identity, padding=identity % 3)
+def make_padded_prompt(prompt_id: int) -> Prompt:
+    return make_prompt(prompt_id, padding=prompt_id % 3)
 
 
 @dataclass(frozen=True)
-class Visit:
-    """A request that joins before step `arrives`, and is cancelled before step `leaves` unless it is complete."""
+class TimedRequest:
+    """A request for an image that joins a batch before one step, and may be cancelled before another step.
 
-    identity: int
+    Attributes:
+        prompt_id: number of the prompt, and seed of the image.
+        sampling: sampling settings.
+        method: decoding method.
+        join_step: step before which the image joins.
+        cancel_step: step before which the image is cancelled, unless it is complete.
+    """
+
+    prompt_id: int
     sampling: Sampling
     method: MethodConfig
-    arrives: int
-    leaves: int
+    join_step: int
+    cancel_step: int
 
 
-VISITS = st.builds(
-    Visit,
+TIMED_REQUESTS = st.builds(
+    TimedRequest,
     st.integers(0, 5),
     st.sampled_from(SAMPLINGS),
     st.sampled_from(METHODS),
@@ -80,37 +98,41 @@ VISITS = st.builds(
 )
 
 
-def codes_alone(visit: Visit, method: MethodConfig) -> list[int]:
-    return codes_of(
-        decode(make_batch_model(), [make_padded_prompt(visit.identity)], [visit.identity], visit.sampling, method), 1
+def generate_alone(request: TimedRequest, method: MethodConfig) -> list[int]:
+    """Return the tokens of a request's image in a batch without other images."""
+    return collect_codes(
+        decode(
+            make_batch_model(), [make_padded_prompt(request.prompt_id)], [request.prompt_id], request.sampling, method
+        ),
+        1,
     )[0]
 
 
-class Queue:
-    """A batch and the sequences that wait to join it.
+class BatchQueue:
+    """A batch, and the sequences that wait to join the batch.
 
     Args:
         model: toy model.
-        rows: maximum number of batch rows.
-        images: maximum number of images.
+        max_rows: maximum number of batch rows.
+        max_images: maximum number of images.
     """
 
-    def __init__(self, model: ToyModel, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
+    def __init__(self, model: ToyModel, max_rows: int = UNLIMITED, max_images: int = UNLIMITED) -> None:
         self.batch = Batch(model)
-        self.rows = rows
-        self.images = images
+        self.max_rows = max_rows
+        self.max_images = max_images
         self.waiting: list[ImageSequence] = []
 
     @property
-    def busy(self) -> bool:
+    def has_sequences(self) -> bool:
         return bool(self.waiting or self.batch.active_sequences)
 
     @property
-    def joining(self) -> list[ImageSequence]:
-        return select_next_sequences(self.batch, self.waiting, self.images, self.rows)
+    def next_sequences(self) -> list[ImageSequence]:
+        return select_next_sequences(self.batch, self.waiting, self.max_images, self.max_rows)
 
     def step(self) -> list[SequenceStep]:
-        if new := self.joining:
+        if new := self.next_sequences:
             self.waiting = self.waiting[len(new) :]
             return self.batch.add(new)
         return self.batch.step()
@@ -120,39 +142,41 @@ class Queue:
         self.batch.remove(sequences)
 
 
-def submit(queue: Queue, number: int, visit: Visit) -> ImageSequence:
+def add_request(queue: BatchQueue, number: int, request: TimedRequest) -> ImageSequence:
     sequence = ImageSequence(
         number,
-        plan_of(make_batch_model().image, visit.sampling, visit.method, adaptive=bool(number % 2)),
-        make_padded_prompt(visit.identity),
-        visit.identity,
+        make_decode_settings(make_batch_model().image, request.sampling, request.method, adaptive=bool(number % 2)),
+        make_padded_prompt(request.prompt_id),
+        request.prompt_id,
     )
     queue.waiting.append(sequence)
     return sequence
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(VISITS, min_size=1, max_size=6), st.integers(2, 7))
-def test_tokens_do_not_depend_on_what_else_is_in_the_batch(visits: list[Visit], rows: int) -> None:
+@given(st.lists(TIMED_REQUESTS, min_size=1, max_size=6), st.integers(2, 7))
+def test_the_tokens_of_an_image_do_not_depend_on_other_images_in_the_batch(
+    requests: list[TimedRequest], rows: int
+) -> None:
     engine = make_batch_model()
-    queue = Queue(engine, rows)
+    queue = BatchQueue(engine, rows)
     sequences: dict[int, ImageSequence] = {}
-    codes: list[list[int]] = [[] for _ in visits]
+    codes: list[list[int]] = [[] for _ in requests]
     cancelled: set[int] = set()
     step = 0
-    while step <= 12 or queue.busy:
-        for number, visit in enumerate(visits):
-            if visit.arrives == step:
-                sequences[number] = submit(queue, number, visit)
-            if visit.leaves == step and number in sequences and sequences[number].num_remaining_codes:
+    while step <= 12 or queue.has_sequences:
+        for number, request in enumerate(requests):
+            if request.join_step == step:
+                sequences[number] = add_request(queue, number, request)
+            if request.cancel_step == step and number in sequences and sequences[number].num_remaining_codes:
                 queue.cancel([sequences[number]])
                 cancelled.add(number)
-        for part in queue.step():
-            assert part.sequence not in cancelled
-            codes[part.sequence] += part.codes.tolist()
+        for sequence_step in queue.step():
+            assert sequence_step.sequence not in cancelled
+            codes[sequence_step.sequence] += sequence_step.codes.tolist()
         step += 1
-    for number, visit in enumerate(visits):
-        expected = codes_alone(visit, visit.method)
+    for number, request in enumerate(requests):
+        expected = generate_alone(request, request.method)
         assert codes[number] == expected[: len(codes[number])]
         assert len(codes[number]) == CODES or number in cancelled
     assert isinstance(engine.target, ToyTarget)
@@ -160,39 +184,39 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch(visits: list[Visit], 
     assert not queue.step()
 
 
-def test_images_wait_for_free_rows_in_the_order_of_arrival() -> None:
-    queue = Queue(make_batch_model(), rows=4)
+def test_images_wait_for_free_batch_rows_in_the_order_of_arrival() -> None:
+    queue = BatchQueue(make_batch_model(), max_rows=4)
     sampling = SAMPLINGS[1]
-    sequences = [submit(queue, i, Visit(i, sampling, Autoregressive(), 0, 0)) for i in range(5)]
-    finished: list[int] = []
-    while queue.busy:
-        for part in queue.step():
-            if not sequences[part.sequence].num_remaining_codes:
-                finished.append(part.sequence)
+    sequences = [add_request(queue, i, TimedRequest(i, sampling, Autoregressive(), 0, 0)) for i in range(5)]
+    finished_images: list[int] = []
+    while queue.has_sequences:
+        for sequence_step in queue.step():
+            if not sequences[sequence_step.sequence].num_remaining_codes:
+                finished_images.append(sequence_step.sequence)
         assert len(queue.batch.active_sequences) <= 2
-    assert finished == [0, 1, 2, 3, 4]
-    unguided, _ = (submit(queue, i, Visit(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(2))
+    assert finished_images == [0, 1, 2, 3, 4]
+    unguided, _ = (add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(2))
     queue.step()
     assert len(queue.batch.active_sequences) == 2
     assert unguided.num_remaining_codes == CODES - 1
 
 
-def test_an_image_joins_without_waiting_for_others_to_end() -> None:
-    queue = Queue(make_batch_model())
-    first = submit(queue, 0, Visit(0, SAMPLINGS[0], Autoregressive(), 0, 0))
+def test_an_image_joins_a_batch_before_the_images_in_the_batch_are_complete() -> None:
+    queue = BatchQueue(make_batch_model())
+    first_image = add_request(queue, 0, TimedRequest(0, SAMPLINGS[0], Autoregressive(), 0, 0))
     for _ in range(4):
         queue.step()
-    second = submit(queue, 1, Visit(1, SAMPLINGS[1], Autoregressive(), 0, 0))
-    assert [part.sequence for part in queue.step()] == [1]
-    assert [part.sequence for part in queue.step()] == [0, 1]
-    assert (len(first.codes), len(second.codes)) == (5, 2)
+    second_image = add_request(queue, 1, TimedRequest(1, SAMPLINGS[1], Autoregressive(), 0, 0))
+    assert [sequence_step.sequence for sequence_step in queue.step()] == [1]
+    assert [sequence_step.sequence for sequence_step in queue.step()] == [0, 1]
+    assert (len(first_image.codes), len(second_image.codes)) == (5, 2)
 
 
-def test_a_cancelled_image_leaves_at_once_and_nothing_of_it_remains() -> None:
+def test_a_cancelled_image_leaves_the_batch_and_frees_cache_and_drafter_state() -> None:
     engine = make_batch_model()
-    queue = Queue(engine)
-    visits = [Visit(i, SAMPLINGS[1], Eagle(tree="chain-2"), 0, 0) for i in range(3)]
-    sequences = [submit(queue, i, visit) for i, visit in enumerate(visits)]
+    queue = BatchQueue(engine)
+    requests = [TimedRequest(i, SAMPLINGS[1], Eagle(tree="chain-2"), 0, 0) for i in range(3)]
+    sequences = [add_request(queue, i, request) for i, request in enumerate(requests)]
     queue.cancel([sequences[2]])  # still waiting
     queue.step()
     queue.step()
@@ -203,81 +227,81 @@ def test_a_cancelled_image_leaves_at_once_and_nothing_of_it_remains() -> None:
     assert isinstance(engine.drafter, ToyDrafter)
     queue.step()
     assert (engine.target.passes[-1][0], engine.drafter.passes[-1][0]) == (2, 2)
-    while queue.busy:
+    while queue.has_sequences:
         queue.step()
-    assert sequences[1].codes[:CODES] == codes_alone(visits[1], Autoregressive())
+    assert sequences[1].codes[:CODES] == generate_alone(requests[1], Autoregressive())
     batch_fields: dict[str, Any] = vars(queue.batch)
     assert not batch_fields["_drafters"].drafters_with_sequences
     assert batch_fields["_cache"] is None
 
 
-def test_a_full_batch_is_refilled_together_unless_too_many_places_are_idle() -> None:
-    queue = Queue(make_batch_model(), images=4)
-    first_images = [submit(queue, i, Visit(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4)]
+def test_waiting_images_that_fill_a_batch_join_only_when_half_of_the_batch_is_idle() -> None:
+    queue = BatchQueue(make_batch_model(), max_images=4)
+    first_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4)]
     queue.step()
-    next_images = [submit(queue, i, Visit(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4, 9)]
+    next_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4, 9)]
     queue.cancel(first_images[:1])
-    assert not queue.joining
+    assert not queue.next_sequences
     queue.cancel(first_images[1:2])
-    assert queue.joining, "half of the places would be idle for long"
+    assert queue.next_sequences, "half of the batch would be idle for long"
     queue.step()
     assert queue.batch.active_sequences == [*first_images[2:], *next_images[:2]]
     queue.cancel([first_images[2], next_images[4]])
-    assert queue.joining, "the two that wait do not fill the batch, so they join at once"
+    assert queue.next_sequences, "two waiting images do not fill the batch, so both join at once"
 
 
-class PartlyDamaged(ToyTarget):
-    """Target whose logits are NaN in the batch rows that `damaged` returns."""
+class TargetWithNanRows(ToyTarget):
+    """Target whose logits are NaN in the batch rows that `choose_nan_rows` returns."""
 
-    damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
+    choose_nan_rows: Callable[[], slice] = staticmethod(lambda: slice(0))
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
-        output.logits[self.damaged()] = np.nan
+        output.logits[self.choose_nan_rows()] = np.nan
         return output
 
 
-class PartlyDamagedDrafter(ToyDrafter):
-    """Drafter whose logits are NaN in the batch rows that `damaged` returns."""
+class DrafterWithNanRows(ToyDrafter):
+    """Drafter whose logits are NaN in the batch rows that `choose_nan_rows` returns."""
 
-    damaged: Callable[[], slice] = staticmethod(lambda: slice(0))
+    choose_nan_rows: Callable[[], slice] = staticmethod(lambda: slice(0))
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
-        output.logits[self.damaged()] = np.nan
+        output.logits[self.choose_nan_rows()] = np.nan
         return output
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[5]], ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize(("part", "damaged_step"), [("target", 0), ("target", 1), ("target", 2), ("drafter", 1)])
+@pytest.mark.parametrize(("engine_name", "nan_step"), [("target", 0), ("target", 1), ("target", 2), ("drafter", 1)])
 def test_only_the_sequence_whose_logits_are_nan_fails(
-    method: MethodConfig, sampling: Sampling, part: str, damaged_step: int
+    method: MethodConfig, sampling: Sampling, engine_name: str, nan_step: int
 ) -> None:
     healthy = make_batch_model()
-    damaged = PartlyDamaged(**vars(healthy.target)), PartlyDamagedDrafter(**vars(healthy.drafter))
-    queue = Queue(replace(healthy, target=damaged[0], drafter=damaged[1]))
-    sequences = [submit(queue, i, Visit(i, sampling, method, 0, 0)) for i in range(4)]
+    engines = TargetWithNanRows(**vars(healthy.target)), DrafterWithNanRows(**vars(healthy.drafter))
+    queue = BatchQueue(replace(healthy, target=engines[0], drafter=engines[1]))
+    sequences = [add_request(queue, i, TimedRequest(i, sampling, method, 0, 0)) for i in range(4)]
     count = len(sequences[1].rows)
     batch_fields: dict[str, Any] = vars(queue.batch)
     step = 0
 
-    def damaged_rows() -> slice:
+    def choose_nan_rows() -> slice:
         rows = batch_fields["_rows"].get(sequences[1], slice(0)) if step else slice(count, 2 * count)
-        return rows if step == damaged_step else slice(0)
+        return rows if step == nan_step else slice(0)
 
-    damaged[part == "drafter"].damaged = damaged_rows
-    affects_method = part == "target" or isinstance(method, TreeMethod)
+    engines[engine_name == "drafter"].choose_nan_rows = choose_nan_rows
+    affects_method = engine_name == "target" or isinstance(method, TreeMethod)
     failed_sequences: list[ImageSequence] = []
-    while queue.busy:
-        is_damaged_step = step == damaged_step and sequences[1].num_remaining_codes > 0
+    while queue.has_sequences:
+        is_nan_step = step == nan_step and sequences[1].num_remaining_codes > 0
         queue.step()
-        assert queue.batch.failed_sequences == ([sequences[1]] if is_damaged_step and affects_method else [])
+        assert queue.batch.failed_sequences == ([sequences[1]] if is_nan_step and affects_method else [])
         failed_sequences += queue.batch.failed_sequences
         step += 1
     assert all("NaN" in str(sequence.error) for sequence in failed_sequences)
     for i, sequence in enumerate(sequences):
         if sequence not in failed_sequences:
-            assert sequence.codes == codes_alone(Visit(i, sampling, method, 0, 0), method)
+            assert sequence.codes == generate_alone(TimedRequest(i, sampling, method, 0, 0), method)
     assert not batch_fields["_drafters"].drafters_with_sequences
     assert batch_fields["_cache"] is None

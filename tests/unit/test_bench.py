@@ -1,4 +1,4 @@
-"""The `bench` command: its rows, and figures that are consistent."""
+"""The `bench` command: rows of methods, consistent figures, tables, and rejected options."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from lantern_rt.compare.bench import list_default_methods
 
 
 @pytest.fixture(autouse=True)
-def separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_bundle(tmp_path_factory.mktemp("bench") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle_without_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_bundle(tmp_path_factory.mktemp("bench") / "plain", "class", drafter=False)
 
 
-def test_there_is_a_row_for_each_method_of_the_bundle_with_consistent_figures(
-    folder: Path, plain_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bench_reports_a_row_with_consistent_figures_for_each_method_of_the_bundle(
+    bundle: Path, bundle_without_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert list_default_methods(open_bundle(plain_folder).manifest) == ["ar", "sjd", "rows"]
+    assert list_default_methods(open_bundle(bundle_without_drafter).manifest) == ["ar", "sjd", "rows"]
     (tmp_path / "prompts.txt").write_text("red sphere\ngreen cube on sand\n")
     options = ["--prompts", str(tmp_path / "prompts.txt"), "--threads", "1", "--count", "3", "--json"]
-    assert run_program(["bench", str(folder), *options]) == 0
+    assert run_program(["bench", str(bundle), *options]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == [
@@ -59,12 +59,12 @@ def test_there_is_a_row_for_each_method_of_the_bundle_with_consistent_figures(
     assert rows["strict"]["settings"] == rows["sjd"]["settings"] | {"window": 7}
 
 
-def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
-    plain_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_the_bench_table_fits_into_80_characters_unless_the_option_wide_is_given(
+    bundle_without_drafter: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
         "bench",
-        str(plain_folder),
+        str(bundle_without_drafter),
         "--threads",
         "1",
         "--count",
@@ -98,7 +98,7 @@ def test_the_table_has_five_columns_within_80_characters_and_more_if_it_is_wide(
     assert "NLL against ar" in capsys.readouterr().out
 
 
-def test_an_unknown_value_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_shows_a_dash_in_place_of_a_missing_value(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"name": "[red]", "part": {"host": 0.5}, "bound": None}, {"name": "b", "part": {"host": 1}, "bound": 0.25}]
     print_table({"name": "{name}", "host": "{part[host]:.0%}", "bound": "{bound:.1f}"}, rows)
     cells = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -106,7 +106,7 @@ def test_an_unknown_value_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("extra", "field"),
+    ("arguments", "field"),
     [
         (["--count", "0"], "count"),
         (["--batch", "65"], "batch"),
@@ -115,8 +115,8 @@ def test_an_unknown_value_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str
         (["--method", "eagle"], "method"),
     ],
 )
-def test_wrong_use_of_bench_is_one_line(
-    plain_folder: Path, extra: list[str], field: str, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_option_of_bench_is_rejected_with_an_error_that_names_the_option(
+    bundle_without_drafter: Path, arguments: list[str], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_program(["bench", str(plain_folder), *extra]) == 2
+    assert run_program(["bench", str(bundle_without_drafter), *arguments]) == 2
     assert capsys.readouterr().err.removeprefix("lantern-rt: ").lstrip("-").startswith(field)

@@ -17,14 +17,14 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-MAX_STATEMENTS = {PRODUCT: 17_500, ("recipes",): 1_650, ("tests",): 21_400, ("benchmarks",): 1_745}
+MAX_STATEMENTS = {PRODUCT: 17_500, ("recipes",): 1_650, ("tests",): 21_400, ("benchmarks",): 1_760}
 ALLOWANCE = 1.02  # a change may exceed the limit on statements by 2 %
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_FILE_LINES = 500
 MAX_CLASS_LINES = 250  # lines without docstrings, also for functions
 MAX_FUNCTION_LINES = 60
-MAX_DOCS_WORDS = 23_000
-MAX_README_WORDS = 600
+MAX_DOCS_WORDS = 23_700
+MAX_README_WORDS = 640
 MAX_SENTENCE_WORDS = 24  # for README and `docs/first-hour.md`
 MAX_OPTIONS = 129
 

@@ -1,4 +1,4 @@
-"""Bundles that `open_bundle` accepts, and its one-line errors for everything else."""
+"""Bundles that `open_bundle` accepts, and the one-line errors for invalid bundles."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundle_folder import read_manifest, set_field, stub_graph, write_manifest
-from refusals import error_of
-from tiny_bundle import CODES, WIDTH, K
+from bundle_folder import make_stub_graph, read_manifest, set_manifest_field, write_bundle_manifest
+from refusals import catch_error
+from tiny_bundle import CODES, NUM_NEIGHBORS, WIDTH
 
 from lantern_rt.bundle import files as bundle_module
 from lantern_rt.bundle.files import GRAPHS, open_bundle
 from lantern_rt.bundle.onnx_scan import list_external_files
 from lantern_rt.errors import BundleError
 
-SQUARE = {"name": "24x24", "rows": 6, "columns": 6, "tokens": [7]}
-WIDE = {"name": "36x12", "rows": 3, "columns": 9, "tokens": [8]}
-FIGURES = {"tokens_per_pass": 2.0, "excess_nll": float("nan"), "images": 9, "date": "2026-01-02"}
-EMPTY = {"kind": "tokens", "prefix": 4, "layout": {"after": [3], "uncond": []}}
+SQUARE_SIZE = {"name": "24x24", "rows": 6, "columns": 6, "tokens": [7]}
+WIDE_SIZE = {"name": "36x12", "rows": 3, "columns": 9, "tokens": [8]}
+PRESET_FIGURES = {"tokens_per_pass": 2.0, "excess_nll": float("nan"), "images": 9, "date": "2026-01-02"}
+CONDITION = {"kind": "tokens", "prefix": 4, "layout": {"after": [3], "uncond": []}}
 
 
 @pytest.fixture
@@ -35,18 +35,20 @@ def folder(class_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(class_bundle, tmp_path / "tiny"))
 
 
-def error_message(path: Path | str, verify: bool = True) -> str:
-    message = str(error_of(BundleError, open_bundle, path, verify=verify))
+def get_error_message(path: Path | str, verify: bool = True) -> str:
+    """Return the error of opening a bundle, which must be one line."""
+    message = str(catch_error(BundleError, open_bundle, path, verify=verify))
     assert "\n" not in message
     assert len(message) < 700
     return message
 
 
-def rewrite(folder: Path, rehash: bool = True, **changes: Any) -> None:
-    write_manifest(folder, read_manifest(folder) | changes, rehash)
+def change_manifest(folder: Path, rehash: bool = True, **changes: Any) -> None:
+    """Replace fields of `bundle.json`."""
+    write_bundle_manifest(folder, read_manifest(folder) | changes, rehash)
 
 
-def test_a_valid_bundle_opens_with_its_tables(folder: Path) -> None:
+def test_a_valid_bundle_is_opened_with_code_embeddings_and_a_neighbor_table(folder: Path) -> None:
     bundle = open_bundle(str(folder))
     assert bundle.manifest.name == "tiny"
     assert bundle.path("target") == folder / "target.onnx"
@@ -56,10 +58,10 @@ def test_a_valid_bundle_opens_with_its_tables(folder: Path) -> None:
     assert embeddings.dtype == np.float32
     assert not embeddings.flags.writeable
     assert bundle.code_embeddings is embeddings
-    assert bundle.neighbor_table.shape == (CODES, K)
+    assert bundle.neighbor_table.shape == (CODES, NUM_NEIGHBORS)
 
 
-def test_an_embedded_bundle_opens_by_name_before_a_folder_of_that_name(
+def test_an_embedded_bundle_has_priority_over_a_folder_of_the_same_name(
     class_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(class_bundle, tmp_path / "embedded" / "tiny")
@@ -67,21 +69,21 @@ def test_an_embedded_bundle_opens_by_name_before_a_folder_of_that_name(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bundle_module, "EMBEDDED", tmp_path / "embedded")
     assert open_bundle("tiny").folder == tmp_path / "embedded" / "tiny"
-    assert "no bundle.json" in error_message("./tiny")
-    assert "found a file" in error_message("embedded/tiny/bundle.json")
-    assert "embedded name: tiny" in error_message("tinny")
+    assert "no bundle.json" in get_error_message("./tiny")
+    assert "found a file" in get_error_message("embedded/tiny/bundle.json")
+    assert "embedded name: tiny" in get_error_message("tinny")
 
 
 @pytest.mark.parametrize("name", ["", "no/such/folder", "\0", "x" * 5000, "a\nb"])
-def test_a_path_that_is_not_a_folder_is_one_line(name: str) -> None:
-    assert error_message(name)
+def test_opening_a_path_that_is_not_a_folder_is_an_error_of_one_line(name: str) -> None:
+    assert get_error_message(name)
 
 
-def test_an_altered_file_is_found_by_its_hash(folder: Path) -> None:
+def test_an_altered_file_of_a_bundle_is_detected_by_hash(folder: Path) -> None:
     data = bytearray((folder / "target.onnx").read_bytes())
     data[data.index(b"head")] ^= 1
     (folder / "target.onnx").write_bytes(data)
-    assert re.search(r"target\.onnx: found sha256 \w+\.\.\., expected \w+\.\.\.", error_message(folder))
+    assert re.search(r"target\.onnx: found sha256 \w+\.\.\., expected \w+\.\.\.", get_error_message(folder))
     assert open_bundle(folder, verify=False)
 
 
@@ -102,15 +104,15 @@ def test_the_progress_callback_counts_hashed_bytes() -> None:
     assert reports == [(0, 0)]
 
 
-def test_a_truncated_file_is_found_even_without_hashing(folder: Path) -> None:
+def test_a_truncated_file_of_a_bundle_is_detected_even_without_hashing(folder: Path) -> None:
     path = folder / "code_embeddings.npy"
     path.write_bytes(path.read_bytes()[:-4])
-    assert "found 1,148 bytes, expected 1,152" in error_message(folder, verify=False)
+    assert "found 1,148 bytes, expected 1,152" in get_error_message(folder, verify=False)
 
 
-def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
+def test_the_error_for_a_missing_file_of_a_bundle_names_path_and_role(folder: Path) -> None:
     (folder / "vq_decoder.onnx").unlink()
-    message = error_message(folder)
+    message = get_error_message(folder)
     assert "vq_decoder.onnx: found no file" in message
     assert "'vq_decoder'" in message
 
@@ -130,7 +132,7 @@ def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
 )
 def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: bytes, expected: str) -> None:
     (folder / "bundle.json").write_bytes(text)
-    assert expected in error_message(folder)
+    assert expected in get_error_message(folder)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,11 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
         ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 32"),
         ("sampling.top_p", float("nan"), "field `sampling.top_p`: found nan"),
         ("sampling.cfg_scale", float("inf"), "field `sampling.cfg_scale`: found inf"),
-        ("presets", {"fast": {"method": {"method": "ar"}, "figures": FIGURES}}, "figures.excess_nll`: found nan"),
+        (
+            "presets",
+            {"fast": {"method": {"method": "ar"}, "figures": PRESET_FIGURES}},
+            "figures.excess_nll`: found nan",
+        ),
         ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
         ("decoding.methods", [{"method": "lantern", "lambda": 2.0}], "lambda`: unknown field"),
         ("decoding.methods", [{"method": "ar"}, {"method": "ar"}], "method ar has defaults twice"),
@@ -158,18 +164,18 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
         ("condition.caption_dim", 32, "`caption_dim` is required for kind `embeddings`"),
         ("condition", {"kind": "text", "prefix": 4, "cleaning": "other"}, "expected 'llamagen'"),
         ("condition", {"kind": "text", "prefix": 4}, "`files` lacks tokenizer"),
-        ("condition", {**EMPTY, "kind": "words"}, "`layout` is required for kind `tokens`"),
+        ("condition", {**CONDITION, "kind": "words"}, "`layout` is required for kind `tokens`"),
         ("condition", {"kind": "tokens", "prefix": 4}, "`layout` is required for kind `tokens`"),
-        ("condition", {**EMPTY, "layout": {"after": [1]}}, "set exactly one of `uncond` and `uncond_fill`"),
-        ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "uncond_fill": 1}}, "set exactly one"),
-        ("condition", {**EMPTY, "layout": {"after": [], "uncond": [1]}}, "at least 1 item"),
-        ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "template": "none"}}, "match pattern"),
-        ("sizes", [WIDE], "`sizes` lacks the default grid, 6 x 6"),
-        ("sizes", [SQUARE, {**WIDE, "name": "24x24"}], "`sizes` has a name or a grid twice"),
-        ("sizes", [SQUARE, {**SQUARE, "name": "25x25"}], "`sizes` has a name or a grid twice"),
-        ("sizes", [SQUARE, {**WIDE, "name": "wide"}], "match pattern"),
-        ("sizes", [SQUARE, {**WIDE, "columns": 0}], "greater than or equal to 1"),
-        ("sizes", [SQUARE, {**WIDE, "rows": 60, "columns": 2}], "need 120 positions, but .* is 101"),
+        ("condition", {**CONDITION, "layout": {"after": [1]}}, "set exactly one of `uncond` and `uncond_fill`"),
+        ("condition", {**CONDITION, "layout": {"after": [1], "uncond": [1], "uncond_fill": 1}}, "set exactly one"),
+        ("condition", {**CONDITION, "layout": {"after": [], "uncond": [1]}}, "at least 1 item"),
+        ("condition", {**CONDITION, "layout": {"after": [1], "uncond": [1], "template": "none"}}, "match pattern"),
+        ("sizes", [WIDE_SIZE], "`sizes` lacks the default grid, 6 x 6"),
+        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "name": "24x24"}], "`sizes` has a name or a grid twice"),
+        ("sizes", [SQUARE_SIZE, {**SQUARE_SIZE, "name": "25x25"}], "`sizes` has a name or a grid twice"),
+        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "name": "wide"}], "match pattern"),
+        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "columns": 0}], "greater than or equal to 1"),
+        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "rows": 60, "columns": 2}], "need 120 positions, but .* is 101"),
         ("grid_columns", 1_000_000, "`grid_columns`: found 1000000"),
         ("grid_rows", 300, "`grid_rows`: found 300"),
         ("image_width", 1_000_000, "`image_width`: found 1000000"),
@@ -185,52 +191,65 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
         ("row_end", 2_000_000, "and below 1000032, found 2000000"),
     ],
 )
-def test_a_wrong_manifest_field_is_named_with_what_was_found(
+def test_an_invalid_manifest_field_is_rejected_with_the_reason(
     folder: Path, path: str, value: object, expected: str
 ) -> None:
     manifest = read_manifest(folder)
-    set_field(manifest, path, value)
-    write_manifest(folder, manifest, rehash=False)
-    assert re.search(expected, error_message(folder))
+    set_manifest_field(manifest, path, value)
+    write_bundle_manifest(folder, manifest, rehash=False)
+    assert re.search(expected, get_error_message(folder))
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"image_width": 8192, "sizes": [SQUARE, WIDE]}, "size 36x12 is wider or higher than 8192 pixels"),
-        ({"condition": EMPTY}, "`uncond` and the tokens of a size are empty"),
+        ({"image_width": 8192, "sizes": [SQUARE_SIZE, WIDE_SIZE]}, "size 36x12 is wider or higher than 8192 pixels"),
+        ({"condition": CONDITION}, "`uncond` and the tokens of a size are empty"),
         (
-            {"condition": EMPTY, "sizes": [SQUARE, {**WIDE, "tokens": []}]},
+            {"condition": CONDITION, "sizes": [SQUARE_SIZE, {**WIDE_SIZE, "tokens": []}]},
             "`uncond` and the tokens of a size are empty",
         ),
     ],
 )
-def test_fields_that_contradict_each_other_are_rejected(folder: Path, changes: dict[str, Any], expected: str) -> None:
+def test_manifest_fields_that_contradict_each_other_are_rejected(
+    folder: Path, changes: dict[str, Any], expected: str
+) -> None:
     files = read_manifest(folder)["files"]
-    rewrite(folder, **changes, files={**files, "tokenizer": files["target"]})
-    assert expected in error_message(folder)
-    rewrite(folder, **{**changes, "image_width": 24, "sizes": [SQUARE, WIDE]})
+    change_manifest(folder, **changes, files={**files, "tokenizer": files["target"]})
+    assert expected in get_error_message(folder)
+    change_manifest(folder, **{**changes, "image_width": 24, "sizes": [SQUARE_SIZE, WIDE_SIZE]})
     assert open_bundle(folder).manifest.size("36x12").tokens == (8,)
 
 
-def test_the_error_for_an_unknown_field_names_a_newer_format(folder: Path) -> None:
-    rewrite(folder, format_version="3.9", novelty=1)
-    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in error_message(folder)
+def test_the_error_for_an_unknown_field_of_a_newer_bundle_format_recommends_an_upgrade(folder: Path) -> None:
+    change_manifest(folder, format_version="3.9", novelty=1)
+    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in get_error_message(folder)
 
 
-ODD_PATHS = ["../outside", "a/../../outside", "/etc/hostname", "C:/x", "a\\b", "", ".", "./target.onnx", "a//b", "a\0b"]
+INVALID_PATHS = [
+    "../outside",
+    "a/../../outside",
+    "/etc/hostname",
+    "C:/x",
+    "a\\b",
+    "",
+    ".",
+    "./target.onnx",
+    "a//b",
+    "a\0b",
+]
 
 
-@pytest.mark.parametrize("name", [*ODD_PATHS, "a\nb"])
-def test_a_path_outside_the_folder_or_of_unusual_form_is_rejected(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*INVALID_PATHS, "a\nb"])
+def test_a_file_path_outside_the_bundle_folder_or_of_invalid_form_is_rejected(folder: Path, name: str) -> None:
     (folder.parent / "outside").write_bytes(b"")
     manifest = read_manifest(folder)
     manifest["files"]["target"]["path"] = name
-    write_manifest(folder, manifest, rehash=False)
-    assert "expected a" in error_message(folder)
+    write_bundle_manifest(folder, manifest, rehash=False)
+    assert "expected a" in get_error_message(folder)
 
 
-def test_a_link_is_followed_inside_the_folder_and_rejected_outside(folder: Path) -> None:
+def test_a_symbolic_link_is_followed_within_the_bundle_folder_and_rejected_outside(folder: Path) -> None:
     target = folder / "target.onnx"
     (folder / "weights").mkdir()
     inside = target.rename(folder / "weights" / "t.onnx")
@@ -239,14 +258,16 @@ def test_a_link_is_followed_inside_the_folder_and_rejected_outside(folder: Path)
     outside = inside.rename(folder.parent / "t.onnx")
     target.unlink()
     target.symlink_to(outside)
-    assert "found a link that leaves the bundle's folder" in error_message(folder)
+    assert "found a link that leaves the bundle's folder" in get_error_message(folder)
     target.unlink()
     target.symlink_to(target)
-    assert "target.onnx: cannot be read" in error_message(folder)
+    assert "target.onnx: cannot be read" in get_error_message(folder)
 
 
 @pytest.mark.parametrize("blobs", ["hub/models--owner--name/blobs", "hub/blobs/00"])
-def test_a_commit_in_the_cache_of_the_hub_is_opened_by_its_path(folder: Path, tmp_path: Path, blobs: str) -> None:
+def test_a_snapshot_in_the_cache_of_the_hugging_face_hub_is_opened_by_path(
+    folder: Path, tmp_path: Path, blobs: str
+) -> None:
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)
     (tmp_path / blobs).mkdir(parents=True)
@@ -257,43 +278,45 @@ def test_a_commit_in_the_cache_of_the_hub_is_opened_by_its_path(folder: Path, tm
     outside = (tmp_path / blobs / "target.onnx").rename(tmp_path / "hub" / "target.onnx")
     (snapshot / "target.onnx").unlink()
     (snapshot / "target.onnx").symlink_to(outside)
-    assert "found a link that leaves the bundle's folder" in error_message(snapshot)
+    assert "found a link that leaves the bundle's folder" in get_error_message(snapshot)
 
 
 @pytest.mark.parametrize("create", [os.mkdir, os.mkfifo])
-def test_a_folder_or_pipe_in_place_of_a_file_is_rejected(folder: Path, create: Callable[[Path], None]) -> None:
+def test_a_folder_or_pipe_in_place_of_a_bundle_file_is_rejected(folder: Path, create: Callable[[Path], None]) -> None:
     (folder / "target.onnx").unlink()
     create(folder / "target.onnx")
-    assert "found a folder or device" in error_message(folder)
+    assert "found a folder or device" in get_error_message(folder)
 
 
 @pytest.mark.parametrize("location", ["/etc/passwd", "../secret", "unlisted.data", "*/_ORT_MEM_ADDR_/*", "a\\b"])
-def test_a_graph_may_only_read_files_of_the_bundle(folder: Path, location: str) -> None:
+def test_an_onnx_graph_that_reads_a_file_missing_from_the_manifest_is_rejected(folder: Path, location: str) -> None:
     (folder / "unlisted.data").write_bytes(b"1234")
-    (folder / "target.onnx").write_bytes(stub_graph(location))
-    rewrite(folder)
-    assert f"reads the file {location!r}, expected a file that bundle.json lists" in error_message(folder, verify=False)
-
-
-@pytest.mark.parametrize("name", ["target.bin", "target.ONNX", "target", "target.onnx ", "target.onnx.data"])
-@pytest.mark.parametrize("role", GRAPHS)
-def test_a_graphs_file_name_ends_in_onnx(folder: Path, role: str, name: str) -> None:
-    (folder / name).write_bytes(stub_graph())
-    files = read_manifest(folder)["files"]
-    rewrite(folder, files={**files, role: {"path": name}})
-    assert f"file {role}: found path {name!r}, expected a name that ends in .onnx" in error_message(
+    (folder / "target.onnx").write_bytes(make_stub_graph(location))
+    change_manifest(folder)
+    assert f"reads the file {location!r}, expected a file that bundle.json lists" in get_error_message(
         folder, verify=False
     )
 
 
-@pytest.mark.parametrize("data", [b"", b"\0", b"\x3a\x7f", b"not a graph at all", stub_graph()[:-1], b"\x08\x0a"])
-def test_bytes_that_are_not_a_graph_are_rejected(folder: Path, data: bytes) -> None:
+@pytest.mark.parametrize("name", ["target.bin", "target.ONNX", "target", "target.onnx ", "target.onnx.data"])
+@pytest.mark.parametrize("role", GRAPHS)
+def test_an_onnx_graph_whose_file_name_does_not_end_in_onnx_is_rejected(folder: Path, role: str, name: str) -> None:
+    (folder / name).write_bytes(make_stub_graph())
+    files = read_manifest(folder)["files"]
+    change_manifest(folder, files={**files, role: {"path": name}})
+    assert f"file {role}: found path {name!r}, expected a name that ends in .onnx" in get_error_message(
+        folder, verify=False
+    )
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", b"\x3a\x7f", b"not a graph at all", make_stub_graph()[:-1], b"\x08\x0a"])
+def test_a_graph_file_that_is_not_an_onnx_graph_is_rejected(folder: Path, data: bytes) -> None:
     (folder / "drafter.onnx").write_bytes(data)
-    rewrite(folder)
-    assert "expected an ONNX graph" in error_message(folder)
+    change_manifest(folder)
+    assert "expected an ONNX graph" in get_error_message(folder)
 
 
-def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:
+def test_external_files_of_weights_and_of_constants_in_subgraphs_are_listed(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
     constant = onnx.numpy_helper.from_array(np.ones(3, np.float32), "c")
@@ -307,7 +330,7 @@ def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:
     assert list_external_files(path) == {"a/w.bin", "c.bin"}
 
 
-def test_precompiled_nodes_and_prepacked_weights_are_rejected(tmp_path: Path) -> None:
+def test_onnx_graphs_with_precompiled_nodes_or_prepacked_weights_are_rejected(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     compiled = onnx.helper.make_node("EPContext", [], ["y"], ep_cache_context="../blob.bin", embed_mode=0)
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
@@ -321,16 +344,16 @@ def test_precompiled_nodes_and_prepacked_weights_are_rejected(tmp_path: Path) ->
             list_external_files(path)
 
 
-def table_error(folder: Path, read: str) -> str:
-    """Return the error of reading a table that is in the bundle's folder."""
-    rewrite(folder)
-    message = str(error_of(BundleError, lambda: getattr(open_bundle(folder), read)()))
+def get_table_error(folder: Path, attribute: str) -> str:
+    """Return the error of reading a table: `code_embeddings` or `neighbor_table` of the bundle."""
+    change_manifest(folder)
+    message = str(catch_error(BundleError, lambda: getattr(open_bundle(folder), attribute)()))
     assert "\n" not in message
     return message
 
 
-HOLE = np.zeros((CODES, WIDTH), np.float32)
-HOLE[3, 3] = np.nan
+EMBEDDINGS_WITH_NAN = np.zeros((CODES, WIDTH), np.float32)
+EMBEDDINGS_WITH_NAN[3, 3] = np.nan
 NOT_AN_ARRAY = "without pickled objects"
 
 
@@ -339,23 +362,25 @@ NOT_AN_ARRAY = "without pickled objects"
     [
         (np.zeros((CODES, WIDTH + 1), np.float32), r"float32 \[32, 9\], expected float32 or float16 \[32, 8\]"),
         (np.zeros((CODES, WIDTH)), "float64"),
-        (HOLE, "found NaN or infinity"),
+        (EMBEDDINGS_WITH_NAN, "found NaN or infinity"),
         (np.full((CODES, WIDTH), None, object), NOT_AN_ARRAY),
         (pickle.dumps([1]), NOT_AN_ARRAY),
         (b"", NOT_AN_ARRAY),
         (b"\x93NUMPY\x01\x00\x10\x00{'descr': oops}\n", NOT_AN_ARRAY),
     ],
 )
-def test_a_wrong_table_of_code_embeddings_is_rejected(folder: Path, table: np.ndarray | bytes, expected: str) -> None:
+def test_an_invalid_table_of_code_embeddings_is_rejected(
+    folder: Path, table: np.ndarray | bytes, expected: str
+) -> None:
     path = folder / "code_embeddings.npy"
     if isinstance(table, bytes):
         path.write_bytes(table)
     else:
         np.save(path, table, allow_pickle=True)
-    assert re.search(expected, table_error(folder, "code_embeddings"))
+    assert re.search(expected, get_table_error(folder, "code_embeddings"))
 
 
-def test_a_wrong_neighbor_table_is_rejected(folder: Path) -> None:
+def test_an_invalid_neighbor_table_is_rejected(folder: Path) -> None:
     with np.load(folder / "neighbors.npz") as archive:
         indices = archive["indices"]
     out_of_range = indices.copy()
@@ -367,31 +392,31 @@ def test_a_wrong_neighbor_table_is_rejected(folder: Path) -> None:
         (indices.astype(np.int64), "int64"),
         (out_of_range, "found index 32, expected 0 .. 31"),
         (self_neighbor, "found code 7 among its own neighbours"),
-        (np.full((CODES, K), None, object), "`indices`"),
+        (np.full((CODES, NUM_NEIGHBORS), None, object), "`indices`"),
     ]
     for table, expected in tables:
         np.savez_compressed(folder / "neighbors.npz", indices=table, allow_pickle=True)
-        assert expected in table_error(folder, "neighbor_table")
+        assert expected in get_table_error(folder, "neighbor_table")
     np.savez(folder / "neighbors.npz", indices=np.asfortranarray(indices))
-    rewrite(folder)
+    change_manifest(folder)
     np.testing.assert_array_equal(open_bundle(folder).neighbor_table, indices)
 
 
-def test_a_neighbor_file_that_is_not_an_archive_or_unpacks_to_gigabytes_is_rejected(folder: Path) -> None:
+def test_a_neighbor_file_that_is_not_an_archive_or_is_too_large_unpacked_is_rejected(folder: Path) -> None:
     path = folder / "neighbors.npz"
     path.write_bytes(pickle.dumps({"indices": 1}))
-    assert "expected a NumPy archive" in table_error(folder, "neighbor_table")
+    assert "expected a NumPy archive" in get_table_error(folder, "neighbor_table")
     for data, expected in ((b"junk", "expected a NumPy archive"), (bytes(10_000_000), "10,000,000 bytes unpacked")):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("indices.npy", data)
-        assert expected in table_error(folder, "neighbor_table")
+        assert expected in get_table_error(folder, "neighbor_table")
 
 
-def test_reading_neighbors_of_a_bundle_without_them_is_an_error(folder: Path) -> None:
+def test_reading_the_neighbor_table_of_a_bundle_without_neighbors_is_an_error(folder: Path) -> None:
     manifest = read_manifest(folder)
     manifest["neighbors"] = 0
     del manifest["files"]["neighbors"]
-    write_manifest(folder, manifest)
+    write_bundle_manifest(folder, manifest)
     with pytest.raises(BundleError, match="has no neighbour table"):
         _ = open_bundle(folder).neighbor_table
     with pytest.raises(BundleError, match="no file `neighbors`, expected one of code_embeddings, condition"):

@@ -22,8 +22,8 @@ from lantern_rt.inputs import install_command
 from lantern_rt.output.names import choose_output_paths, make_slug
 from lantern_rt.text.words import ANY_WORDS
 
-STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
-         "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
+STATS_KEYS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
+              "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
 
 
 def list_files(folder: Path) -> list[str]:
@@ -51,10 +51,10 @@ def test_run_writes_a_png_named_after_prompt_and_seed(program: Any, words_bundle
     assert texts["Software"] == f"lantern-rt {lantern_rt.__version__}"
 
 
-def test_json_is_one_object_and_all_of_stdout(program: Any, words_bundle: Path, tmp_path: Path) -> None:
+def test_run_with_the_option_json_prints_a_single_json_object(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, out, _ = program("run", words_bundle, "red cube", "green cube", "--count", 2, "--seed", 0, "--json")
     report = json.loads(out)
-    assert (code, list(report), list(report["stats"])) == (0, ["images", "stats"], STATS)
+    assert (code, list(report), list(report["stats"])) == (0, ["images", "stats"], STATS_KEYS)
     assert [image["seed"] for image in report["images"]] == [0, 1, 0, 1]
     assert [image["prompt"] for image in report["images"]] == ["red cube"] * 2 + ["green cube"] * 2
     assert all(list(image) == ["codes", "seed", "prompt", "output"] for image in report["images"])
@@ -62,57 +62,61 @@ def test_json_is_one_object_and_all_of_stdout(program: Any, words_bundle: Path, 
     assert list_files(tmp_path) == sorted(image["output"] for image in report["images"])
 
 
-def test_class_ids_are_named_in_files_and_json(program: Any, class_bundle: Path, tmp_path: Path) -> None:
+def test_class_ids_appear_in_file_names_and_in_the_json_output(
+    program: Any, class_bundle: Path, tmp_path: Path
+) -> None:
     code, out, _ = program("run", class_bundle, "--class-id", 3, "--class-id", 7, "--seed", 0, "--json")
     assert code == 0
     assert [image["class_id"] for image in json.loads(out)["images"]] == [3, 7]
     assert list_files(tmp_path) == ["class-3-seed0.png", "class-7-seed0.png"]
 
 
-def test_more_threads_than_cores_are_noted(program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_more_threads_than_cores_prints_a_note(
+    program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lantern_rt.engines.host.count_usable_cores", lambda: 1)
     code, _, err = program("run", words_bundle, "red", "--threads", 2)
     assert (code, err.splitlines()[0]) == (0, "note: --threads 2 on 1 core; one per core is faster")
 
 
-def test_an_existing_image_is_not_generated_again_and_another_image_gets_another_name(
+def test_an_existing_image_is_not_generated_again_and_another_image_gets_another_file_name(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ("run", words_bundle, "red cube", "--seed", 0, "--output", "out/")
-    first, second, third = (f"out{os.sep}red-cube-seed{name}.png\n" for name in ("0", "1", "0-2"))
-    assert program(*run)[:2] == (0, first)
+    command = ("run", words_bundle, "red cube", "--seed", 0, "--output", "out/")
+    first_line, second_line, third_line = (f"out{os.sep}red-cube-seed{name}.png\n" for name in ("0", "1", "0-2"))
+    assert program(*command)[:2] == (0, first_line)
     existing_bytes = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
-    code, out, err = program(*run, "--count", 2)
-    assert (code, out) == (0, first + second)
+    code, out, err = program(*command, "--count", 2)
+    assert (code, out) == (0, first_line + second_line)
     assert err.startswith("1 of 2 images exist already; --force generates them again\n")
     assert "1 image in" in err
-    assert program(*run, "--method", "rows")[:2] == (0, third)
+    assert program(*command, "--method", "rows")[:2] == (0, third_line)
     for options in (["--scale", 2], ["--top-k", 3]):
-        assert program(*run, *options)[1] not in (first, third)
+        assert program(*command, *options)[1] not in (first_line, third_line)
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == existing_bytes
-    assert json.loads(program(*run, "--json")[1])["images"][0]["output"] == first.strip()
+    assert json.loads(program(*command, "--json")[1])["images"][0]["output"] == first_line.strip()
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == existing_bytes
-    assert program(*run, "--method", "eagle", "--count", 1)[1] == first  # an exact method, so the same image
-    assert program(*run, "--force", "--method", "rows")[1] == first
+    assert program(*command, "--method", "eagle", "--count", 1)[1] == first_line  # an exact method, so the same image
+    assert program(*command, "--force", "--method", "rows")[1] == first_line
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != existing_bytes
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
-    assert program(*run, "--method", "rows", "--count", 1)[1] == first
+    assert program(*command, "--method", "rows", "--count", 1)[1] == first_line
 
 
-def test_a_prompt_may_be_an_option(program: Any, words_bundle: Path, tmp_path: Path) -> None:
+def test_run_accepts_prompts_as_options(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     assert (
         program("run", words_bundle, "--prompt", "red cube", "--prompt", "green", "--method", "ar", "--seed", 0)[0] == 0
     )
     assert list_files(tmp_path) == ["green-seed0.png", "red-cube-seed0.png"]
 
 
-def test_a_trace_is_written_to_a_file_and_an_image_beside_it(program: Any, words_bundle: Path, tmp_path: Path) -> None:
+def test_the_option_trace_writes_an_npz_file_and_a_png_file(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, _, err = program("run", words_bundle, "red", "--output", "red.png", "--trace", "red.npz")
     assert (code, "trace: red.npz and red.trace.png" in err) == (0, True)
     assert list_files(tmp_path) == ["red.npz", "red.png", "red.trace.png"]
 
 
-def test_files_of_the_same_name_in_a_request_are_numbered(tmp_path: Path) -> None:
+def test_output_paths_with_the_same_file_name_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "red-2.png").touch()
     outputs = choose_output_paths(str(tmp_path), ["red", "red", "blue"], False)
     assert outputs == [(tmp_path / name, False) for name in ("red.png", "red-3.png", "blue.png")]
@@ -120,7 +124,7 @@ def test_files_of_the_same_name_in_a_request_are_numbered(tmp_path: Path) -> Non
     assert (make_slug("w" * 99), make_slug("\N{SNOWMAN}")) == ("w" * 60, "image")
 
 
-def test_the_first_word_is_a_bundle_only_if_it_is_the_name_of_a_bundle(program: Any, words_bundle: Path) -> None:
+def test_the_first_argument_of_run_is_a_bundle_only_if_a_bundle_has_this_name(program: Any, words_bundle: Path) -> None:
     assert program("run", "a red sphere on sand", "--seed", 4)[:2] == (0, "a-red-sphere-on-sand-seed4.png\n")
     Path("red").mkdir()
     os.symlink(words_bundle, "cube")
@@ -131,7 +135,7 @@ def test_the_first_word_is_a_bundle_only_if_it_is_the_name_of_a_bundle(program: 
 
 
 @pytest.mark.parametrize(("subject", "value"), [("--class-id", 3), ("--prompt", "red cube"), ("--from", "own.png")])
-def test_a_single_word_besides_a_prompt_option_is_a_missing_bundle(
+def test_a_word_next_to_class_id_prompt_or_from_is_reported_as_a_missing_bundle(
     program: Any, words_bundle: Path, subject: str, value: object
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
@@ -178,7 +182,7 @@ def test_a_single_word_besides_a_prompt_option_is_a_missing_bundle(
         (["red", "--colour"], "No such option"),
     ],
 )
-def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+def test_run_rejects_invalid_input_with_one_line_on_stderr_and_exit_code_2(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], reason: str
 ) -> None:
     (tmp_path / "there.png").write_text("mine")
@@ -197,7 +201,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (OSError(28, "No space left on device"), 2, ".*No space left on device"),
     ],
 )
-def test_an_interrupted_write_leaves_no_file(
+def test_an_interrupted_or_failed_write_of_an_image_leaves_no_file(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     error: BaseException, code: int, reason: str,
 ) -> None:  # fmt: skip
@@ -211,7 +215,7 @@ def test_an_interrupted_write_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_appears_while_decoding_is_not_replaced(
+def test_a_file_that_appears_at_the_output_path_during_decoding_is_not_replaced(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = Pipeline.decode
@@ -227,7 +231,7 @@ def test_a_file_that_appears_while_decoding_is_not_replaced(
     assert list_files(tmp_path) == ["red-seed0.png"]
 
 
-def test_the_error_for_an_impossible_prompt_names_the_three_most_similar_valid_prompts(program: Any) -> None:
+def test_the_error_for_an_invalid_prompt_names_the_three_most_similar_valid_prompts(program: Any) -> None:
     code, _, err = program("run", "a red dog on sand")
     assert (code, err.count("\n")) == (2, 1)
     suggestions = re.findall(r"'([^']{12,})'", err.partition("similar valid prompts: ")[2])
@@ -252,7 +256,7 @@ def test_without_a_seed_a_random_seed_is_printed_and_recorded(program: Any, word
     assert (code, "exist" in err) == (0, True)
 
 
-def test_edit_regenerates_a_part_once_and_its_output_cannot_be_generated_from_the_record(
+def test_edit_regenerates_only_transparent_pixels_and_run_cannot_repeat_an_edit(
     program: Any, words_bundle: Path
 ) -> None:
     image = Image.linear_gradient("L").convert("RGBA")
@@ -267,7 +271,7 @@ def test_edit_regenerates_a_part_once_and_its_output_cannot_be_generated_from_th
     assert "no image encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 
 
-def test_edit_has_the_options_of_the_pipeline(program: Any) -> None:
+def test_the_edit_command_generates_the_same_images_as_the_edit_method_of_the_pipeline(program: Any) -> None:
     Image.linear_gradient("L").save("own.png")
     command = ("edit", "own.png", "--prompt", "a red cube on sand", "--keep-rows", 12, "--tries", 2, "--count", 2)
     command += ("--seed", 0)
@@ -287,14 +291,14 @@ def test_edit_has_the_options_of_the_pipeline(program: Any) -> None:
 # ---------------------------------------------------------------- other commands, and help
 
 
-def test_help_of_export_names_every_family(program: Any) -> None:
+def test_the_help_of_export_names_every_model_family(program: Any) -> None:
     from lantern_rt.export.registry import FAMILIES
 
     described = program("export", "--help")[1].partition("Family: ")[2].partition("[default")[0]
     assert re.findall(r"[a-z0-9_]{3,}", described) == [*FAMILIES]
 
 
-def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
+def test_inspect_prints_a_summary_the_words_or_the_manifest_of_a_bundle(
     program: Any, words_bundle: Path, class_bundle: Path
 ) -> None:
     code, out, _ = program("inspect", words_bundle)
@@ -316,7 +320,7 @@ def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
         (["serve", "scenes"], "uvicorn", "serve"),
     ],
 )
-def test_a_command_without_its_libraries_names_what_to_install(
+def test_a_command_with_a_missing_library_names_the_extras_to_install(
     program: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], library: str, extras: str
 ) -> None:
     find = importlib.util.find_spec
@@ -326,22 +330,23 @@ def test_a_command_without_its_libraries_names_what_to_install(
     assert (code, err.strip()) == (2, line)
 
 
-STEPS = [["train-drafter", step] for step in ("data", "fit")]
-NOT_IN_GLOSSARY = (
-    r"--(num-images|images|together)\b|(?<!--)\bcodes\b|\bpictures?\b|\banew\b"  # count, batch, token, image
+TRAINING_COMMANDS = [["train-drafter", step] for step in ("data", "fit")]
+DISCOURAGED_WORDS = (
+    # The help says count, batch, token and image instead.
+    r"--(num-images|images|together)\b|(?<!--)\bcodes\b|\bpictures?\b|\banew\b"
 )
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *STEPS])
-def test_every_help_shows_examples_within_80_columns_in_the_words_of_the_glossary(command: list[str]) -> None:
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *TRAINING_COMMANDS])
+def test_every_help_text_has_examples_fits_80_columns_and_avoids_discouraged_words(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
     assert [line for line in result.output.splitlines() if len(line) > 80 and "'{" not in line] == []
     assert result.exit_code == 0
-    assert re.search(NOT_IN_GLOSSARY, result.output, re.IGNORECASE) is None
+    assert re.search(DISCOURAGED_WORDS, result.output, re.IGNORECASE) is None
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
 
 
-def test_the_program_alone_shows_its_help_and_version(program: Any) -> None:
+def test_the_program_prints_help_without_arguments_and_the_version_with_an_option(program: Any) -> None:
     assert program()[1] == program("--help")[1]
     assert program("--version")[:2] == (0, f"lantern-rt {lantern_rt.__version__}\n")
 
@@ -364,14 +369,16 @@ def test_the_program_alone_shows_its_help_and_version(program: Any) -> None:
         (["run", "a red cube", "--size", "512"], "--size: found '512', expected 256x256; --scale 2 "),
     ],
 )
-def test_a_wrong_value_of_an_option_is_rejected_in_our_words(program: Any, arguments: list[str], line: str) -> None:
+def test_the_error_for_an_invalid_option_value_names_the_found_and_the_expected_value(
+    program: Any, arguments: list[str], line: str
+) -> None:
     code, _, err = program(*arguments)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"lantern-rt: {line}")
 
 
 @pytest.mark.parametrize("arguments", [["dance"], ["run", "--seed"], ["train-drafter", "dance"]])
-def test_wrong_usage_is_one_line_and_exit_code_2(program: Any, arguments: list[str]) -> None:
+def test_wrong_usage_of_a_command_is_rejected_with_one_line_and_exit_code_2(program: Any, arguments: list[str]) -> None:
     code, _, err = program(*arguments)
     assert (code, err.count("\n"), "--help" in err) == (2, 1, True)
 
@@ -384,7 +391,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(program: Any, arguments: list[s
         (["run", "a red sphere", "--threads", "1"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
     ],
 )
-def test_commands_load_no_more_modules_and_memory_than_they_need(
+def test_commands_import_no_unneeded_libraries_and_use_less_than_400_mib(
     tmp_path: Path, arguments: list[str], unneeded_modules: set[str]
 ) -> None:
     code = (

@@ -1,4 +1,4 @@
-"""Caches whose columns fill in any order: an attention mask read from bits, compared with plain lists."""
+"""`CacheColumnMap`: KV caches whose columns fill in any order, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumnMap, padded_node_count
 from lantern_rt.runtime.engine import Bools, PassInput
 
-MAX_NODES = 20  # of a pass
+MAX_NODES = 20  # per pass
 
 
-class CacheModel:
-    """A cache and a plain model of its content: every node that is written has a number.
+class CheckedCache:
+    """A column map and the expected content of the KV cache, where every written node has a number.
 
     Attributes:
-        cache: the columns under test.
-        numbers: number of the node in each column, `[rows, columns]`; -1 where none was written.
+        cache: column map under test.
+        numbers: number of the node in each column, `[rows, columns]`; -1 where no node was written.
         entries: numbers of the committed nodes of each row, in order.
         next_number: number of the next node.
     """
@@ -29,28 +29,31 @@ class CacheModel:
         self.entries: list[list[int]] = [[] for _ in range(rows)]
         self.next_number = 0
 
-    def run(self, on_past: Bools, among: Bools) -> np.ndarray:
-        """Run a pass and check where it writes and what it attends to; return the numbers of its nodes.
+    def run_pass(self, attends_to_entries: Bools, attends_to_nodes: Bools) -> np.ndarray:
+        """Run a pass, check the written columns and the attention mask, and return the numbers of the nodes.
 
         Args:
-            on_past: true where a node attends to an entry, `[rows, nodes, entries]`.
-            among: true where a node attends to a node, `[rows, nodes, nodes]`.
+            attends_to_entries: true where a node attends to a committed node, `[rows, nodes, entries]`.
+            attends_to_nodes: true where a node attends to a node of the same pass, `[rows, nodes, nodes]`.
+
+        Returns:
+            Numbers of the nodes, `[rows, nodes]`.
         """
-        (rows, nodes, _) = among.shape
+        (rows, nodes, _) = attends_to_nodes.shape
         cache = self.cache
         past_length = cache.past_length()
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
-        mask[:, :, : on_past.shape[2]] = on_past
-        mask[:, :, past_length:] = among
+        mask[:, :, : attends_to_entries.shape[2]] = attends_to_entries
+        mask[:, :, past_length:] = attends_to_nodes
         feeds = cache.encode_pass_inputs(
             PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes)
         )
-        new = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
+        new_numbers = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
         self.next_number += rows * nodes
         assert (np.sort(cache.column_of) == np.arange(cache.num_columns)).all(), (
             "each row of `column_of` is a permutation of the columns"
         )
-        spare = cache.num_columns - 1
+        spare = cache.num_columns - 1  # column that only padding nodes write
         write = feeds["write"][:, :, 0]
         assert write.shape == (rows, padded_node_count(nodes), 3)
         assert not write[..., 2].any()
@@ -62,21 +65,27 @@ class CacheModel:
             assert not {*entry_columns} & {*write[row, :nodes, 1].tolist()}
             assert len({*write[row, :nodes, 1].tolist()}) == nodes
         for node in range(nodes):
-            self.numbers[np.arange(rows), write[:, node, 1]] = new[:, node]
+            self.numbers[np.arange(rows), write[:, node, 1]] = new_numbers[:, node]
         attended = unpack_mask(feeds, cache.num_columns)
         assert not attended[:, :, spare].any()
-        assert not attended[:, nodes:, 1:].any()  # padding nodes attend to the first column only
+        assert not attended[:, nodes:, 1:].any()  # padding nodes attend only to the first column
         for row in range(rows):
             for node in range(nodes):
-                expected = [entry for i, entry in enumerate(self.entries[row]) if on_past[row, node, i]]
-                expected += new[row, among[row, node]].tolist()
+                expected = [entry for i, entry in enumerate(self.entries[row]) if attends_to_entries[row, node, i]]
+                expected += new_numbers[row, attends_to_nodes[row, node]].tolist()
                 assert sorted(self.numbers[row, attended[row, node]].tolist()) == sorted(expected)
-        return new
+        return new_numbers
 
-    def append(self, new: np.ndarray, accepted: list[list[int]]) -> None:
+    def accept(self, new_numbers: np.ndarray, accepted: list[list[int]]) -> None:
+        """Commit the accepted nodes of each row.
+
+        Args:
+            new_numbers: numbers of the nodes of the last pass, `[rows, nodes]`.
+            accepted: indices of the accepted nodes, by row.
+        """
         self.cache.accept_nodes(self.cache.written_columns, [np.array(nodes, np.int64) for nodes in accepted])
         for row, nodes in enumerate(accepted):
-            self.entries[row] += new[row, nodes].tolist()
+            self.entries[row] += new_numbers[row, nodes].tolist()
         self.check_entries()
 
     def check_entries(self) -> None:
@@ -87,16 +96,16 @@ class CacheModel:
 
 
 def unpack_mask(feeds: dict[str, np.ndarray], columns: int) -> Bools:
-    """Return the attention mask as the graph reads it, bool `[rows, nodes, columns]`."""
+    """Return the attention mask that is encoded in the bits of the graph input `seen`, `[rows, nodes, columns]`."""
     mask: Bools = (feeds["seen"][..., None] >> np.arange(MASK_WORD_BITS) & 1).astype(bool)
     return mask.reshape(*feeds["seen"].shape[:2], columns)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_the_graph_reads_the_attention_mask_of_the_pass_after_any_history(data: st.DataObject) -> None:
+def test_graph_inputs_encode_the_attention_mask_after_any_sequence_of_cache_operations(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    model = CacheModel(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)) + MAX_NODES)
+    model = CheckedCache(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)) + MAX_NODES)
     for _ in range(data.draw(st.integers(1, 8))):
         cache = model.cache
         rows = len(model.entries)
@@ -110,52 +119,55 @@ def test_the_graph_reads_the_attention_mask_of_the_pass_after_any_history(data: 
             model.numbers = model.numbers[selected]
             model.entries = [model.entries[row][:] for row in selected]
         elif action == "join":
-            other = CacheModel(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + MAX_NODES)
-            other.next_number = model.next_number
-            run_random_pass(other, rng)
-            cache.append_rows(other.cache)
-            padding = [((0, 0), (0, cache.num_columns - item.numbers.shape[1])) for item in (model, other)]
-            model.numbers = np.concatenate([np.pad(model.numbers, padding[0]), np.pad(other.numbers, padding[1])])
-            model.next_number = other.next_number
-            model.entries += other.entries
+            joining_model = CheckedCache(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + MAX_NODES)
+            joining_model.next_number = model.next_number
+            run_random_pass(joining_model, rng)
+            cache.append_rows(joining_model.cache)
+            padding = [((0, 0), (0, cache.num_columns - item.numbers.shape[1])) for item in (model, joining_model)]
+            model.numbers = np.concatenate(
+                [np.pad(model.numbers, padding[0]), np.pad(joining_model.numbers, padding[1])]
+            )
+            model.next_number = joining_model.next_number
+            model.entries += joining_model.entries
         else:
             run_random_pass(model, rng)
         model.check_entries()
 
 
-def run_random_pass(model: CacheModel, rng: np.random.Generator) -> None:
+def run_random_pass(model: CheckedCache, rng: np.random.Generator) -> None:
     """Run a pass with a random mask, and commit some of its nodes in every row."""
     rows = len(model.entries)
     nodes = int(rng.integers(1, MAX_NODES))
     longest = max(map(len, model.entries))
     everywhere = rng.random((rows, 1, longest)) < 0.7
-    on_past = everywhere | (rng.random((rows, nodes, longest)) < 0.3)
-    on_past &= (np.arange(longest) < model.cache.lengths[:, None])[:, None]
-    among = (rng.random((rows, nodes, nodes)) < 0.3) | np.eye(nodes, dtype=bool)
-    new = model.run(on_past, among)
+    attends_to_entries = everywhere | (rng.random((rows, nodes, longest)) < 0.3)
+    attends_to_entries &= (np.arange(longest) < model.cache.lengths[:, None])[:, None]
+    attends_to_nodes = (rng.random((rows, nodes, nodes)) < 0.3) | np.eye(nodes, dtype=bool)
+    new_numbers = model.run_pass(attends_to_entries, attends_to_nodes)
     remaining = model.cache.capacity - MAX_NODES - model.cache.lengths
     accepted = [rng.permutation(nodes)[: max(0, min(int(rng.integers(0, nodes + 1)), count))] for count in remaining]
-    model.append(new, [indices.tolist() for indices in accepted])
+    model.accept(new_numbers, [indices.tolist() for indices in accepted])
 
 
-def mask_without_entries(nodes: int) -> tuple[Bools, Bools]:
+def make_masks_without_entries(nodes: int) -> tuple[Bools, Bools]:
+    """Return masks of a pass without committed nodes, in which each node attends only to itself."""
     return np.zeros((1, nodes, 0), bool), np.eye(nodes, dtype=bool)[None]
 
 
-def test_columns_of_rejected_nodes_are_written_again() -> None:
-    model = CacheModel(1, 60)
-    new = model.run(*mask_without_entries(5))
-    model.append(new, [[3, 1]])
+def test_cache_columns_of_rejected_nodes_are_used_again() -> None:
+    model = CheckedCache(1, 60)
+    new_numbers = model.run_pass(*make_masks_without_entries(5))
+    model.accept(new_numbers, [[3, 1]])
     assert model.cache.column_of[0, :2].tolist() == [3, 1]
-    model.run(np.ones((1, 4, 2), bool), np.eye(4, dtype=bool)[None])
+    model.run_pass(np.ones((1, 4, 2), bool), np.eye(4, dtype=bool)[None])
     assert model.cache.written_columns.tolist() == [[0, 2, 4, 5]]
     model.cache.truncate(np.array([1]))
     model.entries = [model.entries[0][:1]]
-    model.run(np.ones((1, 4, 1), bool), np.eye(4, dtype=bool)[None])
+    model.run_pass(np.ones((1, 4, 1), bool), np.eye(4, dtype=bool)[None])
     assert model.cache.written_columns.tolist() == [[0, 1, 2, 4]]
 
 
-def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
+def test_a_nearly_full_cache_row_can_share_a_pass_with_a_row_of_many_nodes() -> None:
     cache = CacheColumnMap(np.array([120, 0]), 127)
     cache.column_of[0, :120] = np.arange(120)
     mask = np.zeros((2, 16, 128 + 16), bool)
@@ -171,17 +183,17 @@ def test_a_nearly_full_row_shares_passes_with_rows_of_many_nodes() -> None:
     assert cache.column_of[0, :127].tolist() == [*range(127)]
 
 
-def test_nodes_of_an_earlier_pass_are_rejected() -> None:
-    model = CacheModel(1, 60)
-    model.run(*mask_without_entries(2))
+def test_accepting_nodes_of_an_earlier_pass_is_an_error() -> None:
+    model = CheckedCache(1, 60)
+    model.run_pass(*make_masks_without_entries(2))
     earlier = model.cache.written_columns
-    model.run(*mask_without_entries(2))
+    model.run_pass(*make_masks_without_entries(2))
     no_indices = [np.array([], np.int64)]
     with pytest.raises(ValueError, match="not from the last pass"):
         model.cache.accept_nodes(earlier, no_indices)
     model.cache.accept_nodes(model.cache.written_columns, no_indices)
 
 
-def test_passes_are_padded_to_a_few_numbers_of_nodes() -> None:
+def test_the_node_counts_of_passes_are_padded_to_a_few_numbers() -> None:
     """Check that no pass has a single node, as TensorRT engines need at least two."""
     assert [padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]

@@ -1,4 +1,4 @@
-"""The decode loop on toy engines, which notice every wrong mask, position, hidden state, commit or rollback."""
+"""The decode loop with toy engines, which raise an error for every wrong mask, position, hidden state or rollback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt
+from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import (
@@ -37,15 +37,15 @@ from lantern_rt.runtime.tree_names import parse_tree
 VOCABULARY = 5
 CODES = 9
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
-BUSHY = "tree-3-210-100"
+STATIC_TREE = "tree-3-210-100"
 METHODS = {
     "ar": Autoregressive(),
-    "eagle, static": Eagle(tree=BUSHY),
+    "eagle, static": Eagle(tree=STATIC_TREE),
     "eagle, chain": Eagle(tree="chain-2"),
     "eagle, dynamic": Eagle(tree="dynamic-8-3-3"),
     "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
-    "lantern++": LanternPlusPlus(tree=BUSHY, neighbors=3),
-    "lantern++, published": LanternPlusPlus(tree=BUSHY, neighbors=3, residual="neighborhood"),
+    "lantern++": LanternPlusPlus(tree=STATIC_TREE, neighbors=3),
+    "lantern++, published": LanternPlusPlus(tree=STATIC_TREE, neighbors=3, residual="neighborhood"),
     "sjd": SpeculativeJacobi(window=4),
     "sjd, relaxed": SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
 }
@@ -61,6 +61,7 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAM
 
 
 def make_tree_model(**options: Any) -> ToyModel:
+    """Return the toy model of these tests; `options` replace arguments of `make_model`."""
     return make_model(**({"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEIGHBORS} | options))
 
 
@@ -69,11 +70,20 @@ def make_prompts(identities: Iterable[int]) -> list[Prompt]:
     return [make_prompt(i, padding=i % 3) for i in identities]
 
 
-def steps_of(
-    engine: ToyModel, identities: Iterable[int], sampling: Sampling, method: MethodConfig, salt: int = 0
+def decode_images(
+    engine: ToyModel, identities: Iterable[int], sampling: Sampling, method: MethodConfig, seed_block: int = 0
 ) -> list[DecodeStep]:
+    """Return all steps of decoding a batch.
+
+    Args:
+        engine: toy model.
+        identities: numbers of the prompts.
+        sampling: sampling settings.
+        method: decoding method.
+        seed_block: number that selects other seeds for the same prompts.
+    """
     identities = list(identities)
-    return list(decode(engine, make_prompts(identities), [1000 * salt + i for i in identities], sampling, method))
+    return list(decode(engine, make_prompts(identities), [1000 * seed_block + i for i in identities], sampling, method))
 
 
 # ---------------------------------------------------------------- the steps of a decode
@@ -81,13 +91,13 @@ def steps_of(
 
 @every_method
 @every_sampling
-def test_every_image_gets_all_its_tokens_and_the_statistics_agree_with_the_steps(
+def test_every_image_is_complete_and_the_statistics_agree_with_the_decode_steps(
     method: MethodConfig, sampling: Sampling
 ) -> None:
     model = make_tree_model()
     num_images = 4
-    steps = steps_of(model, range(num_images), sampling, method)
-    codes = codes_of(steps, num_images)
+    steps = decode_images(model, range(num_images), sampling, method)
+    codes = collect_codes(steps, num_images)
     assert [len(row) for row in codes] == [CODES] * num_images
     assert all(0 <= code < VOCABULARY for row in codes for code in row)
     assert [step.stats is not None for step in steps] == [False] * (len(steps) - 1) + [True]
@@ -119,8 +129,8 @@ def test_every_image_gets_all_its_tokens_and_the_statistics_agree_with_the_steps
 
 
 @every_method
-def test_a_step_commits_its_accepted_path_and_the_bonus(method: MethodConfig) -> None:
-    for step in steps_of(make_tree_model(), range(3), Sampling(), method)[1:]:
+def test_a_decode_step_commits_the_accepted_path_and_the_bonus_token(method: MethodConfig) -> None:
+    for step in decode_images(make_tree_model(), range(3), Sampling(), method)[1:]:
         for part in step.parts:
             if isinstance(method, Autoregressive):
                 assert (part.tree, part.acceptance) == (None, None)
@@ -139,67 +149,72 @@ def test_a_step_commits_its_accepted_path_and_the_bonus(method: MethodConfig) ->
 
 
 @cache
-def codes_alone(method: str, sampling: str, identity: int) -> list[int]:
-    return codes_of(steps_of(make_tree_model(), [identity], SAMPLINGS[sampling], METHODS[method]), 1)[0]
+def generate_alone(method: str, sampling: str, identity: int) -> list[int]:
+    return collect_codes(decode_images(make_tree_model(), [identity], SAMPLINGS[sampling], METHODS[method]), 1)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))
 @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
-def test_an_image_does_not_depend_on_the_batch(method: str, order: list[int], size: int) -> None:
+def test_the_tokens_of_an_image_do_not_depend_on_the_batch(method: str, order: list[int], size: int) -> None:
     for name, sampling in SAMPLINGS.items():
-        together = codes_of(steps_of(make_tree_model(), order[:size], sampling, METHODS[method]), size)
+        together = collect_codes(decode_images(make_tree_model(), order[:size], sampling, METHODS[method]), size)
         for identity, codes in zip(order[:size], together, strict=True):
-            assert codes == codes_alone(method, name, identity)
+            assert codes == generate_alone(method, name, identity)
 
 
 @every_method
-def test_the_same_seed_repeats_an_image_and_another_seed_changes_it(method: MethodConfig) -> None:
-    first, repeated, other = (
-        codes_of(steps_of(make_tree_model(), range(4), Sampling(), method, salt), 4) for salt in (1, 1, 2)
+def test_equal_seeds_give_equal_images_and_other_seeds_give_other_images(method: MethodConfig) -> None:
+    images, repeated_images, other_images = (
+        collect_codes(decode_images(make_tree_model(), range(4), Sampling(), method, seed_block), 4)
+        for seed_block in (1, 1, 2)
     )
-    assert first == repeated
-    assert first != other
+    assert images == repeated_images
+    assert images != other_images
 
 
 @pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
 @every_sampling
-def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
-    """Draft from the target's distribution at every node: a fault in contexts, guidance or temperature shows."""
+def test_all_tokens_on_the_first_path_of_a_perfect_drafter_are_accepted(tree: str, sampling: Sampling) -> None:
+    """Use a drafter with the logits of the target: a wrong context, guidance or temperature would reject a token."""
     static_tree = parse_tree(tree)
     assert isinstance(static_tree, StaticTree)
-    steps = steps_of(make_tree_model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
+    steps = decode_images(make_tree_model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
     assert all(len(part.codes) == len(static_tree.levels) + 1 for step in steps[1:-1] for part in step.parts)
 
 
-def test_relaxed_acceptance_accepts_more_and_reports_its_realised_tvd() -> None:
-    def statistics(method: MethodConfig) -> Any:
-        return steps_of(make_tree_model(codes=60), range(6), Sampling(), method)[-1].stats
+def test_relaxed_acceptance_accepts_more_tokens_and_reports_the_realised_tvd() -> None:
+    def decode_statistics(method: MethodConfig) -> Any:
+        return decode_images(make_tree_model(codes=60), range(6), Sampling(), method)[-1].stats
 
-    exact = statistics(LanternPlusPlus(tree=BUSHY, neighbors=3, lambda_=1 + 1e-12))
-    relaxed = statistics(METHODS["lantern++"])
+    exact = decode_statistics(LanternPlusPlus(tree=STATIC_TREE, neighbors=3, lambda_=1 + 1e-12))
+    relaxed = decode_statistics(METHODS["lantern++"])
     assert relaxed.tokens_per_forward_pass > exact.tokens_per_forward_pass
     assert relaxed.realised_tvd > 0
 
 
-# ---------------------------------------------------------------- edges
+# ---------------------------------------------------------------- edge cases
 
 
 @every_method
 @pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_k=1, cfg_scale=2.0), Sampling(top_p=1e-6)])
-def test_distributions_with_a_single_token_are_decoded_like_greedy(method: MethodConfig, sampling: Sampling) -> None:
+def test_distributions_with_a_single_token_give_the_images_of_greedy_decoding(
+    method: MethodConfig, sampling: Sampling
+) -> None:
     greedy = Sampling(cfg_scale=sampling.cfg_scale, temperature=0)
-    codes = codes_of(steps_of(make_tree_model(), range(3), sampling, method), 3)
+    codes = collect_codes(decode_images(make_tree_model(), range(3), sampling, method), 3)
     if method.exact:
-        assert codes == codes_of(steps_of(make_tree_model(), range(3), greedy, METHODS["ar"]), 3)
+        assert codes == collect_codes(decode_images(make_tree_model(), range(3), greedy, METHODS["ar"]), 3)
 
 
 @every_sampling
 @pytest.mark.parametrize("tree", ["medusa-63", "dynamic-59"])
-def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sampling: Sampling) -> None:
+def test_a_draft_tree_with_more_children_than_the_vocabulary_has_tokens_is_pruned(
+    tree: str, sampling: Sampling
+) -> None:
     method = Eagle(tree=tree)
-    steps = steps_of(make_tree_model(vocabulary=3), range(2), sampling, method)
-    assert [len(codes) for codes in codes_of(steps, 2)] == [CODES] * 2
+    steps = decode_images(make_tree_model(vocabulary=3), range(2), sampling, method)
+    assert [len(codes) for codes in collect_codes(steps, 2)] == [CODES] * 2
     for step in steps[1:]:
         for part in step.parts:
             assert part.tree is not None
@@ -210,36 +225,40 @@ def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sam
 
 @every_method
 @pytest.mark.parametrize(("prefix", "codes"), [(1, 1), (2, 2), (8, 3), (8, CODES)])
-def test_prefixes_of_any_length_and_images_of_few_codes_work(method: MethodConfig, prefix: int, codes: int) -> None:
+def test_prompts_of_any_length_and_images_of_few_tokens_are_decoded(
+    method: MethodConfig, prefix: int, codes: int
+) -> None:
     model = make_tree_model(prefix=prefix, codes=codes)
     prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
     steps = list(decode(model, prompts, range(3), Sampling(cfg_scale=2.0), method))
-    assert [len(row) for row in codes_of(steps, 3)] == [codes] * 3
+    assert [len(row) for row in collect_codes(steps, 3)] == [codes] * 3
 
 
 @every_method
-def test_draft_nodes_past_the_end_of_the_position_table_share_its_last_entry(method: MethodConfig) -> None:
-    """Fill the table with 3 prefix positions and CODES tokens: deeper nodes must not change the image."""
+def test_draft_nodes_past_the_end_of_the_position_table_use_the_last_position(method: MethodConfig) -> None:
+    """Check that deeper draft nodes change no image with a table of 3 prefix positions and `CODES` tokens."""
     large_table = make_tree_model()
     full_table = make_tree_model(positions=3 + CODES)
     for sampling in [Sampling(temperature=0), Sampling(temperature=0, cfg_scale=2.0)]:
         if method.exact:
-            expected = codes_of(steps_of(large_table, range(3), sampling, method), 3)
-            assert codes_of(steps_of(full_table, range(3), sampling, method), 3) == expected
+            expected = collect_codes(decode_images(large_table, range(3), sampling, method), 3)
+            assert collect_codes(decode_images(full_table, range(3), sampling, method), 3) == expected
         else:
-            assert [len(c) for c in codes_of(steps_of(full_table, range(3), sampling, method), 3)] == [CODES] * 3
+            assert [len(c) for c in collect_codes(decode_images(full_table, range(3), sampling, method), 3)] == [
+                CODES
+            ] * 3
 
 
 @pytest.mark.parametrize("masks_prefix", [True, False])
-def test_a_drafter_attends_to_padded_prefix_slots_or_not(masks_prefix: bool) -> None:
+def test_drafters_that_attend_to_prompt_padding_and_drafters_that_do_not_are_decoded(masks_prefix: bool) -> None:
     model = make_tree_model(layout=DrafterLayout(masks_prefix=masks_prefix, prefix_token=2))
-    steps = steps_of(model, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
-    assert [len(row) for row in codes_of(steps, 4)] == [CODES] * 4
+    steps = decode_images(model, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
+    assert [len(row) for row in collect_codes(steps, 4)] == [CODES] * 4
 
 
 def test_finished_images_leave_the_batch() -> None:
     model = make_tree_model(agreement=0.5, codes=20)
-    steps_of(model, range(6), Sampling(cfg_scale=2.0), METHODS["eagle, dynamic"])
+    decode_images(model, range(6), Sampling(cfg_scale=2.0), METHODS["eagle, dynamic"])
     assert isinstance(model.target, ToyTarget)
     rows = [rows for rows, _ in model.target.passes]
     assert rows[0] == 12
@@ -249,7 +268,7 @@ def test_finished_images_leave_the_batch() -> None:
 
 
 class DamagedDrafter(ToyDrafter):
-    """Drafter whose weights are NaN."""
+    """Drafter whose logits are NaN, like the logits of damaged weights."""
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
@@ -259,39 +278,47 @@ class DamagedDrafter(ToyDrafter):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("tree", ["balanced-25", "dynamic-10-3-3"])
-def test_a_drafter_with_damaged_weights_is_an_error(tree: str, temperature: float) -> None:
+def test_drafter_logits_that_are_nan_are_an_error(tree: str, temperature: float) -> None:
     model = make_tree_model()
     damaged = DamagedDrafter(**vars(model.drafter))
     with pytest.raises(EngineError, match="damaged"):
-        steps_of(replace(model, drafter=damaged), [0], Sampling(temperature=temperature), Eagle(tree=tree))
+        decode_images(replace(model, drafter=damaged), [0], Sampling(temperature=temperature), Eagle(tree=tree))
 
 
-# ---------------------------------------------------------------- faults that the toy engines notice
+# ---------------------------------------------------------------- faults that the toy engines detect
 
 
-def tree_structure(**wrong_fields: Callable[[DraftTree], Any]) -> Any:
-    """Replace fields of the structures of draft trees by the results of these functions."""
-    structure_of = DraftTree.tree_structure.fget
-    assert structure_of is not None
+def replace_structure_fields(**wrong_fields: Callable[[DraftTree], Any]) -> Any:
+    """Return a replacement of `DraftTree.tree_structure`.
+
+    Args:
+        wrong_fields: functions that return wrong values of the fields, by name of the field.
+    """
+    get_structure = DraftTree.tree_structure.fget
+    assert get_structure is not None
     return property(
-        lambda tree: replace(structure_of(tree), **{name: make(tree) for name, make in wrong_fields.items()})
+        lambda tree: replace(get_structure(tree), **{name: make(tree) for name, make in wrong_fields.items()})
     )
 
 
-build_committed_mask = passes.build_committed_mask
-build_prefill_mask = passes.build_prefill_mask
-append = ToyCache.append
-keep_rows = ToyCache.keep_rows
-store_committed_tokens = drafting.EagleDrafter.store_committed_tokens
+original_committed_mask = passes.build_committed_mask
+original_prefill_mask = passes.build_prefill_mask
+original_append = ToyCache.append
+original_keep_rows = ToyCache.keep_rows
+original_store_committed_tokens = drafting.EagleDrafter.store_committed_tokens
 
 
-def append_first_nodes(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
-    append(cache, new_kv, [np.arange(len(nodes)) if cache.contiguous else nodes for nodes in accepted_indices])
+def append_first_nodes_instead_of_accepted(
+    cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]
+) -> None:
+    original_append(cache, new_kv, [np.arange(len(nodes)) if cache.contiguous else nodes for nodes in accepted_indices])
 
 
-def commit_hidden_states(change: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[CommittedTokens]], None]:
-    """Commit changed hidden states: `change` gets the hidden states of a pass, `[rows, nodes, hidden_size]`."""
-    return lambda drafts, committed: store_committed_tokens(
+def commit_changed_hidden_states(
+    change: Callable[[NDArray[np.float32]], Any],
+) -> Callable[[Any, list[CommittedTokens]], None]:
+    """Return a replacement of `store_committed_tokens` that changes hidden states `[rows, nodes, hidden_size]`."""
+    return lambda drafts, committed: original_store_committed_tokens(
         drafts, [item._replace(hidden=change(item.hidden)) for item in committed]
     )
 
@@ -300,48 +327,58 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "nodes attend to all earlier nodes": (
         DraftTree,
         "tree_structure",
-        tree_structure(ancestor_mask=lambda t: np.tri(t.num_nodes, dtype=bool)),
+        replace_structure_fields(ancestor_mask=lambda t: np.tri(t.num_nodes, dtype=bool)),
     ),
     "nodes do not attend to their ancestors": (
         DraftTree,
         "tree_structure",
-        tree_structure(ancestor_mask=lambda t: np.eye(t.num_nodes, dtype=bool)),
+        replace_structure_fields(ancestor_mask=lambda t: np.eye(t.num_nodes, dtype=bool)),
     ),
-    "depths are zero": (DraftTree, "tree_structure", tree_structure(depths=lambda t: np.zeros(t.num_nodes, np.int64))),
+    "depths are zero": (
+        DraftTree,
+        "tree_structure",
+        replace_structure_fields(depths=lambda t: np.zeros(t.num_nodes, np.int64)),
+    ),
     "nodes attend to padding": (
         passes,
         "build_committed_mask",
-        lambda *parts: build_committed_mask(*parts[:-1], parts[-1][:, :0]),
+        lambda *parts: original_committed_mask(*parts[:-1], parts[-1][:, :0]),
     ),
     "nodes attend to columns past the end": (
         passes,
         "build_committed_mask",
-        lambda engine, cache, n, *parts: build_committed_mask(engine, cache, n + 1, *parts),
+        lambda engine, cache, n, *parts: original_committed_mask(engine, cache, n + 1, *parts),
     ),
     "the prefix attends to padding": (
         passes,
         "build_prefill_mask",
-        lambda real, nodes: build_prefill_mask(np.ones_like(real), nodes),
+        lambda real, nodes: original_prefill_mask(np.ones_like(real), nodes),
     ),
-    "the first nodes are committed instead of the accepted ones": (ToyCache, "append", append_first_nodes),
+    "the first nodes are committed instead of the accepted ones": (
+        ToyCache,
+        "append",
+        append_first_nodes_instead_of_accepted,
+    ),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),
-    "remaining rows are reversed": (ToyCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows[::-1])),
+    "remaining rows are reversed": (ToyCache, "keep_rows", lambda cache, rows: original_keep_rows(cache, rows[::-1])),
     "hidden states are of other images": (
         drafting.EagleDrafter,
         "store_committed_tokens",
-        commit_hidden_states(lambda hidden: np.roll(hidden, 2, 0)),
+        commit_changed_hidden_states(lambda hidden: np.roll(hidden, 2, 0)),
     ),
     "hidden states are of the node before": (
         drafting.EagleDrafter,
         "store_committed_tokens",
-        commit_hidden_states(lambda hidden: np.roll(hidden, 1, 1)),
+        commit_changed_hidden_states(lambda hidden: np.roll(hidden, 1, 1)),
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("method", ["eagle, static", "eagle, dynamic"])
-def test_the_toy_engines_notice(fault: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toy_engines_raise_an_error_for_every_fault(
+    fault: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises((AssertionError, EngineError)):
-        steps_of(make_tree_model(codes=20), range(5), Sampling(cfg_scale=1.5), METHODS[method])
+        decode_images(make_tree_model(codes=20), range(5), Sampling(cfg_scale=1.5), METHODS[method])

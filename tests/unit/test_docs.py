@@ -1,4 +1,4 @@
-"""The documentation can be followed: links, extras, commands and their options exist."""
+"""The documentation names only links, files, extras, commands and options that exist."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
 
-def anchors(page: Path) -> set[str]:
+def list_anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_has_a_target(page: Path) -> None:
+def test_every_link_in_the_docs_has_a_target(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
         file, _, anchor = link.partition("#")
         if "://" not in link:
             target = (page.parent / file).resolve() if file else page
             assert target.is_file(), link
-            assert not anchor or anchor in anchors(target), link
+            assert not anchor or anchor in list_anchors(target), link
 
 
-def test_files_that_pages_name_exist() -> None:
+def test_files_that_the_docs_name_exist() -> None:
     folders = "lantern_rt|runtime|engines|export|train|tests|benchmarks|recipes|examples|deploy"
     named = {
         name
@@ -47,7 +47,7 @@ def test_files_that_pages_name_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
-def test_pages_that_code_names_exist() -> None:
+def test_pages_of_the_docs_that_the_code_names_exist() -> None:
     folders = ("lantern_rt", "runtime", "engines", "export", "train", "tests", "benchmarks", "recipes", "deploy")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml")]
     named = {name for file in files for name in re.findall(r"docs/[\w/-]+\.md", file.read_text("utf-8"))}
@@ -55,7 +55,7 @@ def test_pages_that_code_names_exist() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_install_lines_name_extras_that_exist_and_no_index_before_a_release() -> None:
+def test_install_commands_name_existing_extras_and_do_not_install_from_pypi() -> None:
     lines = [(page.name, line) for page in PAGES for line in page.read_text("utf-8").splitlines()]
     lines = [(name, line) for name, line in lines if "pip install" in line and re.search(r"lantern.rt|-e ", line)]
     assert len(lines) > 5
@@ -69,7 +69,7 @@ def test_install_lines_name_extras_that_exist_and_no_index_before_a_release() ->
     assert [name for name, line in [*lines, *code] if re.search(r"pip install[^&\n]*\Wlantern-rt\[", line)] == []
 
 
-def commands(page: Path) -> Iterator[list[str]]:
+def list_commands(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of each lantern-rt command that is on a separate line of a page."""
     text = page.read_text("utf-8").replace("\\\n", " ")
     for block in re.findall(r"(?:^    .*\n)+|^```sh\n[^`]*```$", text, re.MULTILINE):
@@ -78,20 +78,20 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(arguments)
 
 
-def test_commands_of_readme_run_with_the_extras_that_it_installs() -> None:
+def test_the_readme_installs_the_extras_that_the_commands_in_the_readme_need() -> None:
     sources = "".join(file.read_text("utf-8") for file in (ROOT / "lantern_rt/cli").glob("*.py"))
     needed = dict(re.findall(r'require_library\(\w+, "([a-z-]+).*?", "([a-z,]+)"\)', sources))
     assert {"serve", "export"} <= needed.keys()
     installed: set[str] = set()
     for line in (ROOT / "README.md").read_text("utf-8").splitlines():
-        if "pip install" in line and "pytest" not in line:  # users do not install what tests need
+        if "pip install" in line and "pytest" not in line:  # the line with pytest installs test dependencies
             installed |= {extra for extras in re.findall(r"\[([a-z,-]+)\]", line) for extra in extras.split(",")}
         command = re.match(r" +lantern-rt ([a-z-]+)", line)
         if command and command[1] in needed:
             assert set(needed[command[1]].split(",")) <= installed, line
 
 
-def usage_error(arguments: list[str]) -> str:
+def find_usage_error(arguments: list[str]) -> str:
     """Return the command line's error for these arguments, without running them; empty if they are valid."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("lantern-rt", list(arguments))
@@ -103,11 +103,11 @@ def usage_error(arguments: list[str]) -> str:
         methods = context.params.get("method") or []
         for method in [methods] if isinstance(methods, str) else methods:
             parse_method(method)
-    except Exception as error:  # typer raises exceptions of its copy of click
+    except Exception as error:  # typer includes a copy of click with separate exception classes
         return f"{name} {' '.join(arguments)}: {getattr(error, 'message', error)}"
     return ""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.name)
-def test_every_command_of_a_page_has_options_that_exist(page: Path) -> None:
-    assert list(filter(None, map(usage_error, commands(page)))) == []
+@pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))], ids=lambda page: page.name)
+def test_every_command_in_the_docs_has_valid_options(page: Path) -> None:
+    assert list(filter(None, map(find_usage_error, list_commands(page)))) == []

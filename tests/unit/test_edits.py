@@ -1,4 +1,4 @@
-"""Images and masks from users: the forms that are read, the input that is rejected, and the pixels of the result."""
+"""Images and masks of edit requests: valid formats, rejected input, and the pixels of the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
@@ -21,9 +21,9 @@ from lantern_rt.edits import ImageEdit, prepare_edit, read_image
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
-SIDE = 256
-CELL = 16
-COLOURS = np.random.default_rng(0).integers(0, 255, (SIDE, SIDE, 3)).astype(np.uint8)
+IMAGE_SIDE = 256  # pixels
+CELL_SIZE = 16  # pixels
+COLOURS = np.random.default_rng(0).integers(0, 255, (IMAGE_SIDE, IMAGE_SIDE, 3)).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,26 @@ def manifest(bundle: Bundle) -> Manifest:
     return bundle.manifest
 
 
-def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def encode_image(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
+    """Return the bytes of an image file."""
     buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
+    image.save(buffer, file_format, **options)
     return buffer.getvalue()
 
 
-def edit_of(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> ImageEdit:
+def make_edit(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int | None = None) -> ImageEdit:
+    """Prepare an edit at the default size of the bundle.
+
+    Args:
+        manifest: manifest of the bundle.
+        image: image in any valid format.
+        mask: mask in any valid format; None if absent.
+        keep_rows: number of grid rows to preserve; None if absent.
+    """
     return prepare_edit(manifest, manifest.size(), read_image("image", image), mask, keep_rows)
 
 
-def decompression_bomb(side: int) -> bytes:
+def make_decompression_bomb(side: int) -> bytes:
     """Return a PNG of a few bytes whose header declares many pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"\0" * 1000)
@@ -56,22 +65,22 @@ def decompression_bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_an_image_is_read_as_viewers_show_it() -> None:
+def test_an_image_is_read_with_the_rotation_and_colours_that_image_viewers_show() -> None:
     small = Image.fromarray(COLOURS[:6, :4])
     exif = Image.Exif()
     exif[0x112] = 6  # rotated by 90 degrees
-    rotated = read_image("image", encode(small, exif=exif.tobytes()))
+    rotated = read_image("image", encode_image(small, exif=exif.tobytes()))
     np.testing.assert_array_equal(np.asarray(rotated)[..., :3], np.rot90(COLOURS[:6, :4], -1))
     pixels_16_bit = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
     assert (
-        np.asarray(read_image("image", encode(Image.fromarray(pixels_16_bit))))[..., 0].tolist()
+        np.asarray(read_image("image", encode_image(Image.fromarray(pixels_16_bit))))[..., 0].tolist()
         == (pixels_16_bit >> 8).tolist()
     )
     palette = small.quantize(8)
-    palette_pixels = np.asarray(read_image("image", encode(palette, transparency=bytes([0] + [255] * 7))))
+    palette_pixels = np.asarray(read_image("image", encode_image(palette, transparency=bytes([0] + [255] * 7))))
     np.testing.assert_array_equal(palette_pixels[..., :3], np.asarray(palette.convert("RGB")))
     np.testing.assert_array_equal(palette_pixels[..., 3] == 0, np.asarray(palette) == 0)
-    for image in (small, np.asarray(small), encode(small), encode(small, "WEBP", lossless=True)):
+    for image in (small, np.asarray(small), encode_image(small), encode_image(small, "WEBP", lossless=True)):
         np.testing.assert_array_equal(np.asarray(read_image("image", image))[..., :3], COLOURS[:6, :4])
 
 
@@ -89,41 +98,41 @@ def test_an_image_is_read_as_viewers_show_it() -> None:
         lambda marked: Image.fromarray(marked.astype(np.float32)),
     ],
 )
-def test_masks_of_all_number_types_mark_the_same_cells(manifest: Manifest, convert: Any) -> None:
-    marked = np.zeros((SIDE, SIDE), bool)
+def test_masks_of_all_number_types_mark_the_same_cells_of_the_grid(manifest: Manifest, convert: Any) -> None:
+    marked = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
     marked[40:50, 100:130] = True
     np.testing.assert_array_equal(
-        edit_of(manifest, COLOURS, convert(marked)).regenerated_cells,
-        edit_of(manifest, COLOURS, marked).regenerated_cells,
+        make_edit(manifest, COLOURS, convert(marked)).regenerated_cells,
+        make_edit(manifest, COLOURS, marked).regenerated_cells,
     )
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.uint16, np.int64])
-def test_an_image_of_wide_integers_has_its_colours(kind: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS.astype(kind)))[..., :3], COLOURS)
+@pytest.mark.parametrize("number_type", [np.int32, np.uint16, np.int64])
+def test_image_arrays_of_wide_integers_and_of_floats_have_the_colours_of_8_bit_arrays(number_type: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS.astype(number_type)))[..., :3], COLOURS)
     np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS / 255))[..., :3], COLOURS)
 
 
 @pytest.mark.parametrize("source", [np.full((4, 4), -1), np.full((4, 4), 1.5), np.full((4, 4), np.nan)])
-def test_the_error_for_numbers_out_of_range_names_the_valid_ranges(source: Any) -> None:
-    assert error_of(RequestError, read_image, "mask", source).expected == "integers 0 .. 255, floats 0 .. 1, or bool"
+def test_the_error_for_mask_values_out_of_range_names_the_valid_ranges(source: Any) -> None:
+    assert catch_error(RequestError, read_image, "mask", source).expected == "integers 0 .. 255, floats 0 .. 1, or bool"
 
 
-def test_the_error_for_other_objects_names_their_type() -> None:
+def test_the_error_for_an_object_that_is_not_an_image_names_the_type_of_the_object() -> None:
     torch = pytest.importorskip("torch")
-    for source, kind in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
+    for source, type_name in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
         for name in ("image", "mask"):
-            error = error_of(RequestError, read_image, name, source)
-            assert (error.field, error.found) == (name, f"an object of type {kind}")
+            error = catch_error(RequestError, read_image, name, source)
+            assert (error.field, error.found) == (name, f"an object of type {type_name}")
 
 
-def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float, float]]) -> bytes:
+def make_icc_profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float, float]]) -> bytes:
     """Return a small ICC profile of a display.
 
     Args:
         space: colour space.
-        gamma: exponent of its tone curve.
-        colours: XYZ coordinates of its primary colours.
+        gamma: exponent of the tone curve.
+        colours: XYZ coordinates of the primary colours, by first letter; empty for grey.
     """
 
     def numbers(*values: float) -> bytes:
@@ -144,88 +153,88 @@ def profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float,
     return (head + bytes(12) + b"acsp" + bytes(28) + numbers(*white)).ljust(128, b"\0") + table + data
 
 
-P3 = profile(
+P3 = make_icc_profile(
     b"RGB ",
     2.2,
     {b"r": (0.51512, 0.2412, -0.00105), b"g": (0.29198, 0.69225, 0.04189), b"b": (0.1571, 0.06657, 0.78407)},
 )
-GREY = profile(b"GRAY", 1.0, {})
+GREY = make_icc_profile(b"GRAY", 1.0, {})
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
-def test_colours_are_converted_from_the_profile_of_the_file() -> None:
+def test_colours_are_converted_from_the_icc_profile_in_the_image_file() -> None:
     red = Image.new("RGBA", (4, 4), (240, 60, 40, 128))
     expected_colour = (255, 19, 0)
     for image, alpha in ((red, 128), (red.convert("RGB"), 255), (red.convert("RGB").quantize(8), 255)):
-        read_back = read_image("image", encode(image, icc_profile=P3))
+        read_back = read_image("image", encode_image(image, icc_profile=P3))
         assert np.abs(np.array(read_back.getpixel((0, 0))) - (*expected_colour, alpha)).max() <= 2
         assert read_image("image", read_back).getpixel((0, 0)) == read_back.getpixel((0, 0)), (
             "an image that was read is not converted again"
         )
-    grey = read_image("image", encode(Image.new("L", (4, 4), 55), icc_profile=GREY))
+    grey = read_image("image", encode_image(Image.new("L", (4, 4), 55), icc_profile=GREY))
     assert grey.getpixel((0, 0)) == (128, 128, 128, 255)
 
 
-@pytest.mark.parametrize("profile", [SRGB, GREY, b"no profile", P3[:200]], ids=["sRGB", "other", "text", "cut"])
-def test_srgb_and_invalid_profiles_leave_colours_unchanged(profile: bytes) -> None:
-    picture = read_image("image", encode(Image.fromarray(COLOURS), icc_profile=profile))
-    np.testing.assert_array_equal(np.asarray(picture)[..., :3], COLOURS)
+@pytest.mark.parametrize("profile", [SRGB, GREY, b"no profile", P3[:200]], ids=["sRGB", "grey", "text", "truncated"])
+def test_srgb_and_unusable_icc_profiles_leave_colours_unchanged(profile: bytes) -> None:
+    converted = read_image("image", encode_image(Image.fromarray(COLOURS), icc_profile=profile))
+    np.testing.assert_array_equal(np.asarray(converted)[..., :3], COLOURS)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (encode(Image.fromarray(COLOURS))[:20_000], "truncated"),
-        (b"no picture", "cannot identify"),
-        (encode(Image.fromarray(COLOURS), "GIF"), "cannot identify"),
-        (decompression_bomb(5000), "5,000 x 5,000 pixels"),
-        (decompression_bomb(60_000), "exceeds limit"),
+        (encode_image(Image.fromarray(COLOURS))[:20_000], "truncated"),
+        (b"no image", "cannot identify"),
+        (encode_image(Image.fromarray(COLOURS), "GIF"), "cannot identify"),
+        (make_decompression_bomb(5000), "5,000 x 5,000 pixels"),
+        (make_decompression_bomb(60_000), "exceeds limit"),
         (Path("/dev/zero"), "a pipe or a device"),
         (np.zeros((4, 4, 7)), "Cannot handle"),
     ],
     ids=["truncated", "text", "gif", "large", "bomb", "device", "array"],
 )
-def test_a_source_that_is_not_an_image_is_rejected(source: Any, message: str) -> None:
-    error = error_of(RequestError, read_image, "image", source)
+def test_a_damaged_unsupported_or_too_large_image_is_rejected(source: Any, message: str) -> None:
+    error = catch_error(RequestError, read_image, "image", source)
     assert error.field == (str(source) if isinstance(source, Path) else "image")
     assert message in str(error)
 
 
-def test_cells_that_a_mask_touches_are_regenerated_in_every_form_of_mask(manifest: Manifest) -> None:
-    marked = np.zeros((SIDE, SIDE), bool)
-    marked[40:50, 100:130] = True  # cells 2..3, 6..8
+def test_every_form_of_a_mask_regenerates_the_cells_that_the_mask_touches(manifest: Manifest) -> None:
+    marked = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
+    marked[40:50, 100:130] = True  # touches rows 2 .. 3 and columns 6 .. 8 of the grid
     expected = np.zeros((16, 16), bool)
     expected[2:4, 6:9] = True
     transparent = np.dstack([COLOURS, np.where(marked, 0, 255).astype(np.uint8)])
     white = np.where(marked, 255, 0).astype(np.uint8)
     for image, mask in (
         (COLOURS, marked),
-        (COLOURS, encode(Image.fromarray(white))),
+        (COLOURS, encode_image(Image.fromarray(white))),
         (COLOURS, transparent),
         (transparent, None),
     ):
-        np.testing.assert_array_equal(edit_of(manifest, image, mask).regenerated_cells, expected)
-    double = Image.fromarray(COLOURS).resize((2 * SIDE + 64, 2 * SIDE), Image.Resampling.NEAREST)
-    scaled_edit = edit_of(manifest, double, np.ones((2 * SIDE, 2 * SIDE + 64), bool))
+        np.testing.assert_array_equal(make_edit(manifest, image, mask).regenerated_cells, expected)
+    double = Image.fromarray(COLOURS).resize((2 * IMAGE_SIDE + 64, 2 * IMAGE_SIDE), Image.Resampling.NEAREST)
+    scaled_edit = make_edit(manifest, double, np.ones((2 * IMAGE_SIDE, 2 * IMAGE_SIDE + 64), bool))
     assert scaled_edit.regenerated_cells.all()
     assert scaled_edit.pixels.shape == COLOURS.shape, "the image is not scaled and cropped to its middle"
-    assert edit_of(manifest, COLOURS, keep_rows=5).regenerated_cells.any(1).tolist() == [False] * 5 + [True] * 11
+    assert make_edit(manifest, COLOURS, keep_rows=5).regenerated_cells.any(1).tolist() == [False] * 5 + [True] * 11
 
 
-def test_requests_that_contradict_themselves_are_rejected(bundle: Bundle) -> None:
+def test_edit_options_that_contradict_each_other_are_rejected(bundle: Bundle) -> None:
     wrong_options: list[dict[str, Any]] = [{"keep_rows": 16, "image": COLOURS}, {"mask": COLOURS}, {"keep_rows": 3}]
     for options in wrong_options:
-        error = error_of(
+        error = catch_error(
             RequestError, check_request, bundle.manifest, load_bundle_tokenizer(bundle), "a red cube", **options
         )
         assert error.field == next(iter(options))
 
 
-def test_sizes_and_words_are_checked_before_pixels_are_decoded(bundle: Bundle) -> None:
-    damaged = encode(Image.fromarray(COLOURS))[:20_000]
+def test_image_sizes_and_prompts_are_checked_before_pixels_are_decoded(bundle: Bundle) -> None:
+    damaged = encode_image(Image.fromarray(COLOURS))[:20_000]
     exif = Image.Exif()
     exif[0x112] = 6  # upright: 4 pixels wide, 6 pixels high
-    rotated = encode(Image.fromarray(COLOURS[:4, :6]), exif=exif.tobytes())
+    rotated = encode_image(Image.fromarray(COLOURS[:4, :6]), exif=exif.tobytes())
     wrong_options: list[tuple[dict[str, Any], str, str]] = [
         ({"image": damaged, "mask": COLOURS[:9]}, "mask", "256 x 9 pixels"),
         ({"image": rotated, "mask": damaged}, "mask", "256 x 256 pixels, expected 4 x 6"),
@@ -234,7 +243,7 @@ def test_sizes_and_words_are_checked_before_pixels_are_decoded(bundle: Bundle) -
         ({"image": damaged, "keep_rows": 3}, "image", "truncated"),
     ]
     for options, field, message in wrong_options:
-        error = error_of(
+        error = catch_error(
             RequestError,
             check_request,
             bundle.manifest,
@@ -244,33 +253,35 @@ def test_sizes_and_words_are_checked_before_pixels_are_decoded(bundle: Bundle) -
         assert (error.field, message in str(error)) == (field, True), str(error)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_large_images_are_read_at_half_their_size_with_their_masks(manifest: Manifest, kind: str) -> None:
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
+def test_large_images_and_masks_are_read_at_half_size(manifest: Manifest, file_format: str) -> None:
     side = 2561  # more than four million pixels, and odd
     marked = np.zeros((side, side), np.uint8)
     marked[side // 2 + 8 :] = 255
     large = Image.fromarray(np.where(marked, 200, 50).astype(np.uint8)).convert("RGB")
-    source = encode(large, kind, quality=90)
+    source = encode_image(large, file_format, quality=90)
     assert read_image("image", source).size == (1281, 1281)
-    edit = edit_of(manifest, source, encode(Image.fromarray(marked)))
+    edit = make_edit(manifest, source, encode_image(Image.fromarray(marked)))
     assert edit.regenerated_cells.any(1).tolist() == [False] * 8 + [True] * 8
     assert (abs(edit.pixels[:126].astype(int) - 50) < 4).all()
     assert (abs(edit.pixels[130:].astype(int) - 200) < 4).all()
     palette = large.quantize(2)
-    assert set(np.asarray(read_image("image", encode(palette)).convert("L")).flat) >= {50, 200}
+    assert set(np.asarray(read_image("image", encode_image(palette)).convert("L")).flat) >= {50, 200}
     opened = Image.open(io.BytesIO(source))
     read_image("image", opened)
     assert opened.size == (side, side), "the caller's image was changed"
 
 
-def test_pixels_further_than_a_cell_from_regenerated_cells_are_unchanged(manifest: Manifest) -> None:
-    marked: NDArray[np.bool_] = np.zeros((SIDE, SIDE), bool)
+def test_an_edit_changes_no_pixel_further_than_one_cell_from_the_regenerated_cells(manifest: Manifest) -> None:
+    marked: NDArray[np.bool_] = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
     marked[96:128, 96:128] = True
     blended = np.asarray(
-        edit_of(manifest, COLOURS, marked).blend_with_original(Image.new("RGB", (SIDE, SIDE), (255, 0, 0)))
+        make_edit(manifest, COLOURS, marked).blend_with_original(
+            Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), (255, 0, 0))
+        )
     )
     assert (blended[marked] == (255, 0, 0)).all()
-    near_range = slice(96 - CELL + 1, 128 + CELL - 1)
+    near_cells = slice(96 - CELL_SIZE + 1, 128 + CELL_SIZE - 1)
     outside = np.ones_like(marked)
-    outside[near_range, near_range] = False
+    outside[near_cells, near_cells] = False
     np.testing.assert_array_equal(blended[outside], COLOURS[outside])

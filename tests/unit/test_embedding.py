@@ -1,4 +1,4 @@
-"""A pipeline inside another program: records in images, errors that name the prompt, closing, warming up, logging."""
+"""`Pipeline` inside another program: records in images, errors, closing, warming up, and logging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from package_files import find_package_files
 from PIL import Image
-from refusals import expects_error
+from refusals import expect_error
 from tiny_bundle import CAPTION, PREFIX, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
@@ -20,10 +20,10 @@ from lantern_rt.output.recipe import read_recipe
 CLOSED = "pipeline: closed; call Pipeline.from_bundle again"
 
 
-# ---------------------------------------------------------------- images carry their record
+# ---------------------------------------------------------------- records in images
 
 
-def test_an_image_that_the_user_saved_can_be_generated_again_from_its_file(
+def test_an_image_that_the_user_saved_can_be_generated_again_from_the_file(
     pipe: Pipeline, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,7 +36,7 @@ def test_an_image_that_the_user_saved_can_be_generated_again_from_its_file(
     assert Path("saved-again.png").read_bytes() == Path("saved.png").read_bytes()
 
 
-def test_the_record_survives_resizing_and_other_formats_have_none(pipe: Pipeline, tmp_path: Path) -> None:
+def test_the_record_in_an_image_survives_resizing_and_can_be_left_out_of_a_file(pipe: Pipeline, tmp_path: Path) -> None:
     image = pipe("red cube").images[0]
     large = image.resize((48, 48))
     assert large.info == image.info
@@ -47,15 +47,15 @@ def test_the_record_survives_resizing_and_other_formats_have_none(pipe: Pipeline
         assert "prompt" not in bare.info
 
 
-def test_an_unfinished_image_has_no_record_and_a_streamed_image_that_of_a_call(pipe: Pipeline) -> None:
-    first, *_, last = pipe.stream("red cube", seed=2)
-    assert first.image(0).info == {}
-    assert last.image(0).info == pipe("red cube", seed=2, method=last.settings.method).images[0].info
+def test_an_unfinished_image_has_no_record_and_a_finished_streamed_image_has_a_record(pipe: Pipeline) -> None:
+    first_step, *_, last_step = pipe.stream("red cube", seed=2)
+    assert first_step.image(0).info == {}
+    assert last_step.image(0).info == pipe("red cube", seed=2, method=last_step.settings.method).images[0].info
     with pytest.raises(IndexError):
-        last.image(1)
+        last_step.image(1)
 
 
-def test_an_image_of_an_embedding_names_neither_prompt_nor_class(tmp_path: Path) -> None:
+def test_the_record_of_an_image_from_embeddings_has_neither_prompt_nor_class(tmp_path: Path) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings"), threads=1)
     record = pipe(embeddings=[[1.0] * CAPTION] * PREFIX, seed=3).images[0].info
     assert record["seed"] == "3"
@@ -65,37 +65,37 @@ def test_an_image_of_an_embedding_names_neither_prompt_nor_class(tmp_path: Path)
 # ---------------------------------------------------------------- errors
 
 
-def test_the_error_names_which_prompt_of_a_list_is_invalid(pipe: Pipeline) -> None:
-    with expects_error(RequestError, "prompt 2 of 3: found empty text, expected a few words"):
+def test_the_error_for_a_list_of_prompts_names_the_position_of_the_invalid_prompt(pipe: Pipeline) -> None:
+    with expect_error(RequestError, "prompt 2 of 3: found empty text, expected a few words"):
         pipe(["red cube", " ", "green cube"])
     with pytest.raises(RequestError, match=r"^prompt 3 of 3: found unknown word 'blu'"):
         pipe.stream(["red cube", "green cube", "a blu cube"])
-    with expects_error(RequestError, "prompt: found empty text, expected a few words"):
+    with expect_error(RequestError, "prompt: found empty text, expected a few words"):
         pipe([" "])
 
 
 # ---------------------------------------------------------------- opening and closing
 
 
-def test_using_a_closed_pipeline_is_an_error_and_closing_twice_is_not(words_bundle: Path) -> None:
+def test_using_a_closed_pipeline_is_an_error_but_closing_a_pipeline_twice_is_not(words_bundle: Path) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         stream = pipe.stream("red cube", method="ar")
         unfinished_stream = pipe.stream("red cube")
         next(stream)
         next(unfinished_stream)
     pipe.close()
-    with expects_error(RequestError, CLOSED):
+    with expect_error(RequestError, CLOSED):
         pipe("red cube", method="ar")
-    with expects_error(RequestError, CLOSED):
+    with expect_error(RequestError, CLOSED):
         pipe.warm_up()
     *_, last = stream
     assert last.done == last.total, "a stream that is running keeps its engine until it ends"
     unfinished_stream.close()
-    with expects_error(RequestError, CLOSED):
+    with expect_error(RequestError, CLOSED):
         last.image(0)
 
 
-def test_closing_frees_the_engines_at_once(words_bundle: Path) -> None:
+def test_closing_a_pipeline_frees_the_engines_at_once(words_bundle: Path) -> None:
     import weakref
 
     pipe = Pipeline.from_bundle(words_bundle, threads=1)
@@ -106,7 +106,9 @@ def test_closing_frees_the_engines_at_once(words_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["words", "class", "embeddings"])
-def test_a_warm_pipeline_loads_nothing_more(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warmed_up_pipeline_loads_no_further_graph(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import onnxruntime
 
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", kind), threads=1)
@@ -120,7 +122,7 @@ def test_a_warm_pipeline_loads_nothing_more(kind: str, tmp_path: Path, monkeypat
     assert pipe(**subject, method="lantern").images
 
 
-def test_a_bundle_without_a_drafter_is_warmed_up_too(tmp_path: Path) -> None:
+def test_a_pipeline_without_a_drafter_can_be_warmed_up(tmp_path: Path) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", drafter=False), threads=1)
     pipe.warm_up()
     assert pipe("red cube").images
@@ -129,7 +131,7 @@ def test_a_bundle_without_a_drafter_is_warmed_up_too(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- logging
 
 
-def test_opening_and_generating_are_logged_and_not_printed(
+def test_opening_a_bundle_and_generating_images_are_logged_and_not_printed(
     words_bundle: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, "lantern_rt"):
@@ -147,7 +149,7 @@ def test_opening_and_generating_are_logged_and_not_printed(
 
 
 def test_the_library_neither_prints_nor_sets_up_logging() -> None:
-    """Check all modules but commands, servers and replicas, which are programs."""
+    """Check all modules except `cli`, `train`, `serve.ray` and `serve.log`, which belong to programs."""
     names = {"print", "basicConfig", "addHandler", "StreamHandler", "dictConfig"}
     calls = []
     for name, file in find_package_files().items():

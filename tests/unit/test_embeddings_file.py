@@ -1,4 +1,4 @@
-"""Text embeddings from a file: images are the same as from Python; invalid files are rejected with one line."""
+"""Text embeddings from a file: images equal the images of embeddings from Python, and invalid files are rejected."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from lantern_rt import Pipeline
 from lantern_rt.text import embeddings as embeddings_module
 
 
-def random_embeddings(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
+def make_random_embeddings(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
+    """Return the arrays of an embeddings file for up to three prompts.
+
+    Returns:
+        `embeddings`, float32 `[prompts, tokens, caption_dim]`, and `mask`, bool `[prompts, tokens]`.
+    """
     values = np.random.default_rng(1).normal(size=(prompts, tokens, CAPTION)).astype(np.float32)
     return {"embeddings": values, "mask": np.arange(tokens) < np.array([[2], [tokens], [1]])[:prompts]}
 
 
-def test_embeddings_of_a_file_generate_the_images_of_python(program: Any, embeddings_bundle: Path) -> None:
-    arrays = random_embeddings(2)
+def test_embeddings_from_a_file_generate_the_same_images_as_embeddings_from_python(
+    program: Any, embeddings_bundle: Path
+) -> None:
+    arrays = make_random_embeddings(2)
     np.savez("Two Texts.npz", **arrays)
     options = ("--embeddings", "Two Texts.npz", "--count", 2, "--seed", 4, "--threads", 1, "--json")
     code, out, _ = program("run", embeddings_bundle, *options)
@@ -45,38 +52,38 @@ def test_embeddings_of_a_file_generate_the_images_of_python(program: Any, embedd
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64])
-def test_without_a_mask_all_tokens_count_and_any_floats_are_valid(
+def test_an_embeddings_file_without_a_mask_and_with_any_float_type_is_valid(
     program: Any, embeddings_bundle: Path, kind: Any
 ) -> None:
-    np.savez("states.npz", embeddings=random_embeddings(1, 2)["embeddings"].astype(kind))
+    np.savez("states.npz", embeddings=make_random_embeddings(1, 2)["embeddings"].astype(kind))
     assert program("run", embeddings_bundle, "--embeddings", "states.npz", "--seed", 0)[:2] == (
         0,
         "states-0-seed0.png\n",
     )
 
 
-ONE = np.zeros((1, 2, CAPTION))
+ONE_PROMPT = np.zeros((1, 2, CAPTION))  # embeddings of one prompt of two tokens
 
 
 @pytest.mark.parametrize(
     ("arrays", "reason"),
     [
-        ({"states": ONE}, "found arrays states, expected embeddings, and optionally mask"),
-        ({**random_embeddings(1), "more": ONE}, "found arrays embeddings, mask, more"),
-        ({"embeddings": ONE.astype(int)}, r"found embeddings int64 \[1, 2, 6\], expected floats \[prompts"),
-        ({"embeddings": ONE[0]}, r"found embeddings float64 \[2, 6\]"),
-        ({"embeddings": ONE[:0]}, r"found embeddings float64 \[0, 2, 6\]"),
+        ({"states": ONE_PROMPT}, "found arrays states, expected embeddings, and optionally mask"),
+        ({**make_random_embeddings(1), "more": ONE_PROMPT}, "found arrays embeddings, mask, more"),
+        ({"embeddings": ONE_PROMPT.astype(int)}, r"found embeddings int64 \[1, 2, 6\], expected floats \[prompts"),
+        ({"embeddings": ONE_PROMPT[0]}, r"found embeddings float64 \[2, 6\]"),
+        ({"embeddings": ONE_PROMPT[:0]}, r"found embeddings float64 \[0, 2, 6\]"),
         ({"embeddings": np.array([["x"]], object)}, "pickle|Object arrays"),
-        ({"embeddings": ONE, "mask": np.full((1, 2), 0.5)}, "found mask float64 .* 0 and 1"),
-        ({"embeddings": ONE, "mask": np.full((1, 2), 2)}, "found mask int64 .* 0 and 1"),
-        ({"embeddings": ONE, "mask": np.ones((1, 3), bool)}, r"found mask \[1, 3\] for embeddings"),
-        ({"embeddings": ONE[:, :, :5]}, r"--embeddings: found \[1, 2, 5\]"),
-        ({"embeddings": ONE, "mask": np.array([[0, 1]])}, "--embeddings: found a mask with gaps"),
-        ({"embeddings": np.full_like(ONE, np.nan)}, "--embeddings: found NaN or infinity"),
-        ({"embeddings": np.full_like(ONE, 1e300)}, "--embeddings: found NaN or infinity"),
+        ({"embeddings": ONE_PROMPT, "mask": np.full((1, 2), 0.5)}, "found mask float64 .* 0 and 1"),
+        ({"embeddings": ONE_PROMPT, "mask": np.full((1, 2), 2)}, "found mask int64 .* 0 and 1"),
+        ({"embeddings": ONE_PROMPT, "mask": np.ones((1, 3), bool)}, r"found mask \[1, 3\] for embeddings"),
+        ({"embeddings": ONE_PROMPT[:, :, :5]}, r"--embeddings: found \[1, 2, 5\]"),
+        ({"embeddings": ONE_PROMPT, "mask": np.array([[0, 1]])}, "--embeddings: found a mask with gaps"),
+        ({"embeddings": np.full_like(ONE_PROMPT, np.nan)}, "--embeddings: found NaN or infinity"),
+        ({"embeddings": np.full_like(ONE_PROMPT, 1e300)}, "--embeddings: found NaN or infinity"),
     ],
 )
-def test_a_file_with_other_arrays_is_rejected_with_one_line(
+def test_an_embeddings_file_with_invalid_arrays_is_rejected_with_one_line(
     program: Any, embeddings_bundle: Path, arrays: Any, reason: str
 ) -> None:
     np.savez("states.npz", **arrays)
@@ -86,11 +93,11 @@ def test_a_file_with_other_arrays_is_rejected_with_one_line(
     assert os.listdir() == ["states.npz"]
 
 
-def test_files_that_are_not_archives_or_too_large_are_rejected_with_one_line(
+def test_embeddings_files_that_are_too_large_or_not_archives_are_rejected_with_one_line(
     program: Any, embeddings_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("text.npz").write_text("not an archive")
-    np.save("array.npy", ONE)
+    np.save("array.npy", ONE_PROMPT)
     os.mkfifo("fifo.npz")
     with zipfile.ZipFile("damaged.npz", "w") as archive:
         archive.writestr("embeddings.npy", b"\x93NUMPY\x01\x00" + b"\xff" * 40)
@@ -98,6 +105,6 @@ def test_files_that_are_not_archives_or_too_large_are_rejected_with_one_line(
         code, _, err = program("run", embeddings_bundle, "--embeddings", name)
         assert (code, err.count("\n")) == (2, 1), err
         assert err.startswith(f"lantern-rt: {name}: ")
-    np.savez("states.npz", **random_embeddings())
+    np.savez("states.npz", **make_random_embeddings())
     monkeypatch.setattr(embeddings_module, "BYTES_LIMIT", 100)
     assert "embeddings.npy of " in program("run", embeddings_bundle, "--embeddings", "states.npz")[2]

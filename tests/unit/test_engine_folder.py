@@ -1,4 +1,4 @@
-"""Engine folders: complete or absent after a build, and rejected with a reason and a remedy."""
+"""Engine folders: complete or absent after a build; invalid folders are rejected with a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_folder import OPTIONS, VERSION, write_plans
-from refusals import error_of
+from plan_folder import BUILD_OPTIONS, BUILDER_VERSION, write_engine_folder
+from refusals import catch_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, LanternError, OutputError, Pipeline, open_bundle
@@ -26,7 +26,7 @@ from lantern_rt.errors import BundleError
 L4 = Gpu("13.0", "SM89", "NVIDIA L4")
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def ignore_progress(stage: str, done: int, total: int) -> None:
     pass
 
 
@@ -37,45 +37,49 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engines(bundle: Path, tmp_path: Path) -> Path:
-    """Return an engine folder that a test may damage."""
-    return write_plans(bundle, tmp_path / "engines").folder
+    """Return an engine folder that the test may change."""
+    return write_engine_folder(bundle, tmp_path / "engines").folder
 
 
 @pytest.fixture
-def building(monkeypatch: pytest.MonkeyPatch) -> None:
+def replace_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the TensorRT library by functions that write text, and the GPU by an L4."""
 
-    def write(bundle: object, role: str, shapes: object, folder: Path) -> list[object]:
+    def write_graph(bundle: object, role: str, shapes: object, folder: Path) -> list[object]:
         (folder / f"{role}.onnx").write_text(f"graph of {role}")
         return []
 
-    def build(name: str, graph: Path, inputs: object, gpus: object, progress: Any) -> Path:
+    def build_engine(name: str, graph: Path, inputs: object, gpus: object, progress: Any) -> Path:
         progress(f"building {graph.stem}", 1, 1)
         graph.with_suffix(".plan").write_text(graph.stem)
         return graph.with_suffix(".plan")
 
-    monkeypatch.setattr(build_module, "write_device_graph", write)
-    monkeypatch.setattr(build_module, "build_engine_file", build)
-    monkeypatch.setattr(build_module, "import_library", lambda name: SimpleNamespace(__version__=VERSION))
+    monkeypatch.setattr(build_module, "write_device_graph", write_graph)
+    monkeypatch.setattr(build_module, "build_engine_file", build_engine)
+    monkeypatch.setattr(build_module, "import_library", lambda name: SimpleNamespace(__version__=BUILDER_VERSION))
     monkeypatch.setattr(build_module, "find_gpu", lambda: L4)
 
 
-def change(engines: Path, **fields: Any) -> None:
-    """Change fields of `engine.json`."""
+def change_manifest(engines: Path, **fields: Any) -> None:
+    """Replace fields of `engine.json`."""
     file = engines / ENGINE_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def open_error(bundle: Path, engines: Path) -> EngineError:
+def get_open_error(bundle: Path, engines: Path) -> EngineError:
     """Return the error that rejects the engines."""
-    return error_of(EngineError, lambda: open_engine_folder(engines).check_compatibility(open_bundle(bundle), VERSION))
+    return catch_error(
+        EngineError, lambda: open_engine_folder(engines).check_compatibility(open_bundle(bundle), BUILDER_VERSION)
+    )
 
 
 # ---------------------------------------------------------------- building
 
 
-@pytest.mark.usefixtures("building")
-def test_a_build_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("replace_builder")
+def test_a_build_is_recorded_in_the_engine_folder_and_printed_by_inspect(
+    program: Any, bundle: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "fast"
     options = ["--backend", "tensorrt-rtx", "--max-rows", 4, "--compute-capability", "SM89"]
     code, out, err = program("build-engine", bundle, "--output", folder, *options)
@@ -89,10 +93,10 @@ def test_a_build_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, 
         ENGINE_FILE,
         *(f"{role}.onnx" for role in manifest.graphs),
     }
-    assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", VERSION)
+    assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", BUILDER_VERSION)
     assert (manifest.bundle, manifest.bundle_sha256, manifest.precision) == ("tiny", loaded_bundle.digest, "float32")
     assert manifest.graphs["target"].bytes == len("target")
-    open_engine_folder(folder).check_compatibility(loaded_bundle, VERSION)
+    open_engine_folder(folder).check_compatibility(loaded_bundle, BUILDER_VERSION)
     rebuild = (
         f"lantern-rt build-engine {bundle} --backend tensorrt-rtx --max-rows 4 --max-nodes 64 "
         f"--compute-capability SM89 --output {folder} --force"
@@ -114,7 +118,7 @@ def test_a_build_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, 
         (["--compute-capability", "SM89"], "--compute-capability: found backend tensorrt, expected tensorrt-rtx"),
     ],
 )
-def test_an_invalid_option_is_rejected_and_nothing_is_written(
+def test_an_invalid_option_of_build_engine_is_rejected_and_no_file_is_written(
     program: Any, bundle: Path, tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
     code, out, err = program("build-engine", bundle, "--output", tmp_path / "new", *arguments)
@@ -132,7 +136,7 @@ def test_an_invalid_option_is_rejected_and_nothing_is_written(
         (["--engines", "nowhere"], "nowhere: no engine.json in this folder"),
     ],
 )
-def test_an_invalid_engine_option_is_rejected_by_its_name(
+def test_an_invalid_engine_option_of_run_is_rejected_with_the_reason(
     program: Any, bundle: Path, arguments: list[str], expected: str
 ) -> None:
     code, out, err = program("run", bundle, "red cube", *arguments)
@@ -140,8 +144,10 @@ def test_an_invalid_engine_option_is_rejected_by_its_name(
     assert err.splitlines()[-1].startswith(f"lantern-rt: {expected}")
 
 
-@pytest.mark.usefixtures("building")
-def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("replace_builder")
+def test_a_build_replaces_only_engine_folders_and_only_with_the_option_force(
+    bundle: Path, engines: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
     for output_path, force in (
@@ -150,10 +156,10 @@ def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engi
         (tmp_path / "mine" / "thesis.txt" / "x", False),
     ):
         with pytest.raises(OutputError):
-            build_engines(open_bundle(bundle), "tiny", OPTIONS, output_path, force, silent)
+            build_engines(open_bundle(bundle), "tiny", BUILD_OPTIONS, output_path, force, ignore_progress)
 
 
-@pytest.mark.usefixtures("building")
+@pytest.mark.usefixtures("replace_builder")
 def test_a_failed_build_leaves_the_existing_engines_unchanged(
     bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,14 +170,14 @@ def test_a_failed_build_leaves_the_existing_engines_unchanged(
 
     monkeypatch.setattr(build_module, "EngineManifest", fail)  # after every graph was built
     with pytest.raises(KeyboardInterrupt):
-        build_engines(open_bundle(bundle), "tiny", OPTIONS, engines, True, silent)
+        build_engines(open_bundle(bundle), "tiny", BUILD_OPTIONS, engines, True, ignore_progress)
     assert {path.name: path.read_bytes() for path in engines.iterdir()} == before
     assert [path.name for path in engines.parent.iterdir()] == ["engines"]
 
 
-def test_profiles_cover_plain_decoding_prefixes_and_trees(bundle: Path) -> None:
+def test_engine_profiles_cover_autoregressive_decoding_and_draft_trees(bundle: Path) -> None:
     manifest = open_bundle(bundle).manifest
-    shapes = {role: profiles(manifest, role, OPTIONS) for role in ("target", "drafter", "vq_decoder")}
+    shapes = {role: profiles(manifest, role, BUILD_OPTIONS) for role in ("target", "drafter", "vq_decoder")}
     assert [(p.name, p.rows, p.nodes, p.columns) for p in shapes["target"]] == [
         ("ar", (1, 2, 4), (2, 2, 2), (64, 64, 64)),
         ("tree", (1, 2, 4), (2, 8, 8), (64, 64, 64)),
@@ -185,7 +191,7 @@ def test_profiles_cover_plain_decoding_prefixes_and_trees(bundle: Path) -> None:
 # ---------------------------------------------------------------- rejected engine folders
 
 
-def test_graphs_replaced_by_engines_are_not_read(bundle: Path, engines: Path, tmp_path: Path) -> None:
+def test_onnx_graphs_replaced_by_tensorrt_engines_are_not_read(bundle: Path, engines: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "tiny"))
     data = bytearray((copy / "target.onnx").read_bytes())
     data[-1] ^= 1
@@ -196,50 +202,50 @@ def test_graphs_replaced_by_engines_are_not_read(bundle: Path, engines: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected_found"),
     [
         ({"bundle_sha256": "0" * 64, "bundle": "other"}, "engines of bundle other 000000000000..."),
         ({"builder_version": "1.0.0"}, "engines built by tensorrt-rtx 1.0.0"),
     ],
 )
-def test_plans_of_another_bundle_or_version_are_rejected(
-    bundle: Path, engines: Path, fields: dict[str, str], found: str
+def test_engines_for_another_bundle_or_from_another_builder_version_are_rejected(
+    bundle: Path, engines: Path, fields: dict[str, str], expected_found: str
 ) -> None:
-    change(engines, **fields)
-    error = open_error(bundle, engines)
-    assert (error.field, error.found) == (str(engines), found)
+    change_manifest(engines, **fields)
+    error = get_open_error(bundle, engines)
+    assert (error.field, error.found) == (str(engines), expected_found)
     assert error.remedy == (
         f"rebuild with `lantern-rt build-engine {bundle} --backend tensorrt-rtx --output {engines} --force`"
     )
 
 
-def test_an_altered_missing_or_linked_plan_is_rejected(
+def test_an_altered_missing_linked_or_unreadable_engine_file_is_rejected(
     bundle: Path, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = engines / "drafter.plan"
     elsewhere = tmp_path / "elsewhere"
     drafter.rename(elsewhere)
-    assert open_error(bundle, engines).found == "no file"
+    assert get_open_error(bundle, engines).found == "no file"
     drafter.symlink_to(elsewhere)
-    assert open_error(bundle, engines).found == "no file"
+    assert get_open_error(bundle, engines).found == "no file"
     drafter.unlink()
     drafter.write_bytes(b"anything")
-    error = open_error(bundle, engines)
+    error = get_open_error(bundle, engines)
     assert (error.field, error.found[:5]) == (str(drafter), "hash ")
 
-    def unreadable(path: Path) -> str:
+    def fail_to_read(path: Path) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(engine_folder, "file_blake2b", unreadable)
-    assert open_error(bundle, engines).problem == "cannot be read (Permission denied)"
+    monkeypatch.setattr(engine_folder, "file_blake2b", fail_to_read)
+    assert get_open_error(bundle, engines).problem == "cannot be read (Permission denied)"
 
 
 @pytest.mark.parametrize("path", ["../target.plan", "/etc/passwd", ".hidden", "a/b", ""])
-def test_an_engine_file_outside_the_folder_is_rejected(bundle: Path, engines: Path, path: str) -> None:
+def test_an_engine_path_that_is_not_a_plain_file_name_is_rejected(bundle: Path, engines: Path, path: str) -> None:
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["path"] = path
-    change(engines, graphs=graphs)
-    assert open_error(bundle, engines).field.endswith("field `graphs.target.path`")
+    change_manifest(engines, graphs=graphs)
+    assert get_open_error(bundle, engines).field.endswith("field `graphs.target.path`")
 
 
 @pytest.mark.parametrize(
@@ -258,15 +264,15 @@ def test_an_engine_file_outside_the_folder_is_rejected(bundle: Path, engines: Pa
 def test_an_engine_folder_cannot_choose_the_command_that_an_error_recommends(
     bundle: Path, engines: Path, command: list[str]
 ) -> None:
-    change(engines, command=command, builder_version="1.0.0")
-    error = open_error(bundle, engines)
+    change_manifest(engines, command=command, builder_version="1.0.0")
+    error = get_open_error(bundle, engines)
     assert "field `command" in error.field
     assert error.remedy == "build the engines again"
 
 
-def test_a_bundle_of_any_name_is_one_word_of_the_command(bundle: Path, engines: Path) -> None:
-    change(engines, command=["lantern-rt", "build-engine", "my $(bundle); ls"], builder_version="1.0.0")
-    assert "build-engine 'my $(bundle); ls' --output" in open_error(bundle, engines).remedy
+def test_the_command_that_an_error_recommends_quotes_the_name_of_the_bundle(bundle: Path, engines: Path) -> None:
+    change_manifest(engines, command=["lantern-rt", "build-engine", "my $(bundle); ls"], builder_version="1.0.0")
+    assert "build-engine 'my $(bundle); ls' --output" in get_open_error(bundle, engines).remedy
 
 
 @pytest.mark.parametrize(
@@ -280,10 +286,12 @@ def test_a_bundle_of_any_name_is_one_word_of_the_command(bundle: Path, engines: 
         (None, "no engine.json in this folder; an engine folder is written by `lantern-rt build-engine`"),
     ],
 )
-def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str | None, expected: str) -> None:
+def test_a_damaged_or_missing_engine_json_is_rejected_with_the_reason(
+    bundle: Path, engines: Path, text: str | None, expected: str
+) -> None:
     file = engines / ENGINE_FILE
     file.unlink() if text is None else file.write_text(text)
-    assert expected in str(open_error(bundle, engines))
+    assert expected in str(get_open_error(bundle, engines))
 
 
 def test_engines_that_this_host_cannot_run_are_rejected_before_loading(
@@ -292,13 +300,15 @@ def test_engines_that_this_host_cannot_run_are_rejected_before_loading(
     def load_error(gpu: Gpu | None, **options: Any) -> LanternError:
         monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: None)
         monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: gpu)
-        error = error_of(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
+        error = catch_error(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
         return error
 
     assert load_error(None).expected == "a GPU of SM89"
     assert load_error(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
     assert load_error(L4, provider="cuda").field == "provider"
-    change(engines, gpu="NVIDIA GeForce RTX 4090")  # the same compute capability, but TensorRT selects other kernels
+    change_manifest(
+        engines, gpu="NVIDIA GeForce RTX 4090"
+    )  # the same compute capability, but TensorRT selects other kernels
     assert load_error(L4).expected == "NVIDIA L4, the GPU of this host"
-    change(engines, backend="abacus")
+    change_manifest(engines, backend="abacus")
     assert load_error(L4).found == "'abacus'"

@@ -1,4 +1,4 @@
-"""Evaluating methods: the images, the figures, and the whole command."""
+"""Evaluation of methods: images, figures, reports, and the `eval` command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluation_graphs import add_encoder, ignore_progress, make_agreement, make_features
+from evaluation_graphs import add_vq_encoder, ignore_progress, make_agreement_graph, make_feature_graph
 from PIL import Image, ImageOps
 from tiny_bundle import make_tiny_bundle
 
@@ -27,12 +27,12 @@ from lantern_rt.compare.statistics import Floats, fit_gaussian, frechet_distance
 from lantern_rt.compare.turns import ComparedMethod, parse_methods
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
-PLAIN = ComparedMethod("ar", {"method": "ar"})
+AR_METHOD = ComparedMethod("ar", {"method": "ar"})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_encoder(make_tiny_bundle(tmp_path_factory.mktemp("evaluation") / "tiny"))
+    return add_vq_encoder(make_tiny_bundle(tmp_path_factory.mktemp("evaluation") / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def pipeline(folder: Path) -> Pipeline:
 
 
 @pytest.fixture
-def evaluate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs `lantern-rt eval` on four prompts in an empty folder: exit code, stdout, stderr."""
+def run_eval(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs `lantern-rt eval` on four prompts and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
 
@@ -59,32 +59,32 @@ def read_report(folder: str = "eval-tiny") -> dict[str, Any]:
     return report
 
 
-def test_images_depend_only_on_prompt_and_seed_and_the_reference_has_other_seeds(pipeline: Pipeline) -> None:
+def test_evaluated_images_depend_only_on_prompt_and_seed_and_the_reference_has_other_seeds(pipeline: Pipeline) -> None:
     prompts = Prompts("prompts", PROMPTS[:2])
     _, images_by_method = evaluate_methods(
-        pipeline, prompts, 6, [PLAIN], ignore_progress, EncoderFeatureModel(pipeline.bundle, 1)
+        pipeline, prompts, 6, [AR_METHOD], ignore_progress, EncoderFeatureModel(pipeline.bundle, 1)
     )
     assert list(images_by_method) == ["ar", "ar, other seeds"]
     expected = [pipeline(PROMPTS[n // 6 % 2], seed=n, method="ar").images[0].tobytes() for n in range(24)]
     assert [image.tobytes() for images in images_by_method.values() for image in images] == expected
-    report, images_by_method = evaluate_methods(pipeline, prompts, 1, [PLAIN], ignore_progress)
+    report, images_by_method = evaluate_methods(pipeline, prompts, 1, [AR_METHOD], ignore_progress)
     assert list(images_by_method) == ["ar"]
     assert "frechet" not in report["methods"][0]["figures"]
 
 
-def test_figures_agree_with_statistics_and_likelihoods_of_the_pipeline(pipeline: Pipeline) -> None:
+def test_evaluation_figures_agree_with_statistics_and_likelihoods_of_the_pipeline(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=4"], {}, pipeline.bundle)
     report, _ = evaluate_methods(pipeline, Prompts("prompts", PROMPTS[:2]), 2, methods, ignore_progress)
     figures = {name: figure["value"] for name, figure in report["methods"][1]["figures"].items()}
     seeds: dict[str, Any] = {"seed": [0, 2], "num_images": 2}
     relaxed = pipeline(PROMPTS[:2], **seeds, method="lantern++:lambda=4")
-    plain = pipeline(PROMPTS[:2], **seeds, method="ar").codes
+    ar_codes = pipeline(PROMPTS[:2], **seeds, method="ar").codes
     assert figures["tvd"] * 36 == pytest.approx(relaxed.stats.realised_tvd)
     assert figures["tvd"] > 0
     assert figures["tokens_per_forward_pass"] == pytest.approx(relaxed.stats.tokens_per_forward_pass)
     scores = pipeline.likelihoods(relaxed.codes, PROMPTS[:2], **seeds)
     assert figures["excess_nll"] == pytest.approx(np.mean([score.nats - score.entropy for score in scores]))
-    is_same = [(codes == plain_codes).tolist() for codes, plain_codes in zip(relaxed.codes, plain, strict=True)]
+    is_same = [(codes == expected).tolist() for codes, expected in zip(relaxed.codes, ar_codes, strict=True)]
     assert figures["same_tokens"] == pytest.approx(np.mean(is_same))
 
 
@@ -93,12 +93,14 @@ def test_prompt_agreement_is_measured_for_every_image_with_its_prompt(
 ) -> None:
     measured: list[tuple[bytes, str]] = []
 
-    def record(_: PromptAgreementModel, images: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
+    def record_images(_: PromptAgreementModel, images: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
         measured.extend((image.tobytes(), prompt) for image, prompt in zip(images, prompts, strict=True))
         return np.arange(len(images)) / 10.0
 
-    agreement_model = PromptAgreementModel(make_agreement(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1)
-    monkeypatch.setattr(PromptAgreementModel, "__call__", record)
+    agreement_model = PromptAgreementModel(
+        make_agreement_graph(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1
+    )
+    monkeypatch.setattr(PromptAgreementModel, "__call__", record_images)
     methods = parse_methods(["rows", "sjd"], {}, pipeline.bundle)
     prompts = Prompts("prompts", PROMPTS[:2])
     report, _ = evaluate_methods(pipeline, prompts, 2, methods, ignore_progress, agreement_model=agreement_model)
@@ -112,11 +114,13 @@ def test_prompt_agreement_is_measured_for_every_image_with_its_prompt(
     assert [method["figures"]["agreement"]["value"] for method in report["methods"][:2]] == pytest.approx([0.15, 0.15])
 
 
-def test_eval_writes_a_self_contained_page_and_its_figures(evaluate: Any, pipeline: Pipeline, tmp_path: Path) -> None:
-    graph = str(make_agreement(tmp_path / "words.onnx"))
+def test_eval_writes_a_self_contained_html_report_and_files_with_the_figures(
+    run_eval: Any, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    graph = str(make_agreement_graph(tmp_path / "words.onnx"))
     exact = ["--method", "sjd:window=3", "--method", "eagle"]
     arguments = [*exact, "--method", "lantern++:lambda=4", "--count", "8", "--agreement", graph, "--output", "found"]
-    code, out, err = evaluate(*arguments)
+    code, out, err = run_eval(*arguments)
     assert code == 0
     assert out.splitlines()[-2:] == ["found/eval.json", "found/report.html"]
     assert re.search(r"  eagle +[\d.]+ +exact: same images", out)
@@ -129,8 +133,8 @@ def test_eval_writes_a_self_contained_page_and_its_figures(evaluate: Any, pipeli
     assert report["features"]["name"] == "VQ encoder features"
     assert report["features"]["num_features"] == 15
     assert (report["prompts"], report["seeds_per_prompt"], report["images_per_method"]) == (list(PROMPTS), 2, 8)
-    plain, jacobi, eagle, relaxed = report["methods"]
-    assert list(plain["figures"]) == list(COLUMNS)
+    ar, jacobi, eagle, relaxed = report["methods"]
+    assert list(ar["figures"]) == list(COLUMNS)
     for method in (jacobi, eagle):
         assert (method["exact"], method["same_images"], method["figures"]) == (True, True, None)
         interval = method["tokens_per_forward_pass_interval"]
@@ -140,14 +144,14 @@ def test_eval_writes_a_self_contained_page_and_its_figures(evaluate: Any, pipeli
     assert float(table[1]["tokens_per_forward_pass_interval.low"]) == jacobi["tokens_per_forward_pass_interval"]["low"]
     assert float(table[3]["figures.tvd.difference_to_ar.high"]) == relaxed["figures"]["tvd"]["difference_to_ar"]["high"]
     assert table[1]["figures.tvd.value"] == ""
-    assert plain["tokens_per_forward_pass"] == pytest.approx(1, abs=0.03)  # near-equal logits need extra passes
+    assert ar["tokens_per_forward_pass"] == pytest.approx(1, abs=0.03)  # near-equal logits need extra passes
     assert report["agreement"]["tokenizer"] == "the tokenizer of tiny"
     ids = {"red": 3, "green": 4, "sphere": 5, "cube": 6, "on": 7, "sand": 8, "snow": 9, "a": 2}
     words = 10 * np.mean([sum(ids[word] for word in prompt.split()) for prompt in PROMPTS])
-    for method in (plain, relaxed):  # brightness is 0 .. 1
+    for method in (ar, relaxed):  # brightness is 0 .. 1
         assert words < method["figures"]["agreement"]["value"] < words + 1
     figures = {name: figure["value"] for name, figure in relaxed["figures"].items()}
-    assert plain["figures"]["tvd"]["value"] == 0 < figures["tvd"]
+    assert ar["figures"]["tvd"]["value"] == 0 < figures["tvd"]
     assert 0 < figures["same_tokens"] < 1
     assert relaxed["settings"]["lambda"] == 4
     assert any("8 images for 15 features" in note for note in report["notes"])
@@ -155,38 +159,40 @@ def test_eval_writes_a_self_contained_page_and_its_figures(evaluate: Any, pipeli
     assert page.count("data:image/jpeg;base64,") == 8 * 3  # exact methods have the images of ar
     assert page.count("exact: same images") == 2
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
-    assert evaluate(*arguments)[0] == 2  # the folder exists already
+    assert run_eval(*arguments)[0] == 2  # the folder exists already
 
 
-def test_features_may_come_from_a_graph_and_every_evaluation_has_another_folder(evaluate: Any, tmp_path: Path) -> None:
-    make_features(tmp_path / "colour.onnx")
+def test_eval_computes_features_with_a_graph_and_writes_each_report_to_a_new_folder(
+    run_eval: Any, tmp_path: Path
+) -> None:
+    make_feature_graph(tmp_path / "colour.onnx")
     for folder in ("eval-tiny", "eval-tiny-2"):
-        assert evaluate("--method", "ar", "--features", "colour.onnx", "--count", "2")[0] == 0
+        assert run_eval("--method", "ar", "--features", "colour.onnx", "--count", "2")[0] == 0
         assert read_report(folder)["features"]["name"] == "colour"
     assert read_report()["agreement"] is None
     assert len(read_report()["prompts"]) == 2
 
 
-def test_the_distance_to_a_folder_of_real_images_is_the_distance_of_features(
-    evaluate: Any, pipeline: Pipeline, tmp_path: Path
+def test_eval_reports_the_frechet_distance_between_features_of_generated_and_real_images(
+    run_eval: Any, pipeline: Pipeline, tmp_path: Path
 ) -> None:
-    make_features(tmp_path / "colour.onnx")
+    make_feature_graph(tmp_path / "colour.onnx")
     (tmp_path / "real").mkdir()
-    plain = []
-    real = []
+    generated_images = []
+    real_images = []
     for i, prompt in enumerate(PROMPTS):
-        plain += pipeline(prompt, seed=i, method="ar").images
-        wide = plain[i].resize((48, 24), Image.Resampling.NEAREST)
+        generated_images += pipeline(prompt, seed=i, method="ar").images
+        wide = generated_images[i].resize((48, 24), Image.Resampling.NEAREST)
         wide.save(tmp_path / f"real/{i}.png")
-        (tmp_path / f"real/._{i}.png").write_bytes(b"\0\5\x16\7")  # macOS writes such files
-        real.append(ImageOps.fit(wide, (24, 24), Image.Resampling.BICUBIC))
+        (tmp_path / f"real/._{i}.png").write_bytes(b"\0\5\x16\7")  # macOS writes these files next to copied files
+        real_images.append(ImageOps.fit(wide, (24, 24), Image.Resampling.BICUBIC))
     arguments = ["--features", "colour.onnx", "--method", "rows:window=2", "--reference", "real"]
-    code, out, _ = evaluate(*arguments)
+    code, out, _ = run_eval(*arguments)
     assert (code, out.splitlines()[1].split()[-2:]) == (0, ["Frechet", "distance"])
     report = read_report()
     assert report["reference"] == "real, 4 images"
     features = ImageFeatureModel(tmp_path / "colour.onnx", Preprocessing(), 1)
-    expected = frechet_distance(fit_gaussian(features(plain)), fit_gaussian(features(real)))
+    expected = frechet_distance(fit_gaussian(features(generated_images)), fit_gaussian(features(real_images)))
     assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
     assert f"  {expected:.3f} +- " in out.splitlines()[2]
     assert max(map(len, out.splitlines())) <= 80
@@ -195,9 +201,9 @@ def test_the_distance_to_a_folder_of_real_images_is_the_distance_of_features(
     )  # without a second set of seeds
 
 
-def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any, tmp_path: Path) -> None:
+def test_a_bundle_without_a_vq_encoder_is_evaluated_without_image_features(run_eval: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
-    assert evaluate("--count", "3", "--temperature", "0", bundle=bundle, prompts=False)[0] == 0
+    assert run_eval("--count", "3", "--temperature", "0", bundle=bundle, prompts=False)[0] == 0
     report = read_report()
     assert report["prompts"] == ["class 0", "class 3", "class 6"]
     assert [method["method"] for method in report["methods"]][:3] == [
@@ -213,12 +219,14 @@ def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any,
     )
 
 
-def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_leaves_no_output_folder(
+    run_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lantern_rt.cli.evaluate.format_html_report", interrupt)
-    assert evaluate("--method", "ar", "--count", "2")[0] == 130
+    assert run_eval("--method", "ar", "--count", "2")[0] == 130
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 
 
@@ -243,14 +251,14 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--write-presets", "--temperature", "0"], "temperature: presets need the bundle's temperature"),
     ],
 )
-def test_invalid_input_is_one_line_before_generating(
-    evaluate: Any, tmp_path: Path, arguments: list[str], message: str
+def test_eval_rejects_invalid_input_with_one_line(
+    run_eval: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "odd").mkdir()
     for path in ("colour.onnx", "odd/colour.onnx"):
-        make_features(tmp_path / path)
+        make_feature_graph(tmp_path / path)
     (tmp_path / "odd/preprocessor_config.json").write_text("[]")
-    make_agreement(tmp_path / "short.onnx", length=3)
+    make_agreement_graph(tmp_path / "short.onnx", length=3)
     (tmp_path / "pipes").mkdir()
     for name in ("a", "b"):
         os.mkfifo(tmp_path / "pipes" / f"{name}.png")
@@ -258,14 +266,14 @@ def test_invalid_input_is_one_line_before_generating(
     for name in ("a", "b"):
         (tmp_path / "damaged" / f"{name}.png").write_bytes(b"no image")
     (tmp_path / "long.txt").write_text("\n".join([*PROMPTS, "red cube beneath sand"]))
-    code, out, err = evaluate(*arguments)
+    code, out, err = run_eval(*arguments)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert message in err
 
 
-def test_prompt_agreement_of_class_ids_is_rejected(evaluate: Any, tmp_path: Path) -> None:
+def test_prompt_agreement_for_a_bundle_of_class_ids_is_rejected(run_eval: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
-    code, _, err = evaluate("--agreement", str(make_agreement(tmp_path / "g.onnx")), bundle=bundle, prompts=False)
+    code, _, err = run_eval("--agreement", str(make_agreement_graph(tmp_path / "g.onnx")), bundle=bundle, prompts=False)
     assert code == 2
     assert "agreement: bundle tiny takes class_ids" in err

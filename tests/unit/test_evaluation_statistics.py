@@ -1,4 +1,4 @@
-"""Comparing sets of features: distances with closed forms, and coverage of confidence intervals."""
+"""Statistics of evaluations: Frechet distances and confidence intervals."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from lantern_rt.compare.evaluate import estimate_frechet_distances
 from lantern_rt.compare.statistics import Floats, estimate_interval, fit_gaussian, frechet_distance
 
 
-def distance(first: Floats, second: Floats) -> float:
+def compute_distance(first: Floats, second: Floats) -> float:
+    """Return the Frechet distance of two sets of features, `[images, features]`."""
     return frechet_distance(fit_gaussian(first), fit_gaussian(second))
 
 
-def test_a_shift_alone_is_a_frechet_distance_of_its_square() -> None:
+def test_the_frechet_distance_of_shifted_features_is_the_squared_length_of_the_shift() -> None:
     features = np.random.default_rng(0).normal(size=(50, 3))
-    assert distance(features, features + np.array([3.0, 0.0, 4.0])) == pytest.approx(25)
+    assert compute_distance(features, features + np.array([3.0, 0.0, 4.0])) == pytest.approx(25)
 
 
-def test_the_frechet_distance_of_two_gaussians_is_the_closed_form() -> None:
-    """Compare with |m1 - m2|^2 + sum of (s1 - s2)^2 over the axes, which holds for covariances that commute."""
+def test_the_frechet_distance_of_two_gaussians_agrees_with_the_closed_form() -> None:
+    """Compare with |m1 - m2|^2 + the sum of (s1 - s2)^2 over all axes, which holds if the covariances commute."""
     rng = np.random.default_rng(1)
     rotation = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     first_scale = np.array([1.0, 2.0, 0.5, 3.0])
     second_scale = np.array([2.0, 2.0, 1.0, 0.0])
     first_features = (rng.normal(size=(200_000, 4)) * first_scale) @ rotation
     second_features = (rng.normal(size=(200_000, 4)) * second_scale + 1) @ rotation
-    assert distance(first_features, second_features) == pytest.approx(
+    assert compute_distance(first_features, second_features) == pytest.approx(
         4 + np.square(first_scale - second_scale).sum(), rel=0.01
     )
 
@@ -44,17 +45,17 @@ def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> 
         np.maximum(np.linalg.eigvals(first_covariance @ second_covariance).real, 0)
     ).sum()  # trace of the square root
     expected = shift @ shift + np.trace(first_covariance + second_covariance) - 2 * overlap
-    assert distance(first_features, second_features) == pytest.approx(expected, rel=1e-6)
+    assert compute_distance(first_features, second_features) == pytest.approx(expected, rel=1e-6)
 
 
-def test_fewer_images_than_features_have_a_frechet_distance() -> None:
+def test_the_frechet_distance_is_defined_for_fewer_images_than_features() -> None:
     rng = np.random.default_rng(3)
     features = rng.normal(size=(6, 30))
-    assert distance(features, features) == pytest.approx(0, abs=1e-12)
-    assert distance(features, rng.normal(size=(8, 30))) > 1
+    assert compute_distance(features, features) == pytest.approx(0, abs=1e-12)
+    assert compute_distance(features, rng.normal(size=(8, 30))) > 1
 
 
-def test_intervals_of_a_mean_have_about_their_nominal_coverage() -> None:
+def test_confidence_intervals_of_a_mean_have_about_the_nominal_coverage() -> None:
     rng = np.random.default_rng(5)
     covered = 0
     for _ in range(80):
@@ -64,7 +65,7 @@ def test_intervals_of_a_mean_have_about_their_nominal_coverage() -> None:
     assert 0.86 * 80 <= covered < 80
 
 
-def test_differences_are_paired() -> None:
+def test_intervals_of_differences_between_methods_compare_images_of_the_same_prompt() -> None:
     rng = np.random.default_rng(6)
     prompts = 10 * rng.normal(size=80)
     table = np.stack([prompts, prompts + 1 + 0.1 * rng.normal(size=80)])
@@ -80,7 +81,7 @@ def test_a_constant_figure_has_an_interval_of_zero_width() -> None:
     assert (interval["value"], interval["low"], interval["high"]) == (1, 1, 1)
 
 
-def test_intervals_tell_the_same_distribution_from_another() -> None:
+def test_intervals_of_frechet_distances_separate_equal_from_different_distributions() -> None:
     rng = np.random.default_rng(7)
     sets = [rng.normal(size=(120, 4)), rng.normal(size=(120, 4)), rng.normal(0.8, 1, size=(120, 4))]
     frechet = estimate_frechet_distances(sets, rng.normal(size=(120, 4)), 2, ignore_progress)

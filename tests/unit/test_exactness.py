@@ -1,7 +1,7 @@
-"""Exactness of whole images: with the same seed, every exact method generates the tokens of plain decoding (`ar`).
+"""Exactness of whole images: with the same seed, every exact method generates the tokens of `ar`.
 
 Chi-square tests show that images have the target's joint distribution. Relaxed methods that borrow no probability
-decide by rejection sampling: they generate other tokens, but with the same distribution.
+use rejection sampling: their tokens differ from the tokens of `ar`, but have the same distribution.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
-from toy_distributions import joint_distribution
+from toy_distributions import compute_joint_distribution
 from toy_engine import (
     ToyModel,
-    codes_of,
+    collect_codes,
     decode,
     make_model,
     make_prompt,
@@ -39,12 +39,12 @@ from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.windows import AdaptiveWindow
 
-BUSHY = "tree-3-210-100"
+STATIC_TREE = "tree-3-210-100"
 NO_RELAXATION = 1 + 1e-12  # a lambda that borrows no probability
 NEIGHBORS = np.array([[1, 2], [0, 2], [0, 1]])
 
 
-def generate(
+def generate_images(
     model: ToyModel, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000
 ) -> NDArray[np.int64]:
     """Return the tokens of one image per seed, `[seeds, codes]`.
@@ -54,13 +54,15 @@ def generate(
         sampling: sampling settings.
         method: decoding method.
         seeds: seeds of the images.
-        batch: images that share passes.
+        batch: number of images per batch.
     """
     prompt = make_prompt(7, padding=1)
     codes = list[list[int]]()
     for start in range(0, len(seeds), batch):
         batch_seeds = seeds[start : start + batch]
-        codes += codes_of(decode(model, [prompt] * len(batch_seeds), batch_seeds, sampling, method), len(batch_seeds))
+        codes += collect_codes(
+            decode(model, [prompt] * len(batch_seeds), batch_seeds, sampling, method), len(batch_seeds)
+        )
     return np.array(codes, np.int64)
 
 
@@ -71,15 +73,15 @@ def count_images(codes: NDArray[np.int64]) -> NDArray[np.int64]:
     return counts
 
 
-def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
-    """Return the chi-square p-value of counts under a joint distribution; expected counts below 10 are merged."""
+def compute_p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
+    """Return the chi-square p-value of image counts under a joint distribution; counts expected below 10 are merged."""
     expected = joint.ravel() * counts.sum()
     observed = counts.ravel().astype(float)
     assert (observed[expected == 0] == 0).all(), "an impossible image was generated"
-    small = expected < 10
-    merged_observed = np.append(observed[~small], observed[small].sum())
-    merged_expected = np.append(expected[~small], expected[small].sum())
-    if merged_expected[-1] < 10:  # merge the remainder into the smallest other cell
+    is_rare = expected < 10
+    merged_observed = np.append(observed[~is_rare], observed[is_rare].sum())
+    merged_expected = np.append(expected[~is_rare], expected[is_rare].sum())
+    if merged_expected[-1] < 10:  # merge the remaining images into the least probable image
         merged_observed[np.argmin(merged_expected[:-1])] += merged_observed[-1]
         merged_expected[np.argmin(merged_expected[:-1])] += merged_expected[-1]
         merged_observed = merged_observed[:-1]
@@ -88,20 +90,20 @@ def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
 
 
 SAMPLINGS = {
-    "plain": Sampling(),
+    "default": Sampling(),
     "temperature 1.3, top-k 2, penalty": Sampling(temperature=1.3, top_k=2, repetition_penalty=1.5),
     "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
-    "guided more and more": Sampling(cfg_scale=4.0, cfg_schedule="linear"),
+    "guided with a linear schedule": Sampling(cfg_scale=4.0, cfg_schedule="linear"),
     "guided for two tokens": Sampling(cfg_scale=3.0, cfg_tokens=2),
     "guided for a quarter, penalty": Sampling(cfg_scale=2.0, cfg_tokens="25%", repetition_penalty=1.5),
 }
 METHODS: dict[str, MethodConfig] = {
     "ar": Autoregressive(),
-    "by rejection, static tree": LanternPlusPlus(tree=BUSHY, neighbors=2, lambda_=NO_RELAXATION),
+    "by rejection, static tree": LanternPlusPlus(tree=STATIC_TREE, neighbors=2, lambda_=NO_RELAXATION),
     "by rejection, dynamic tree": Lantern(tree="dynamic-8-3-2", neighbors=2, delta=1e-12),
     "by rejection, window 2": SpeculativeJacobi(window=2, neighbors=2, lambda_=NO_RELAXATION),
 }
-CASES = [*itertools.product(METHODS, ["plain"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
+CASES = [*itertools.product(METHODS, ["default"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
 CASES += [("by rejection, static tree", "guided, temperature 1.4, top-p 0.9")]
 CASES += [(method, "guided for two tokens") for method in [*METHODS][1:]]
 CASES += [
@@ -109,26 +111,36 @@ CASES += [
 ]
 
 
-def make_toy(codes: int = 4) -> ToyModel:
-    return make_model(vocabulary=3, codes=codes, round_span=4, columns=2, neighbors=NEIGHBORS)
+def make_toy_model(codes: int = 4) -> ToyModel:
+    return make_model(vocabulary=3, codes=codes, past_length_multiple=4, columns=2, neighbors=NEIGHBORS)
 
 
-def p_value_of(method: str, sampling: str, seeds: range) -> float:
-    codes = generate(make_toy(), SAMPLINGS[sampling], METHODS[method], seeds)
-    return p_value(count_images(codes), joint_distribution(make_toy(), make_prompt(7, padding=1), SAMPLINGS[sampling]))
+def compute_p_value_of_images(method: str, sampling: str, seeds: range) -> float:
+    """Return the p-value of the images of a method under the target's distribution.
+
+    Args:
+        method: key of `METHODS`.
+        sampling: key of `SAMPLINGS`.
+        seeds: seeds of the images.
+    """
+    codes = generate_images(make_toy_model(), SAMPLINGS[sampling], METHODS[method], seeds)
+    return compute_p_value(
+        count_images(codes),
+        compute_joint_distribution(make_toy_model(), make_prompt(7, padding=1), SAMPLINGS[sampling]),
+    )
 
 
 @pytest.mark.parametrize(("method", "sampling"), CASES)
-def test_images_have_the_exact_joint_distribution_quick(method: str, sampling: str) -> None:
-    assert p_value_of(method, sampling, range(2_000)) > 0.001
+def test_images_of_2_000_seeds_have_the_joint_distribution_of_the_target(method: str, sampling: str) -> None:
+    assert compute_p_value_of_images(method, sampling, range(2_000)) > 0.001
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "sampling"), CASES)
-def test_images_have_the_exact_joint_distribution_in_200_000_images(
+def test_images_of_200_000_seeds_have_the_joint_distribution_of_the_target(
     method: str, sampling: str, record_property: Callable[[str, object], None]
 ) -> None:
-    p = p_value_of(method, sampling, range(10**6, 10**6 + 200_000))
+    p = compute_p_value_of_images(method, sampling, range(10**6, 10**6 + 200_000))
     record_property("p_value", p)
     print(f"{method}, {sampling}: p = {p:.4f}")
     assert p > 0.001
@@ -160,51 +172,57 @@ def test_every_exact_method_generates_the_tokens_of_ar(
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
-    plain = codes_of(decode(model, prompts, seeds, sampling, Autoregressive()), 3)
-    trees = ("chain-2", BUSHY, "dynamic-8-4-2", "medusa-63", "dynamic-59")
+    expected = collect_codes(decode(model, prompts, seeds, sampling, Autoregressive()), 3)
+    trees = ("chain-2", STATIC_TREE, "dynamic-8-4-2", "medusa-63", "dynamic-59")
     for method in (*(Eagle(tree=name) for name in trees), *(SpeculativeJacobi(window=size) for size in (1, 6, 16))):
-        assert codes_of(decode(model, prompts, seeds, sampling, method), 3) == plain
+        assert collect_codes(decode(model, prompts, seeds, sampling, method), 3) == expected
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-def test_windows_that_change_size_after_any_step_change_no_token(sizes: list[int], sampling: str) -> None:
-    model = make_model(5, 25, round_span=4)
+def test_jacobi_windows_that_change_size_after_any_step_change_no_token(sizes: list[int], sampling: str) -> None:
+    model = make_model(5, 25, past_length_multiple=4)
     prompts = [make_prompt(i, padding=i) for i in range(3)]
-    following = itertools.cycle(sizes)
+    next_sizes = itertools.cycle(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptiveWindow, "choose_size", lambda window, images: next(following))
+        patch.setattr(AdaptiveWindow, "choose_size", lambda window, images: next(next_sizes))
         steps = decode(model, prompts, range(3), SAMPLINGS[sampling], SpeculativeJacobi(window=8), adaptive_window=True)
-        codes = codes_of(steps, 3)
-    assert codes == codes_of(decode(model, prompts, range(3), SAMPLINGS[sampling], Autoregressive()), 3)
+        codes = collect_codes(steps, 3)
+    assert codes == collect_codes(decode(model, prompts, range(3), SAMPLINGS[sampling], Autoregressive()), 3)
 
 
-def p_value_of_neighbours(seeds: range) -> float:
-    """Return the p-value of the tokens of neighbouring seeds being independent."""
-    codes = generate(make_toy(1), Sampling(), Autoregressive(), seeds)[:, 0]
+def compute_p_value_of_neighbouring_seeds(seeds: range) -> float:
+    """Return the p-value of a test that the first tokens of seeds n and n + 1 are independent."""
+    codes = generate_images(make_toy_model(1), Sampling(), Autoregressive(), seeds)[:, 0]
     table = np.zeros((3, 3))
     np.add.at(table, (codes[:-1], codes[1:]), 1)
     return float(chi2_contingency(table).pvalue)
 
 
 def test_tokens_of_neighbouring_seeds_are_independent() -> None:
-    assert p_value_of_neighbours(range(8_001)) > 0.001
+    assert compute_p_value_of_neighbouring_seeds(range(8_001)) > 0.001
 
 
-def ignore_the_position(patch: pytest.MonkeyPatch) -> None:
+def patch_noise_to_ignore_the_position(patch: pytest.MonkeyPatch) -> None:
     gumbel = Noise.gumbel
     patch.setattr(Noise, "gumbel", lambda noise, first, count, size: gumbel(noise, 0, count, size))
 
 
-def ignore_the_seed(patch: pytest.MonkeyPatch) -> None:
+def patch_noise_to_ignore_the_last_seed_bit(patch: pytest.MonkeyPatch) -> None:
     gumbel = Noise.gumbel
     patch.setattr(Noise, "gumbel", lambda noise, *block: gumbel(Noise(noise.seed // 2), *block))
 
 
-@pytest.mark.parametrize("fault", [ignore_the_position, ignore_the_seed])
-def test_the_tests_detect_noise_that_is_used_twice(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [patch_noise_to_ignore_the_position, patch_noise_to_ignore_the_last_seed_bit])
+def test_the_chi_square_tests_detect_noise_that_is_used_twice(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    assert min(p_value_of("ar", "plain", range(1_000)), p_value_of_neighbours(range(1_000))) < 1e-6
+    assert (
+        min(
+            compute_p_value_of_images("ar", "default", range(1_000)),
+            compute_p_value_of_neighbouring_seeds(range(1_000)),
+        )
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("omitted_step", ["subtracting q", "removing the rejected token"])
@@ -216,4 +234,4 @@ def test_the_chi_square_test_detects_a_wrong_residual(omitted_step: str, monkeyp
         return residual / max(residual.sum(), 1e-300)
 
     monkeypatch.setattr(acceptance, "residual_distribution", wrong_residual)
-    assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6
+    assert compute_p_value_of_images("by rejection, static tree", "default", range(3_000)) < 1e-6

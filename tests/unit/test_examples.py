@@ -1,4 +1,4 @@
-"""The examples and the notebook run, and the reference of the Python API can be written."""
+"""The examples and the notebook run, and the reference of the Python API is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lantern_rt import Pipeline
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_reference_has_every_public_name(tmp_path: Path) -> None:
+def test_the_api_reference_describes_every_public_name(tmp_path: Path) -> None:
     import lantern_rt
 
     page = tmp_path / "reference.md"
@@ -35,7 +35,7 @@ def test_the_reference_has_every_public_name(tmp_path: Path) -> None:
     assert "\n### StreamStep.image\n" in text
 
 
-def test_the_first_program_generates_two_images(tmp_path: Path) -> None:
+def test_the_example_first_program_generates_two_images(tmp_path: Path) -> None:
     program = [sys.executable, str(ROOT / "examples/first_program.py")]
     process = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert process.stdout.count("\n") == 1
@@ -44,7 +44,7 @@ def test_the_first_program_generates_two_images(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sphere-1.png", "sphere-2.png"]
 
 
-def test_the_notebook_is_valid_and_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_notebook_is_valid_and_runs_without_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "examples/tour.ipynb").read_text("utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
@@ -58,7 +58,7 @@ def test_the_notebook_is_valid_and_its_cells_run(tmp_path: Path, monkeypatch: py
     assert names["result"].images[0].size == (manifest.image_width, manifest.image_height)
 
 
-def test_the_prompts_of_published_tables_are_the_longest_captions(
+def test_the_prompt_script_in_the_docs_selects_the_longest_caption_of_each_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/reproduce.md").read_text("utf-8"), re.M | re.S)
@@ -71,7 +71,7 @@ def test_the_prompts_of_published_tables_are_the_longest_captions(
     assert Path("captions.txt").read_text().splitlines() == ["a cat with a hat", "a dog"]
 
 
-def test_the_node_for_comfyui_generates_the_images_of_the_pipeline() -> None:
+def test_the_comfyui_node_generates_the_same_images_as_the_pipeline() -> None:
     pytest.importorskip("torch")
     nodes = runpy.run_path(str(ROOT / "examples/comfyui_node.py"))["NODE_CLASS_MAPPINGS"]
     node = nodes["LanternDraw"]()
@@ -83,7 +83,7 @@ def test_the_node_for_comfyui_generates_the_images_of_the_pipeline() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings inside gradio
-def test_the_gradio_page_generates_the_images_of_the_pipeline(pipe: Pipeline) -> None:
+def test_the_gradio_page_generates_the_same_image_as_the_pipeline(pipe: Pipeline) -> None:
     pytest.importorskip("gradio")
     from gradio_client import Client
 
@@ -121,7 +121,8 @@ def address(service: dict[str, Any], pipe: Pipeline) -> Iterator[str]:
     thread.join()
 
 
-def get(url: str) -> tuple[int, bytes]:
+def fetch_response(url: str) -> tuple[int, bytes]:
+    """Return the HTTP status and the body of a GET request."""
     try:
         with urllib.request.urlopen(url) as response:
             return response.status, response.read()
@@ -130,9 +131,11 @@ def get(url: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-def test_the_service_responds_to_simultaneous_requests_with_their_images(address: str, pipe: Pipeline) -> None:
+def test_the_example_service_responds_to_simultaneous_requests_with_the_right_images(
+    address: str, pipe: Pipeline
+) -> None:
     with ThreadPoolExecutor(4) as pool:
-        responses = list(pool.map(lambda seed: get(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
+        responses = list(pool.map(lambda seed: fetch_response(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
     for seed, (status, body) in enumerate(responses):
         assert status == 200
         with Image.open(BytesIO(body)) as image:
@@ -144,14 +147,14 @@ def test_the_service_responds_to_simultaneous_requests_with_their_images(address
     ("query", "message"),
     [("?prompt=blu", "found unknown word 'blu'"), ("", "found empty text"), ("?prompt=red&seed=x", "found 'x'")],
 )
-def test_the_service_rejects_a_wrong_request_with_one_line(address: str, query: str, message: str) -> None:
-    status, body = get(f"{address}{query}")
+def test_the_example_service_rejects_an_invalid_request_with_one_line(address: str, query: str, message: str) -> None:
+    status, body = fetch_response(f"{address}{query}")
     assert status == 400
     assert message in body.decode()
     assert body.count(b"\n") == 1
 
 
-def test_the_service_stops_at_the_time_limit_and_generates_the_next_image(
+def test_the_example_service_stops_at_the_time_limit_and_can_generate_another_image(
     service: dict[str, Any], pipe: Pipeline
 ) -> None:
     generator = service["ImageGenerator"](pipe)

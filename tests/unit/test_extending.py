@@ -1,4 +1,4 @@
-"""A sampling setting or method that is declared once appears wherever users can set it."""
+"""Sampling settings and methods that are declared once are available in Python, on the command line and over HTTP."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lantern_rt.methods import SAMPLING, Sampling
 from lantern_rt.options import GenerationOptions
 
 ROOT = Path(__file__).parents[2]
-# By file: a piece of the product's source, and its replacement. They add the method `toy` and the setting `gain`.
-CHANGES = {
+# Source text and replacement, by file. The replacements add the method `toy` and the sampling setting `gain`.
+SOURCE_CHANGES = {
     "lantern_rt/methods.py": [
         (
             "# Every method, by its name",
@@ -32,7 +32,9 @@ CHANGES = {
         ("RowParallel, GroupDecoding)", "RowParallel, GroupDecoding, Toy)"),
         (
             "    top_k: Annotated",
-            """    gain: Annotated[float | None, Field(gt=0, description="Factor of logits."), RequestSettingMarker()] = None
+            """    gain: Annotated[
+        float | None, Field(gt=0, description="Factor of logits."), RequestSettingMarker()
+    ] = None
     top_k: Annotated""",
         ),
     ],
@@ -53,7 +55,7 @@ CHANGES = {
         ),
     ],
 }
-USE = """
+TOY_PROGRAM = """
 import sys
 from pathlib import Path
 from lantern_rt import Pipeline
@@ -64,11 +66,11 @@ bundle = sys.argv[1]
 pipe = Pipeline.from_bundle(bundle, threads=1)
 body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "method": "toy:length=3", "gain": 0.25}')
 options = body.pipeline_options()
-plain_options = {"prompts": "red cube", "seed": 1, "method": "ar"}
-toy, plain, other = (
-    pipe(**changed).codes[0].tolist() for changed in (options, options | {"method": "ar"}, plain_options)
+default_options = {"prompts": "red cube", "seed": 1, "method": "ar"}
+toy_codes, ar_codes, default_codes = (
+    pipe(**changed).codes[0].tolist() for changed in (options, options | {"method": "ar"}, default_options)
 )
-assert toy == plain != other
+assert toy_codes == ar_codes != default_codes
 command = ["run", "--threads", "1", bundle]
 assert run_program([*command, "red cube", "--seed=1", "--method=toy:length=3", "--gain=0.25", "--output=a.png"]) == 0
 assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
@@ -78,14 +80,14 @@ assert run_program([*command, "red cube", "--method=toy:length=10", "--output=c.
 """
 
 
-def test_options_of_calls_have_the_types_of_the_settings_that_requests_may_set() -> None:
+def test_generation_options_have_the_types_of_the_sampling_settings() -> None:
     names = vars(lantern_rt.methods)
     declared = {name: field.annotation | None for name, field in SAMPLING.items()}  # type: ignore[operator]
     written = {name: hint.__forward_arg__ for name, hint in GenerationOptions.__annotations__.items()}
     assert {name: eval(written[name], names) for name in SAMPLING} == declared
 
 
-def test_the_command_line_and_http_have_every_setting_that_requests_may_set() -> None:
+def test_the_command_line_and_http_requests_accept_every_sampling_setting() -> None:
     protocol = pytest.importorskip("lantern_rt.serve.protocol", reason="needs the extra `serve`")
     with get_command(app).make_context("lantern-rt", ["run"]) as context:
         options = get_command(app).get_command(context, "run").params  # type: ignore[attr-defined]
@@ -97,23 +99,25 @@ def test_the_command_line_and_http_have_every_setting_that_requests_may_set() ->
     assert protocol.ImagesRequest.model_validate(body).pipeline_options() == body
 
 
-def test_every_setting_is_read_by_the_runtime() -> None:
-    assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # a bundle sets the last two
+def test_the_runtime_reads_every_sampling_setting() -> None:
+    assert {*SAMPLING, "filter_order", "cfg_final"} == Sampling.model_fields.keys()  # only bundles set the last two
     source = "".join(path.read_text("utf-8") for path in (ROOT / "runtime").glob("*.py"))
     read_as = {"cfg_tokens": "count_guided"}
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
 
 
-def test_adding_a_method_changes_two_files_and_a_sampling_setting_three(words_bundle: Path, tmp_path: Path) -> None:
+def test_a_new_method_takes_changes_in_two_files_and_a_new_sampling_setting_in_three(
+    words_bundle: Path, tmp_path: Path
+) -> None:
     for folder in ("lantern_rt", "runtime", "engines"):
         copy = tmp_path / "lantern_rt" / folder.removeprefix("lantern_rt")
         shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
-    for name, changes in CHANGES.items():
+    for name, changes in SOURCE_CHANGES.items():
         for old_text, new_text in changes:
             text = (tmp_path / name).read_text("utf-8")
             assert text.count(old_text) == 1
             (tmp_path / name).write_text(text.replace(old_text, new_text), "utf-8")
-    command = [sys.executable, "-c", USE, str(words_bundle)]
+    command = [sys.executable, "-c", TOY_PROGRAM, str(words_bundle)]
     process = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )

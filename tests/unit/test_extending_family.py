@@ -1,4 +1,4 @@
-"""A model family consists of its module and its name in the registry: a toy family is exported and rejected by name."""
+"""Model families need only a module and a name in the registry: export of a toy family."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageChops
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export import families, registry
 
 DATA = Path(__file__).parents[1] / "data"
 VQ = DATA / "llamagen-vq/vq_tiny.pt"
-# LlamaGen's transformer with another name for one matrix, and guidance scale 2.
-MODULE = """
+# A family like LlamaGen, except for the name of one matrix and the guidance scale.
+TOY_MODULE = """
 from pathlib import Path
 
 from lantern_rt.export.checkpoints.folders import Checkpoint
@@ -41,29 +41,33 @@ FAMILY = ModelFamily(read_toy, model_types=("toy",))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Register the toy family, and return the folder of its checkpoint."""
+def toy_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Add the toy family to the registry, and return an empty folder for a checkpoint."""
     for library in ("torch", "onnx", "onnxruntime", "safetensors"):
         pytest.importorskip(library)
     (tmp_path / "modules").mkdir()
-    (tmp_path / "modules/toy.py").write_text(MODULE)
+    (tmp_path / "modules/toy.py").write_text(TOY_MODULE)
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "modules")])
     monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, "toy"))
     return tmp_path
 
 
-def test_a_toy_family_generates_the_images_of_llamagen(program: Any, folder: Path, c2i_bundle: Path) -> None:
+def test_a_toy_family_with_the_weights_of_llamagen_generates_the_images_of_llamagen(
+    program: Any, toy_folder: Path, c2i_bundle: Path
+) -> None:
     torch = pytest.importorskip("torch")
     weights = torch.load(DATA / "llamagen-c2i/c2i_tiny.pt", weights_only=True)
     weights["model"]["toy_head"] = weights["model"].pop("output.weight")
-    torch.save(weights, target := folder / "toy.pt")
-    shutil.copy(DATA / "llamagen-c2i/config.json", folder)
+    torch.save(weights, target := toy_folder / "toy.pt")
+    shutil.copy(DATA / "llamagen-c2i/config.json", toy_folder)
     assert program("export", "--family", "toy", "--target", target, "--vq", VQ, "--output", "toy")[0] == 0
     assert program("verify", "toy", target, VQ)[0] == 0
     assert program("run", "toy", "--class-id", 3, "--seed", 0, "--output", "toy.png")[0] == 0
-    assert program("run", c2i_bundle, "--class-id", 3, "--seed", 0, "--cfg-scale", 2, "--output", "other.png")[0] == 0
-    with Image.open("toy.png") as image, Image.open("other.png") as other:
-        assert ImageChops.difference(image, other).getbbox() is None
+    assert (
+        program("run", c2i_bundle, "--class-id", 3, "--seed", 0, "--cfg-scale", 2, "--output", "llamagen.png")[0] == 0
+    )
+    with Image.open("toy.png") as image, Image.open("llamagen.png") as expected:
+        assert ImageChops.difference(image, expected).getbbox() is None
 
 
 @pytest.mark.parametrize(
@@ -75,10 +79,10 @@ def test_a_toy_family_generates_the_images_of_llamagen(program: Any, folder: Pat
         ("tay", {"vq": VQ}, "family", "emu35 or simplear or toy"),
     ],
 )
-def test_invalid_options_of_a_toy_family_are_rejected_with_a_reason(
-    folder: Path, family: str, options: dict[str, Any], field: str, reason: str
+def test_invalid_options_for_a_toy_family_are_rejected_with_the_reason(
+    toy_folder: Path, family: str, options: dict[str, Any], field: str, reason: str
 ) -> None:
-    (folder / "config.json").write_text('{"model_type": "toy"}')
-    error = error_of(CheckpointError, registry.read_family_checkpoints, family, {"target": folder, **options})
+    (toy_folder / "config.json").write_text('{"model_type": "toy"}')
+    error = catch_error(CheckpointError, registry.read_family_checkpoints, family, {"target": toy_folder, **options})
     assert error.field.endswith(field)
     assert reason in f"{error.problem} {error.expected} {error.remedy}"

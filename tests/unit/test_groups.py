@@ -1,4 +1,4 @@
-"""Generating in groups of cells agrees with its definition, written here in the plainest way."""
+"""Decoding in groups of cells, compared with a slow reference implementation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
-from toy_distributions import naive_distribution
+from toy_distributions import compute_naive_distribution
 from toy_engine import (
-    AnyOrder,
+    AnyOrderTarget,
     Hashes,
     ToyCache,
     ToyModel,
@@ -33,18 +33,18 @@ from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Prompt
 
-SQUARE = ((0,), (1, 2))  # in a grid with two columns
+SQUARE = ((0,), (1, 2))  # the grid has two columns
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
 PARTLY_GUIDED = Sampling(cfg_scale=2.0, cfg_tokens=5, repetition_penalty=1.4)
 VOCABULARY = 5
-Groups_ = tuple[tuple[int, ...], ...]
-REGIONS: Groups_ = ((0,), (2,), (8,), (10,), (1, 3, 9, 11), (4, 6, 12, 14), (5, 7, 13, 15))
-GROWING: Groups_ = ((3,), (0, 1), (2, 5, 4))
-DIAGONALS: Groups_ = ((0,), (1, 3), (2, 4, 6), (5, 7), (8,))  # for a target with two heads
+CellGroups = tuple[tuple[int, ...], ...]
+REGIONS: CellGroups = ((0,), (2,), (8,), (10,), (1, 3, 9, 11), (4, 6, 12, 14), (5, 7, 13, 15))
+GROWING: CellGroups = ((3,), (0, 1), (2, 5, 4))
+DIAGONALS: CellGroups = ((0,), (1, 3), (2, 4, 6), (5, 7), (8,))  # for a target with two heads
 
 
 @dataclass
-class GroupTarget(AnyOrder):
+class GroupTarget(AnyOrderTarget):
     """Target whose logits differ between the nodes of a pass, though all of them attend to the same tokens."""
 
     two_heads: bool = False
@@ -53,12 +53,14 @@ class GroupTarget(AnyOrder):
         logits = super().logits(context)
         return np.concatenate([logits, super().logits(context + np.uint64(11))], -1) if self.two_heads else logits
 
-    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
-        context, is_right = super()._sums(batch, cache, new_hashes)
+    def _compute_contexts(
+        self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
+    ) -> tuple[Hashes, NDArray[np.bool_]]:
+        context, is_right = super()._compute_contexts(batch, cache, new_hashes)
         return (context if batch.embeds is not None else context + np.uint64(3) * new_hashes), is_right
 
 
-class WobblyTarget(GroupTarget):
+class TargetWithRoundingErrors(GroupTarget):
     """Target whose logits change a little with the shape of a pass."""
 
     def run(self, batch: PassInput, cache: Any) -> PassOutput:
@@ -67,7 +69,9 @@ class WobblyTarget(GroupTarget):
         return output._replace(logits=output.logits + noise.uniform(-0.01, 0.01, output.logits.shape).astype("f4"))
 
 
-def make_toy(groups: Groups_ = REGIONS, target_type: type[GroupTarget] = GroupTarget, **fields: Any) -> ToyModel:
+def make_toy_model(
+    groups: CellGroups = REGIONS, target_type: type[GroupTarget] = GroupTarget, **fields: Any
+) -> ToyModel:
     two_heads = groups in (DIAGONALS, SQUARE)
     target = target_type(VOCABULARY, vectors=3, two_heads=two_heads)
     columns = 3 if groups == DIAGONALS else 2
@@ -75,13 +79,22 @@ def make_toy(groups: Groups_ = REGIONS, target_type: type[GroupTarget] = GroupTa
     return ToyModel(target, None, 100, image=image, **fields)
 
 
-def layout_of(model: ToyModel) -> GroupLayout:
+def get_layout(model: ToyModel) -> GroupLayout:
     assert isinstance(model.image, GroupLayout)
     return model.image
 
 
-def generate(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[int]]:
-    """Generate images, as tokens in raster order."""
+def generate_images(
+    model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+) -> list[list[int]]:
+    """Return the tokens of each image in raster order.
+
+    Args:
+        model: toy model.
+        prompts: prompts of the images.
+        seeds: seeds of the images.
+        sampling: sampling settings.
+    """
     state = StreamState(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, GroupDecoding()):
         view = state.add_step(
@@ -91,26 +104,26 @@ def generate(model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], s
     return [codes.tolist() for codes in view.codes]
 
 
-def passes_of(model: ToyModel) -> list[tuple[int, int]]:
-    """Return the rows and nodes of every pass of the target."""
+def list_passes(model: ToyModel) -> list[tuple[int, int]]:
+    """Return the numbers of batch rows and nodes of every forward pass of the target."""
     assert isinstance(model.target, GroupTarget)
     return model.target.passes
 
 
-def group_distributions(
+def compute_group_distributions(
     model: ToyModel, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]
 ) -> list[NDArray]:
-    """Return the target's distribution of every cell of a group, from its table.
+    """Return the target's distribution of every cell of a group, `[vocabulary]` each.
 
     Args:
         model: toy model.
         prompt: prompt of the image.
         sampling: sampling settings.
-        group: number of the group.
+        group: index of the group.
         known: tokens of the earlier groups, by cell.
     """
     target = model.target
-    layout = layout_of(model)
+    layout = get_layout(model)
     assert isinstance(target, GroupTarget)
     rows = []
     num_earlier_cells = sum(map(len, layout.groups[:group]))
@@ -128,7 +141,7 @@ def group_distributions(
         contexts = context if node_hashes is None else context + np.uint64(3) * node_hashes
         rows.append(target.logits(contexts).astype(np.float64))
     if isinstance(layout, TwoHeadLayout):
-        rows = [mean_of_heads(logits, layout, group) for logits in rows]
+        rows = [average_heads(logits, layout, group) for logits in rows]
     earlier_codes = {known[cell] for cell in itertools.chain(*layout.groups[:group])}
     penalty = sampling.repetition_penalty or 1.0
     distributions = []
@@ -137,18 +150,18 @@ def group_distributions(
             cond[code] = cond[code] * penalty if cond[code] < 0 else cond[code] / penalty
         guided = num_earlier_cells + i < sampling.count_guided_tokens(model.num_codes)
         distributions.append(
-            naive_distribution(uncond + (sampling.cfg_scale if guided else 1.0) * (cond - uncond), sampling)
+            compute_naive_distribution(uncond + (sampling.cfg_scale if guided else 1.0) * (cond - uncond), sampling)
         )
     return distributions
 
 
-def mean_of_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArray:
-    """Return the mean of both heads' logits `[cells, vocabulary]` for the cells of a group.
+def average_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArray:
+    """Return the mean of the logits of both heads for the cells of a group, `[cells, vocabulary]`.
 
     Args:
-        logits: logits after the cells of the group before: for the cell on the right, then for the cell below.
+        logits: logits for the cells on the right of and below the previous group, `[previous cells, 2 * vocabulary]`.
         layout: layout of the groups.
-        number: number of the group.
+        number: index of the group.
     """
     right, below = np.split(logits, 2, 1)
     if number == 0:
@@ -162,14 +175,21 @@ def mean_of_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArra
     return np.array(means)
 
 
-def generate_by_definition(
-    model: ToyModel, prompt: Prompt, sampling: Sampling, draw: Callable[[int, NDArray], int]
+def generate_reference_image(
+    model: ToyModel, prompt: Prompt, sampling: Sampling, choose_token: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """Generate an image by the definition; `draw(cell, p)` samples from a distribution."""
+    """Return the tokens of an image, generated with one distribution per cell.
+
+    Args:
+        model: toy model.
+        prompt: prompt of the image.
+        sampling: sampling settings.
+        choose_token: function that returns the token of a cell, given the cell and the distribution `[vocabulary]`.
+    """
     known: dict[int, int] = {}
-    for number, group in enumerate(layout_of(model).groups):
-        distributions = group_distributions(model, prompt, sampling, number, known)
-        known |= {cell: draw(cell, p) for cell, p in zip(group, distributions, strict=True)}
+    for number, group in enumerate(get_layout(model).groups):
+        distributions = compute_group_distributions(model, prompt, sampling, number, known)
+        known |= {cell: choose_token(cell, p) for cell, p in zip(group, distributions, strict=True)}
     return [known[cell] for cell in range(model.num_codes)]
 
 
@@ -177,58 +197,58 @@ def generate_by_definition(
 @pytest.mark.parametrize(
     "sampling", [Sampling(), GUIDED, PARTLY_GUIDED, Sampling(cfg_scale=3.0, cfg_tokens=2, temperature=0)]
 )
-def test_every_token_is_sampled_after_the_earlier_groups_with_the_noise_of_its_cell(
-    groups: Groups_, sampling: Sampling
+def test_group_decoding_generates_the_images_of_the_reference_implementation(
+    groups: CellGroups, sampling: Sampling
 ) -> None:
-    model = make_toy(groups)
+    model = make_toy_model(groups)
     prompts = [make_prompt(i, padding=i % 3) for i in range(8)]
     seeds = range(8)
     expected = []
     for prompt, seed in zip(prompts, seeds, strict=True):
         noise = Noise(seed)
 
-        def draw(cell: int, p: NDArray, noise: Noise = noise) -> int:
+        def choose_token(cell: int, p: NDArray, noise: Noise = noise) -> int:
             gumbel = 0 if sampling.greedy else noise.gumbel(cell, 1, len(p))[0]
             return int(np.argmax(np.log(p) + gumbel))
 
-        expected.append(generate_by_definition(model, prompt, sampling, draw))
-    assert generate(model, prompts, seeds, sampling) == expected
-    assert len(passes_of(model)) == len(groups)
-    *_, last = decode(model, prompts[:1], [0], sampling, GroupDecoding())
-    assert last.stats is not None
-    assert last.stats.per_image[0].accepted_per_step == [len(group) - 1 for group in groups[1:]]
+        expected.append(generate_reference_image(model, prompt, sampling, choose_token))
+    assert generate_images(model, prompts, seeds, sampling) == expected
+    assert len(list_passes(model)) == len(groups)
+    *_, last_step = decode(model, prompts[:1], [0], sampling, GroupDecoding())
+    assert last_step.stats is not None
+    assert last_step.stats.per_image[0].accepted_per_step == [len(group) - 1 for group in groups[1:]]
     for i in (0, 5):
-        assert generate(make_toy(groups), [prompts[i]], [seeds[i]], sampling) == [expected[i]]
-    assert generate(make_toy(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]
+        assert generate_images(make_toy_model(groups), [prompts[i]], [seeds[i]], sampling) == [expected[i]]
+    assert generate_images(make_toy_model(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]
 
 
-def test_unconditional_rows_end_with_the_last_guided_token() -> None:
-    model = make_toy()
-    generate(model, [make_prompt(1)], [3], PARTLY_GUIDED)
+def test_group_decoding_drops_unconditional_rows_after_the_last_guided_token() -> None:
+    model = make_toy_model()
+    generate_images(model, [make_prompt(1)], [3], PARTLY_GUIDED)
     # The fifth pass is for four tokens, of which only the first is guided.
-    assert [rows for rows, _ in passes_of(model)] == [2] * 5 + [1] * 2
+    assert [rows for rows, _ in list_passes(model)] == [2] * 5 + [1] * 2
 
 
 @pytest.mark.parametrize("groups", [((0,), (2, 1)), SQUARE])
-def test_images_have_the_joint_distribution_of_the_definition(groups: Groups_) -> None:
-    model = make_toy(groups)
+def test_group_decoding_has_the_joint_distribution_of_the_reference_implementation(groups: CellGroups) -> None:
+    model = make_toy_model(groups)
     prompt = make_prompt(2)
     count = 6000
     expected = np.zeros((VOCABULARY,) * 3)
     for codes in itertools.product(range(VOCABULARY), repeat=3):
         probabilities: list[float] = []
 
-        def draw(
+        def choose_token(
             cell: int, p: NDArray, codes: tuple[int, ...] = codes, probabilities: list[float] = probabilities
         ) -> int:
             probabilities.append(p[codes[cell]])
             return codes[cell]
 
-        generate_by_definition(model, prompt, GUIDED, draw)
+        generate_reference_image(model, prompt, GUIDED, choose_token)
         expected[codes] = np.prod(probabilities)
     assert expected.sum() == pytest.approx(1)
     counts = np.zeros_like(expected)
-    for codes in generate(model, [prompt] * count, range(count), GUIDED):
+    for codes in generate_images(model, [prompt] * count, range(count), GUIDED):
         counts[tuple(codes)] += 1
     likely = expected * count >= 5
     observed = np.append(counts[likely], counts[~likely].sum())
@@ -241,39 +261,41 @@ def test_images_have_the_joint_distribution_of_the_definition(groups: Groups_) -
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25)
-def test_preserved_tokens_stay_in_their_cells_in_any_order_of_groups(
-    groups: Groups_, preserved_codes: NDArray[np.int64], seed: int
+def test_group_decoding_preserves_the_tokens_of_an_edit_in_every_order_of_groups(
+    groups: CellGroups, preserved_codes: NDArray[np.int64], seed: int
 ) -> None:
-    model = make_toy(groups)
+    model = make_toy_model(groups)
     prompt = make_prompt(3, padding=1)
     noise = Noise(seed)
     preserved_codes = preserved_codes[: model.num_codes]
 
-    def draw(cell: int, p: NDArray) -> int:
+    def choose_token(cell: int, p: NDArray) -> int:
         return (
             int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
             if preserved_codes[cell] < 0
             else int(preserved_codes[cell])
         )
 
-    assert generate(model, [replace(prompt, preserved_codes=preserved_codes)], [seed], GUIDED) == [
-        generate_by_definition(model, prompt, GUIDED, draw)
+    assert generate_images(model, [replace(prompt, preserved_codes=preserved_codes)], [seed], GUIDED) == [
+        generate_reference_image(model, prompt, GUIDED, choose_token)
     ]
 
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PARTLY_GUIDED])
-def test_the_likelihood_agrees_with_the_definition(groups: Groups_, sampling: Sampling) -> None:
-    model = make_toy(groups)
+def test_the_likelihood_of_an_image_agrees_with_the_reference_implementation(
+    groups: CellGroups, sampling: Sampling
+) -> None:
+    model = make_toy_model(groups)
     prompt = make_prompt(3, padding=1)
-    (codes,) = generate(model, [prompt], [4], sampling)
+    (codes,) = generate_images(model, [prompt], [4], sampling)
     nats: dict[int, float] = {}
 
-    def draw(cell: int, p: NDArray) -> int:
+    def choose_token(cell: int, p: NDArray) -> int:
         nats[cell] = -np.log(p[codes[cell]])
         return codes[cell]
 
-    generate_by_definition(model, prompt, sampling, draw)
+    generate_reference_image(model, prompt, sampling, choose_token)
     is_counted = np.arange(model.num_codes) % 3 == 0
     result = likelihood(model, prompt, np.array(codes), sampling, is_counted)
     assert result.nats == pytest.approx(np.mean([nats[cell] for cell in range(0, model.num_codes, 3)]), abs=1e-5)
@@ -281,20 +303,20 @@ def test_the_likelihood_agrees_with_the_definition(groups: Groups_, sampling: Sa
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [GUIDED, Sampling(top_k=3), Sampling(temperature=0)])
-def test_rounding_that_depends_on_the_batch_size_changes_no_token(groups: Groups_, sampling: Sampling) -> None:
-    model = make_toy(groups, WobblyTarget, rounding_bound=0.02)
+def test_rounding_errors_that_depend_on_the_batch_size_change_no_token(groups: CellGroups, sampling: Sampling) -> None:
+    model = make_toy_model(groups, TargetWithRoundingErrors, rounding_bound=0.02)
     prompts = [make_prompt(i) for i in range(8)]
     seeds = range(8)
-    together = generate(model, prompts, seeds, sampling)
-    alone = [generate(model, [prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+    together = generate_images(model, prompts, seeds, sampling)
+    alone = [generate_images(model, [prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
     assert together == alone
     steps = [*decode(model, prompts, seeds, sampling, GroupDecoding())]
     assert steps[-1].stats is not None
     assert sum(image.tie_passes for image in steps[-1].stats.per_image) > 0
 
 
-def test_noise_is_freed_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_decoding_frees_noise_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     freed_before: list[int] = []
     monkeypatch.setattr(Noise, "discard_noise_before", lambda noise, before: freed_before.append(before))
-    generate(make_toy(), [make_prompt(1)], [3], Sampling())
+    generate_images(make_toy_model(), [make_prompt(1)], [3], Sampling())
     assert freed_before == [1, 1, 1, 4, 5, 16]

@@ -1,4 +1,4 @@
-"""The resources of a process do not grow with the work that it has done: memory, open files, threads, objects."""
+"""Memory, open files, threads and objects of a process, which must not grow while the process generates images."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ import pytest
 from growth import BATCHES, METHODS, Resources
 from tiny_bundle import make_tiny_bundle
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is counted otherwise there")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="reads memory from /proc/self/status, which only Linux has"
+)
 
 
-def measure(work: str, count: int, folder: Path) -> list[Resources]:
-    """Measure a new process during its work, from halfway on: by then memory of every shape has been allocated once.
+def measure_resources(work: str, count: int, folder: Path) -> list[Resources]:
+    """Return the resources of a new process during the second half of a kind of work.
+
+    During the first half, the process allocates memory for every shape of array.
 
     Args:
         work: kind of work, as in `growth.py`.
         count: number of images or pipelines.
-        folder: folder for the bundle and its cache.
+        folder: folder for the bundle and the cache.
     """
     bundle = make_tiny_bundle(folder / "tiny")
     program = [sys.executable, str(Path(__file__).with_name("growth.py")), work, str(bundle), str(count)]
@@ -34,16 +38,16 @@ def measure(work: str, count: int, folder: Path) -> list[Resources]:
     return samples[len(samples) // 2 :]
 
 
-def slope(samples: list[Resources]) -> float:
-    """Return the least-squares growth in kilobytes per image or pipeline."""
+def compute_memory_slope(samples: list[Resources]) -> float:
+    """Return the growth of memory in kilobytes per image or pipeline, fitted by least squares."""
     return float(np.polyfit([sample.count for sample in samples], [sample.kilobytes for sample in samples], 1)[0])
 
 
-def check_steady(samples: list[Resources], temporary_files: int = 0) -> None:
+def check_other_resources(samples: list[Resources], temporary_files: int = 0) -> None:
     """Check that open files, threads and objects do not grow.
 
     Args:
-        samples: resources at increasing counts.
+        samples: resources in the order of increasing counts.
         temporary_files: number of files that another thread may have open during a sample.
     """
     descriptors = [sample.descriptors for sample in samples]
@@ -55,17 +59,21 @@ def check_steady(samples: list[Resources], temporary_files: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("work", "count"), [("images", 200), ("pipelines", 20), ("service", 200)])
-def test_open_files_threads_and_objects_do_not_grow(work: str, count: int, tmp_path: Path) -> None:
+def test_open_files_threads_and_objects_do_not_grow_with_the_number_of_images(
+    work: str, count: int, tmp_path: Path
+) -> None:
     assert math.gcd(len(METHODS), len(BATCHES)) == 1, "some methods would never meet some batch sizes"
-    check_steady(measure(work, count, tmp_path), temporary_files=work == "service")
+    check_other_resources(measure_resources(work, count, tmp_path), temporary_files=work == "service")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "count", "max_slope"), [("images", 1000, 10), ("pipelines", 400, 8), ("service", 4000, 2)]
 )
-def test_memory_does_not_grow(work: str, count: int, max_slope: float, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_number_of_images(
+    work: str, count: int, max_slope: float, tmp_path: Path
+) -> None:
     """Check that memory grows by at most `max_slope` kilobytes per image or pipeline."""
-    samples = measure(work, count, tmp_path)
-    check_steady(samples, temporary_files=work == "service")
-    assert slope(samples) <= max_slope
+    samples = measure_resources(work, count, tmp_path)
+    check_other_resources(samples, temporary_files=work == "service")
+    assert compute_memory_slope(samples) <= max_slope

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
@@ -26,7 +26,7 @@ from lantern_rt.inputs import install_command
 from lantern_rt.memory import measure_process_memory
 
 
-def test_doctor_reports_the_provider_and_threads_to_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_the_provider_and_the_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime")
     assert run_program(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -38,77 +38,85 @@ def test_doctor_reports_the_provider_and_threads_to_be_used(capsys: pytest.Captu
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that adds a distribution with metadata but without a module."""
 
-    def install(name: str) -> None:
+    def install_distribution(name: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-1.7.1.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.7.1\n")
 
     monkeypatch.syspath_prepend(tmp_path)
-    return install
+    return install_distribution
 
 
-def test_two_onnxruntime_distributions_are_a_problem_with_its_remedy(install: Callable[[str], None]) -> None:
+def test_doctor_reports_two_onnxruntime_distributions_with_a_remedy(
+    install_distribution: Callable[[str], None],
+) -> None:
     for name in RUNTIMES:
-        install(name)
+        install_distribution(name)
     (problem,) = make_host_report().problems
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
 
 
-def test_a_missing_onnxruntime_is_a_problem_and_no_crash(
-    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_doctor_reports_a_missing_onnxruntime(
+    install_distribution: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert install_command("cpu") in make_host_report().problems[0]
     with pytest.raises(EngineError):
         import_onnxruntime()
-    install("tensorrt-rtx")
+    install_distribution("tensorrt-rtx")
     assert install_command("gpu") in make_host_report().problems[0]
 
 
-def test_a_driver_older_than_the_installed_libraries_is_a_problem(
-    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_doctor_reports_a_driver_older_than_the_installed_libraries(
+    install_distribution: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
-    install("tensorrt-rtx")
+    install_distribution("tensorrt-rtx")
     assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in make_host_report().problems[-1]
 
 
-def test_ctrl_c_while_onnxruntime_is_imported_is_not_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted:
+def test_ctrl_c_while_onnxruntime_is_imported_is_not_reported_as_a_missing_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class InterruptedFinder:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name == "onnxruntime":
                 raise ImportError("initialization failed") from KeyboardInterrupt()
 
     monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [InterruptedFinder(), *sys.meta_path])
     with pytest.raises(KeyboardInterrupt):
         import_onnxruntime()
 
 
-def test_an_installed_provider_that_cannot_run_is_a_problem(
-    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_doctor_reports_an_installed_provider_that_cannot_run(
+    install_distribution: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnxruntime")
-    install("onnxruntime-ep-webgpu")
+    install_distribution("onnxruntime-ep-webgpu")
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
     (problem,) = make_host_report().problems
     assert problem.startswith("provider webgpu: no module onnxruntime_ep_webgpu")
 
 
 @pytest.mark.parametrize("threads", [0, 1025, True, "2"])
-def test_numbers_of_threads_have_bounds(threads: int) -> None:
-    assert error_of(EngineError, choose_thread_count, threads).field == "threads"
+def test_an_invalid_number_of_threads_is_rejected(threads: int) -> None:
+    assert catch_error(EngineError, choose_thread_count, threads).field == "threads"
 
 
 CGROUP = "/sys/fs/cgroup"
-GROUPS = {"/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"}  # control groups of this process
-SIBLINGS = {f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)}
+PROCESS_CGROUPS = {
+    "/proc/self/cgroup": "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d"
+}  # control groups that contain this process
+HYPERTHREADS = {
+    f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)
+}
 
 
-def cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
+def make_cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
     """Return the files of a CPU quota in a control group of version 1."""
     return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
 
@@ -116,22 +124,27 @@ def cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "logical", "physical", "expected"),
     [
-        ({}, 8, 4, "4 physical usable"),  # as on macOS and Windows
+        ({}, 8, 4, "4 physical usable"),  # macOS and Windows have no files below /proc and /sys
         ({}, 2, 4, "2 physical usable"),
         ({}, 8, None, "8 physical usable"),
-        (SIBLINGS, 4, 4, "2 physical usable"),  # hyperthreads of one core count once
+        (HYPERTHREADS, 4, 4, "2 physical usable"),  # hyperthreads of one core count once
         ({f"{CGROUP}/cpu.max": "max 100000"}, 4, 4, "4 physical usable"),
         ({f"{CGROUP}/cpu.max": "nonsense"}, 4, 4, "4 physical usable"),
         ({f"{CGROUP}/cpu.max": "150000 100000"}, 4, 4, "1 physical usable, quota 1.5"),
-        (cgroup_v1_quota(f"{CGROUP}/cpu", 200000), 4, 4, "2 physical usable, quota 2"),
-        (cgroup_v1_quota(f"{CGROUP}/cpu", -1), 4, 4, "4 physical usable"),
-        (GROUPS | {f"{CGROUP}/a/b/cpu.max": "300000 100000"}, 4, 4, "3 physical usable, quota 3"),
-        (GROUPS | {f"{CGROUP}/a/cpu.max": "100000 100000"}, 4, 4, "1 physical usable, quota 1"),
-        (GROUPS | cgroup_v1_quota(f"{CGROUP}/cpu/c", 200000), 4, 4, "2 physical usable, quota 2"),
-        (GROUPS | {f"{CGROUP}/d/cpu.max": "100000 100000"}, 4, 4, "4 physical usable"),  # a group for memory only
+        (make_cgroup_v1_quota(f"{CGROUP}/cpu", 200000), 4, 4, "2 physical usable, quota 2"),
+        (make_cgroup_v1_quota(f"{CGROUP}/cpu", -1), 4, 4, "4 physical usable"),
+        (PROCESS_CGROUPS | {f"{CGROUP}/a/b/cpu.max": "300000 100000"}, 4, 4, "3 physical usable, quota 3"),
+        (PROCESS_CGROUPS | {f"{CGROUP}/a/cpu.max": "100000 100000"}, 4, 4, "1 physical usable, quota 1"),
+        (PROCESS_CGROUPS | make_cgroup_v1_quota(f"{CGROUP}/cpu/c", 200000), 4, 4, "2 physical usable, quota 2"),
+        (
+            PROCESS_CGROUPS | {f"{CGROUP}/d/cpu.max": "100000 100000"},
+            4,
+            4,
+            "4 physical usable",
+        ),  # the process uses this control group for memory only
     ],
 )
-def test_doctor_and_threads_count_the_physical_cores_within_affinity_and_quota(
+def test_doctor_and_the_thread_count_respect_physical_cores_affinity_and_cpu_quota(
     system_files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, str],
@@ -146,7 +159,7 @@ def test_doctor_and_threads_count_the_physical_cores_within_affinity_and_quota(
     assert choose_thread_count(None) == int(expected[0])
 
 
-def test_without_proc_memory_comes_from_the_system(
+def test_memory_is_measured_on_a_host_without_proc(
     tmp_path: Path, system_files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
@@ -159,12 +172,12 @@ def test_without_proc_memory_comes_from_the_system(
     assert measure_process_memory() is None
 
 
-def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
 
     monkeypatch.setattr(import_onnxruntime(), "InferenceSession", fail)
-    assert error_of(EngineError, load_session, b"", 1, "cpu").remedy == "mount /proc"
+    assert catch_error(EngineError, load_session, b"", 1, "cpu").remedy == "mount /proc"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +189,7 @@ def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_cure(monkeypatch:
         ("darwin", "x86_64", {"AVX2": True}, "x86_64 avx2"),
     ],
 )
-def test_instruction_sets_are_detected_without_proc(
+def test_instruction_sets_are_detected_on_hosts_without_proc(
     system_files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     system: str,
@@ -190,23 +203,25 @@ def test_instruction_sets_are_detected_without_proc(
     assert host.describe_processor() == expected
 
 
-def test_numpy_names_only_instruction_sets_that_linux_names(request: pytest.FixtureRequest) -> None:
+def test_instruction_sets_detected_by_numpy_are_a_subset_of_those_in_cpuinfo(request: pytest.FixtureRequest) -> None:
     before = host.describe_processor().split()
     request.getfixturevalue("system_files")
     assert {*host.describe_processor().split()} <= {*before}
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
-def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPatch, is_readable: bool) -> None:
+def test_a_limit_on_address_space_limits_the_available_memory(
+    monkeypatch: pytest.MonkeyPatch, is_readable: bool
+) -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_AS)
     free_bytes = 256 << 20
-    if not is_readable:  # as if the limit could not be read
+    if not is_readable:  # simulates a limit that cannot be read
         monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 50)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + free_bytes, before[1]))
         assert 0 < host.available_memory() <= free_bytes
-        error = error_of(EngineError, KVCache.empty, 2, 1 << 20, 8, 4, 64, np.float32)
+        error = catch_error(EngineError, KVCache.empty, 2, 1 << 20, 8, 4, 64, np.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert error.field == "memory"

@@ -1,4 +1,4 @@
-"""Files from strangers: their text cannot control a terminal, and no file blocks the program or is read without end."""
+"""Files from strangers: text cannot control a terminal, and no file blocks the program or exhausts memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundle_folder import read_manifest, write_manifest
-from refusals import expects_error
+from bundle_folder import read_manifest, write_bundle_manifest
+from refusals import expect_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
@@ -29,7 +29,7 @@ from lantern_rt.runtime.tree_names import parse_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 from lantern_rt.text.words import read_word_tokenizer
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
+HOSTILE_TEXT = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
 
 
 @pytest.fixture
@@ -37,19 +37,20 @@ def folder(tmp_path: Path) -> Path:
     return make_tiny_bundle(tmp_path / "tiny")
 
 
-def change(folder: Path, **fields: Any) -> Path:
-    """Set fields of a manifest."""
-    write_manifest(folder, read_manifest(folder) | fields, rehash=False)
+def change_manifest(folder: Path, **fields: Any) -> Path:
+    """Replace fields of `bundle.json`."""
+    write_bundle_manifest(folder, read_manifest(folder) | fields, rehash=False)
     return folder
 
 
 def rehash_and_open(folder: Path) -> Bundle:
-    """Open the bundle with the current hashes of its files."""
-    write_manifest(folder, read_manifest(folder))
+    """Open a bundle after updating the hashes of the files in `bundle.json`."""
+    write_bundle_manifest(folder, read_manifest(folder))
     return open_bundle(folder)
 
 
-def is_safe(text: str) -> bool:
+def has_only_printable_text(text: str) -> bool:
+    """Return whether a text has only printable characters and newlines."""
     return all(character.isprintable() or character == "\n" for character in text)
 
 
@@ -66,7 +67,7 @@ class CountingRepr:
         return "part"
 
 
-def test_the_text_of_a_value_is_shortened_while_it_is_formatted() -> None:
+def test_a_long_value_is_shortened_without_formatting_all_items() -> None:
     CountingRepr.calls = 0
     many: Any = [CountingRepr()] * 10_000
     for value in (many, {"a": many}, (many, many), {i: CountingRepr() for i in range(10_000)}):
@@ -79,34 +80,34 @@ def test_the_text_of_a_value_is_shortened_while_it_is_formatted() -> None:
     assert format_value([1, "a", {"b": [None, 2.5]}]) == "[1, 'a', {'b': [None, 2.5]}]"
 
 
-def test_printable_text_keeps_lines_and_letters_and_escapes_control_characters() -> None:
+def test_control_characters_are_escaped_but_letters_and_newlines_are_not() -> None:
     assert escape_unprintable("Zürich 東京\nline") == "Zürich 東京\nline"
     assert escape_unprintable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
     assert json.loads(escape_unprintable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
 
 
-def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
-    print_stderr(HOSTILE)
-    print_json({HOSTILE: HOSTILE})
-    print_sections({HOSTILE: {HOSTILE: HOSTILE + "\nforged  line"}})
-    print_table({"name": "{name}"}, [{"name": HOSTILE}])
+def test_commands_print_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    print_stderr(HOSTILE_TEXT)
+    print_json({HOSTILE_TEXT: HOSTILE_TEXT})
+    print_sections({HOSTILE_TEXT: {HOSTILE_TEXT: HOSTILE_TEXT + "\nforged  line"}})
+    print_table({"name": "{name}"}, [{"name": HOSTILE_TEXT}])
     with show_progress() as progress:
-        progress(HOSTILE)
+        progress(HOSTILE_TEXT)
     captured = capsys.readouterr()
     assert "evil" in captured.out
     assert "evil" in captured.err
-    assert is_safe(captured.out + captured.err)
+    assert has_only_printable_text(captured.out + captured.err)
     assert not [line for line in captured.out.splitlines() if line.startswith("forged")]
 
 
-def test_an_error_is_one_safe_line_and_never_endless() -> None:
-    assert str(LanternError(f"a{HOSTILE}\nb")).endswith(" b")
-    assert is_safe(str(LanternError(HOSTILE)))
+def test_an_error_message_is_one_short_line_without_control_characters() -> None:
+    assert str(LanternError(f"a{HOSTILE_TEXT}\nb")).endswith(" b")
+    assert has_only_printable_text(str(LanternError(HOSTILE_TEXT)))
     assert len(str(BundleError("x" * 100_158))) < 2_100
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["run"]])
-def test_a_bundle_cannot_reach_the_terminal(
+def test_control_characters_in_a_bundle_are_not_printed_to_the_terminal(
     folder: Path,
     tmp_path: Path,
     command: list[str],
@@ -114,29 +115,31 @@ def test_a_bundle_cannot_reach_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    provenance = {"licence": HOSTILE, "exporter": HOSTILE}
-    change(folder, name=HOSTILE, family=HOSTILE, provenance=provenance)
+    provenance = {"licence": HOSTILE_TEXT, "exporter": HOSTILE_TEXT}
+    change_manifest(folder, name=HOSTILE_TEXT, family=HOSTILE_TEXT, provenance=provenance)
     prompt = ["red"] if command == ["run"] else []
     assert run_program([*command, str(folder), *prompt]) == 0
     captured = capsys.readouterr()
-    assert is_safe(captured.out + captured.err)
-    change(folder, files={HOSTILE: 3}, **{HOSTILE: HOSTILE})
+    assert has_only_printable_text(captured.out + captured.err)
+    change_manifest(folder, files={HOSTILE_TEXT: 3}, **{HOSTILE_TEXT: HOSTILE_TEXT})
     assert run_program([*command, str(folder), *prompt]) == 2
     captured = capsys.readouterr()
-    assert is_safe(captured.out + captured.err)
+    assert has_only_printable_text(captured.out + captured.err)
     assert captured.err.count("\n") == 1
 
 
-def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_command_line_arguments_are_not_printed_to_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words in (
-        [HOSTILE],
-        ["run", f"--{HOSTILE}"],
-        ["inspect", HOSTILE],
-        ["run", "x y", "--method", f"eagle:tree={HOSTILE}"],
+        [HOSTILE_TEXT],
+        ["run", f"--{HOSTILE_TEXT}"],
+        ["inspect", HOSTILE_TEXT],
+        ["run", "x y", "--method", f"eagle:tree={HOSTILE_TEXT}"],
     ):
         assert run_program(words) == 2
         captured = capsys.readouterr()
-        assert is_safe(captured.out + captured.err)
+        assert has_only_printable_text(captured.out + captured.err)
 
 
 # ---------------------------------------------------------------- pipes and devices
@@ -151,41 +154,43 @@ def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.Capt
         lambda path: open_bundle(path.parent),
         lambda path: open_engine_folder(path.parent),
     ],
-    ids=["prompts", "tokenizer", "picture", "bundle", "engines"],
+    ids=["prompts", "tokenizer", "image", "bundle", "engines"],
 )
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
-def test_pipes_and_endless_devices_are_rejected_at_once(
-    tmp_path: Path, read: Callable[[Path], object], kind: str
+@pytest.mark.parametrize("file_type", ["pipe", "device"])
+def test_pipes_and_devices_in_place_of_regular_files_are_rejected_at_once(
+    tmp_path: Path, read: Callable[[Path], object], file_type: str
 ) -> None:
     for name in ("file.json", MANIFEST_FILE, ENGINE_FILE):
-        if kind == "pipe":
+        if file_type == "pipe":
             os.mkfifo(tmp_path / name)
         else:
             (tmp_path / name).symlink_to("/dev/zero")
-    with expects_error(LanternError, str(tmp_path), "a pipe or a device, expected a regular file"):
+    with expect_error(LanternError, str(tmp_path), "a pipe or a device, expected a regular file"):
         read(tmp_path / "file.json")
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u0085", "\x0b", "\x0c"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_prompt_lines_end_only_at_the_line_ends_of_editors(tmp_path: Path, inside: str, end: str) -> None:
+def test_prompt_files_are_split_into_lines_only_at_line_feeds_and_carriage_returns(
+    tmp_path: Path, inside: str, end: str
+) -> None:
     text = f"\ufeffa red cube{end}{end}a blue{inside}cone{end}\0"
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert read_prompts(tmp_path / "prompts.txt") == [(1, "a red cube"), (3, f"a blue{inside}cone")]
 
 
-def test_prompts_in_utf_16_without_a_mark_are_rejected(tmp_path: Path) -> None:
+def test_prompt_files_in_utf_16_without_a_byte_order_mark_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("a red cube\n".encode("utf-16-le"))
-    with expects_error(RequestError, "prompts.txt", "NUL", "in UTF-8"):
+    with expect_error(RequestError, "prompts.txt", "NUL", "in UTF-8"):
         read_prompts(tmp_path / "prompts.txt")
 
 
-def test_files_that_are_too_large_are_rejected_without_reading_them(tmp_path: Path) -> None:
+def test_too_large_files_are_rejected_before_they_are_read(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(1 << 40)
     for read in (read_prompts, read_word_tokenizer):
-        with expects_error(LanternError, f"{large}: ", "more than "):
+        with expect_error(LanternError, f"{large}: ", "more than "):
             read(large)
 
 
@@ -205,20 +210,20 @@ def test_files_that_are_too_large_are_rejected_without_reading_them(tmp_path: Pa
         "tree-z-" + 35 * "3",
     ],
 )
-def test_trees_too_large_to_draft_are_rejected(name: str) -> None:
-    with expects_error(TreeError, "tree"):
+def test_too_large_draft_trees_are_rejected(name: str) -> None:
+    with expect_error(TreeError, "tree"):
         parse_tree(name)
 
 
-def test_a_bundle_with_too_large_a_tree_is_rejected(folder: Path) -> None:
+def test_a_bundle_with_a_too_large_default_draft_tree_is_rejected(folder: Path) -> None:
     methods = [{"method": "eagle", "tree": "dynamic-999-99-99"}]
-    change(folder, decoding={"methods": methods})
-    with expects_error(BundleError, "default tree", "found 999 nodes, expected at most 128"):
+    change_manifest(folder, decoding={"methods": methods})
+    with expect_error(BundleError, "default tree", "found 999 nodes, expected at most 128"):
         Pipeline.from_bundle(folder, threads=1)("red cube", method="eagle")
 
 
-def test_a_cache_larger_than_memory_is_rejected_before_allocation() -> None:
-    with expects_error(
+def test_a_kv_cache_larger_than_memory_is_rejected_before_allocation() -> None:
+    with expect_error(
         EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"
     ):
         KVCache.empty(64, 1_000_000, 1024, 1024, 1024, np.float32)
@@ -227,42 +232,49 @@ def test_a_cache_larger_than_memory_is_rejected_before_allocation() -> None:
 # ---------------------------------------------------------------- arrays and graphs
 
 
-def npy(header: bytes, version: bytes = b"\x01\x00", data: bytes = bytes(256)) -> bytes:
+def make_npy_file(header: bytes, version: bytes = b"\x01\x00", data: bytes = bytes(256)) -> bytes:
+    """Return the bytes of a file in NumPy's npy format.
+
+    Args:
+        header: description of the array.
+        version: version of the format.
+        data: values of the array.
+    """
     return b"\x93NUMPY" + version + len(header).to_bytes(2, "little") + header + data
 
 
 @pytest.mark.parametrize(
     "damaged",
     [
-        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (32, 8"),
-        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8)}\n"),
-        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-32, -8)}\n"),
-        npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (32, 8)}\n"),
-        npy(b"{'descr': '|V0', 'fortran_order': False, 'shape': (32, 8)}\n"),
-        npy(b"{'descr': 7, 'fortran_order': None, 'shape': '\x00'}\n"),
-        npy(b"(" * 500),
-        npy(b"\xff\xfe{", b"\x03\x00"),
+        make_npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (32, 8"),
+        make_npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8)}\n"),
+        make_npy_file(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-32, -8)}\n"),
+        make_npy_file(b"{'descr': '|O', 'fortran_order': False, 'shape': (32, 8)}\n"),
+        make_npy_file(b"{'descr': '|V0', 'fortran_order': False, 'shape': (32, 8)}\n"),
+        make_npy_file(b"{'descr': 7, 'fortran_order': None, 'shape': '\x00'}\n"),
+        make_npy_file(b"(" * 500),
+        make_npy_file(b"\xff\xfe{", b"\x03\x00"),
         b"\x93NUMPY",
         b"",
     ],
 )
-def test_a_neighbour_table_with_a_damaged_header_is_rejected_by_name(folder: Path, damaged: bytes) -> None:
+def test_the_error_for_a_neighbour_table_with_a_damaged_header_names_the_file(folder: Path, damaged: bytes) -> None:
     path = folder / "neighbors.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("indices.npy", damaged)
-    with expects_error(BundleError, str(path)):
+    with expect_error(BundleError, str(path)):
         _ = rehash_and_open(folder).neighbor_table
 
 
-def test_a_graph_whose_dimension_name_is_not_text_is_rejected_by_name(folder: Path) -> None:
+def test_the_error_for_an_onnx_graph_with_an_invalid_dimension_name_names_the_file(folder: Path) -> None:
     path = folder / "condition.onnx"
     path.write_bytes(path.read_bytes().replace(b"rows", b"\xf3ows"))
-    with expects_error(BundleError, f"{path}: "):
+    with expect_error(BundleError, f"{path}: "):
         Pipeline.from_bundle(rehash_and_open(folder), threads=1)
 
 
 @pytest.mark.parametrize("damage", ["template", "bytes", "deep"])
-def test_a_tokenizer_that_makes_the_library_panic_is_rejected_with_one_line(
+def test_a_tokenizer_file_that_makes_the_tokenizers_library_panic_is_rejected_with_one_line(
     tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads((Path(__file__).parents[1] / "data/tiny-text-tokenizer/tokenizer.json").read_text())
@@ -270,17 +282,17 @@ def test_a_tokenizer_that_makes_the_library_panic_is_rejected_with_one_line(
     texts = {"template": json.dumps(content).encode(), "bytes": b"\xff{", "deep": b"[" * 100_000}
     path = tmp_path / "tokenizer.json"
     path.write_bytes(texts[damage])
-    with expects_error(BundleError, f"{path}: ", ", expected a tokenizer; "):
+    with expect_error(BundleError, f"{path}: ", ", expected a tokenizer; "):
         CaptionTokenizer(load_tokenizer(path), None).encode("a red cube", 8)
     assert capfd.readouterr().err == ""
 
 
-def test_a_panic_of_a_library_is_an_error_and_an_interrupt_is_not(tmp_path: Path) -> None:
+def test_a_panic_of_a_library_is_converted_to_an_error_but_a_keyboard_interrupt_is_not(tmp_path: Path) -> None:
     class PanicException(BaseException):
         pass
 
     with (
-        expects_error(BundleError, f"{tmp_path}: it broke, expected a; b"),
+        expect_error(BundleError, f"{tmp_path}: it broke, expected a; b"),
         convert_read_errors(tmp_path, "a", BundleError, "b"),
     ):
         raise PanicException("it broke")

@@ -1,6 +1,6 @@
-"""The program ends with at most one line and exit code 0, 2 or 130, whatever happens.
+"""Exit codes and errors of the program after failures of the system.
 
-The cases: full and closed streams, no home folder, full disks, limits on threads, and Ctrl-C.
+The failures: full and closed streams, no home folder, full disks, limits on threads, and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import OutputError
@@ -28,14 +28,21 @@ from lantern_rt.output.files import cache_folder
 PROGRAM = f"{sys.executable} -m lantern_rt"
 
 
-def shell(line: str, folder: Path, cwd: Path | None = None) -> tuple[int, str, str]:
+def run_shell_command(line: str, folder: Path) -> tuple[int, str, str]:
+    """Run a shell command, and return exit code, stdout and stderr.
+
+    Args:
+        line: command, in which BUNDLE stands for `folder`.
+        folder: folder of a bundle.
+    """
     line = line.replace("lantern-rt", PROGRAM).replace("BUNDLE", str(folder))
-    process = subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True, text=True, check=False)
+    process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     return process.returncode, process.stdout, process.stderr
 
 
 @contextmanager
-def full_disk(bytes_left: int) -> Iterator[None]:
+def limit_file_size(bytes_left: int) -> Iterator[None]:
+    """Limit the size of files that this process writes, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, hard))
     try:
@@ -54,10 +61,10 @@ def full_disk(bytes_left: int) -> Iterator[None]:
         ("inspect nowhere 2> /dev/full", 2, False, False),
     ],
 )
-def test_full_and_closed_streams_cause_no_traceback(
+def test_full_and_closed_standard_streams_cause_no_traceback(
     words_bundle: Path, streams: str, code: int, out: bool, err: bool
 ) -> None:
-    result = shell(f"lantern-rt {streams}", words_bundle)
+    result = run_shell_command(f"lantern-rt {streams}", words_bundle)
     assert (result[0], bool(result[1])) == (code, out)
     assert result[2].count("\n") == err
     assert "Traceback" not in result[2]
@@ -78,9 +85,9 @@ def test_ctrl_c_exits_with_130_and_the_same_command_continues_after_the_finished
     _, err = process.communicate()
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("lantern-rt: interrupted")
-    finished = [*tmp_path.glob("*.png")]
-    assert len(finished) < 1000
-    assert all(path.read_bytes().endswith(b"IEND\xaeB`\x82") for path in finished)
+    finished_images = [*tmp_path.glob("*.png")]
+    assert len(finished_images) < 1000
+    assert all(path.read_bytes().endswith(b"IEND\xaeB`\x82") for path in finished_images)
     assert [*tmp_path.glob(".*/*")] == []
     monkeypatch.chdir(tmp_path)
     assert run_program([*command[:-1], "2"]) == 0
@@ -88,11 +95,11 @@ def test_ctrl_c_exits_with_130_and_the_same_command_continues_after_the_finished
 
 
 @pytest.fixture(scope="module")
-def without_rights() -> list[str]:
-    """Return the words that start a command without root's rights, as root ignores limits on processes."""
+def unprivileged_command() -> list[str]:
+    """Return words that start a command as another user than root, because root ignores limits on processes."""
     if os.getuid() != 0:
         return []
-    rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")  # so that it can read and write files of root
+    rights = ("--inh-caps=+dac_override", "--ambient-caps=+dac_override")  # the user can read and write files of root
     words = ["setpriv", "--reuid=65534", "--clear-groups", *rights]
     if shutil.which(words[0]) is None or subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
         pytest.skip("root cannot give up its rights here")
@@ -101,49 +108,55 @@ def without_rights() -> list[str]:
 
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize(("threads", "code", "message"), [("64", 2, "lantern-rt: --threads: "), ("1", 0, "ar: ")])
-def test_more_threads_than_the_limit_are_one_line_and_one_thread_needs_no_limit(
-    words_bundle: Path, tmp_path: Path, without_rights: list[str], processes: int, threads: str, code: int, message: str
+def test_under_a_process_limit_64_threads_are_rejected_and_one_thread_is_enough(
+    words_bundle: Path,
+    tmp_path: Path,
+    unprivileged_command: list[str],
+    processes: int,
+    threads: str,
+    code: int,
+    message: str,
 ) -> None:
     run = ["-m", "lantern_rt", "run", str(words_bundle), "red", "--method", "ar", "--threads", threads]
-    words = ["bash", "-c", f'ulimit -u {processes}; exec "$@"', "bash", *without_rights, sys.executable, *run]
+    words = ["bash", "-c", f'ulimit -u {processes}; exec "$@"', "bash", *unprivileged_command, sys.executable, *run]
     process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (process.returncode, process.stderr.splitlines()[-1][: len(message)]) == (code, message)
     assert "OpenBLAS" not in process.stderr
     assert process.stderr.count("\n") == 1 or code == 0
 
 
-def test_a_thread_that_cannot_be_started_is_one_line(
+def test_a_thread_that_cannot_be_started_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", fail)
-    error = error_of(EngineError, choose_thread_count, 64)
+    error = catch_error(EngineError, choose_thread_count, 64)
     assert (error.field, error.found) == ("threads", "64")
     monkeypatch.setattr("lantern_rt.cli.doctor.make_host_report", fail)
     assert run_program(["doctor"]) == 2
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 
 
-def test_a_full_disk_is_rejected_for_a_trace_and_leaves_no_part_of_it(
+def test_a_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = make_tiny_bundle(tmp_path / "large", grid=24)
     monkeypatch.chdir(tmp_path)
     run = ["run", str(large), "red", "--seed", "0", "--threads", "1", "--method", "sjd", "--trace", "a.npz"]
     assert run_program(run) == 0
-    image = (tmp_path / "red-seed0.png").stat().st_size
-    assert image + 1024 < (tmp_path / "a.npz").stat().st_size  # enough for the image but not for the trace
+    image_bytes = (tmp_path / "red-seed0.png").stat().st_size
+    assert image_bytes + 1024 < (tmp_path / "a.npz").stat().st_size  # enough for the image but not for the trace
     for path in tmp_path.glob("*.*"):
         path.unlink()
-    with full_disk(image + 1024):
+    with limit_file_size(image_bytes + 1024):
         assert run_program(run) == 2
     assert "lantern-rt: a.npz: cannot be written (File too large)" in capsys.readouterr().err.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["red-seed0.png"]
 
 
-def test_a_user_without_a_home_folder_gets_the_image(
+def test_a_user_without_a_home_folder_can_generate_an_image(
     words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LANTERN_RT_CACHE", raising=False)
@@ -157,7 +170,7 @@ def test_a_user_without_a_home_folder_gets_the_image(
     assert cache_folder() == tmp_path / "lantern-rt"
 
 
-def test_bytes_that_are_not_text_are_rejected_as_a_prompt(
+def test_a_prompt_with_bytes_that_are_not_text_is_rejected_with_one_line(
     words_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["run", str(words_bundle), "red \udcff cube"]) == 2

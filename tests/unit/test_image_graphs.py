@@ -1,4 +1,4 @@
-"""Graphs that evaluate images: their inputs from images and prompts, and rejection of other graphs."""
+"""ONNX graphs that evaluate images: preprocessing, tokenization, and rejection of unsuitable graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from evaluation_graphs import make_agreement, make_features
+from evaluation_graphs import make_agreement_graph, make_feature_graph
 from PIL import Image
 from tiny_bundle import make_tiny_bundle
 
@@ -18,8 +18,9 @@ from lantern_rt import RequestError, open_bundle
 from lantern_rt.compare.image_graph import ImageFeatureModel, Preprocessing, PromptAgreementModel, read_preprocessing
 
 WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
-START = 1
+START = 1  # token id of <start>
 PROMPTS = ("red cube", "a red cube on sand", "cube", "a cube", "sand on sand on sand")
+# Sums of token ids; a prompt is truncated to four tokens.
 SUMS = (START + 7, START + 9, START + 4, START + 6, START + 17)
 IMAGES = [Image.new("RGB", (8, 8), (51 * i, 51 * i, 51 * i)) for i in range(5)]
 
@@ -35,19 +36,19 @@ def write_tokenizer(path: Path) -> None:
 
 
 def load_agreement(graph: Path) -> PromptAgreementModel:
-    """Load a graph with the tokenizer in its folder."""
+    """Load an agreement graph with the tokenizer in the same folder."""
     return PromptAgreementModel(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 
-def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path) -> None:
+def test_image_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in range(0, 255, 15)]
-    extract = ImageFeatureModel(make_features(tmp_path / "f.onnx"), Preprocessing(), 1)
+    extract = ImageFeatureModel(make_feature_graph(tmp_path / "f.onnx"), Preprocessing(), 1)
     assert extract(images) == pytest.approx(np.array([[i / 17, 0, 1] for i in range(17)]), abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [9, {"shortest_edge": 9}, {"height": 9, "width": 9}])
-def test_images_are_preprocessed_as_the_config_in_the_graphs_folder_says(tmp_path: Path, size: Any) -> None:
-    path = make_features(tmp_path / "f.onnx", pooled=False, size=9)
+def test_images_are_preprocessed_according_to_the_config_next_to_the_graph(tmp_path: Path, size: Any) -> None:
+    path = make_feature_graph(tmp_path / "f.onnx", pooled=False, size=9)
     image = Image.new("RGB", (9, 7), (255, 51, 0))
     assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
         np.array([[1, 0.2, 0]]), abs=1e-6
@@ -78,7 +79,7 @@ def test_an_invalid_preprocessing_file_is_rejected(tmp_path: Path, text: str) ->
         read_preprocessing(tmp_path / "graph.onnx")
 
 
-def test_a_file_that_is_not_an_image_model_is_rejected(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_feature_graph_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     decoder = make_tiny_bundle(tmp_path / "tiny") / "vq_decoder.onnx"
     os.mkfifo(tmp_path / "pipe.onnx")
@@ -87,23 +88,25 @@ def test_a_file_that_is_not_an_image_model_is_rejected(tmp_path: Path) -> None:
             ImageFeatureModel(path, Preprocessing(), 1)
         assert error.value.field == f"features {path}"
     with pytest.raises(RequestError) as error:
-        ImageFeatureModel(make_features(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
+        ImageFeatureModel(make_feature_graph(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
     assert error.value.expected.startswith("9 x 9")
 
 
 @pytest.mark.parametrize("every_pair", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
-def test_every_image_is_compared_with_its_prompt_truncated_and_without_padding(
+def test_every_image_is_compared_with_the_truncated_prompt_without_padding(
     tmp_path: Path, every_pair: bool, mask: bool
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
-    agreement = load_agreement(make_agreement(tmp_path / "g.onnx", mask=mask, every_pair=every_pair))
+    agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx", mask=mask, every_pair=every_pair))
     assert agreement(IMAGES, PROMPTS) == pytest.approx([10 * SUMS[i] + i / 5 for i in range(5)], abs=1e-3)
     larger_batch = agreement(IMAGES * 3, ["cube", "a cube", "cube"] * 5)
     assert larger_batch == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
 
 
 class BrokenSession:
+    """Stand-in for an ONNX Runtime session with a fixed output."""
+
     def __init__(self, output: np.ndarray) -> None:
         self.output = output
 
@@ -114,9 +117,9 @@ class BrokenSession:
 def test_a_graph_that_does_not_compare_images_with_prompts_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(RequestError) as error:
-        load_agreement(make_features(tmp_path / "features.onnx"))
+        load_agreement(make_feature_graph(tmp_path / "features.onnx"))
     assert error.value.found.startswith("inputs pixels")
-    agreement = load_agreement(make_agreement(tmp_path / "g.onnx"))
+    agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx"))
     agreement.session = BrokenSession(np.zeros((1, 5)))
     with pytest.raises(RequestError) as error:
         agreement(IMAGES[:1], ["cube"])
@@ -127,18 +130,18 @@ def test_a_graph_that_does_not_compare_images_with_prompts_is_rejected(tmp_path:
     assert error.value.problem == "returned NaN or infinity"
 
 
-def test_the_error_of_a_graph_with_a_fixed_length_names_the_cure(tmp_path: Path) -> None:
+def test_the_error_for_an_agreement_graph_with_a_fixed_text_length_names_the_remedy(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
-    agreement = load_agreement(make_agreement(tmp_path / "g.onnx", length=4))
+    agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx", length=4))
     with pytest.raises(RequestError) as error:
         agreement(IMAGES[:1], ["cube"])
     assert "ids [1, 2]" in error.value.problem
     assert "truncation in tokenizer.json" in error.value.remedy
 
 
-def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path: Path) -> None:
-    graph = make_agreement(tmp_path / "g.onnx")
-    with pytest.raises(RequestError) as error:  # the bundle's ids are of its text encoder
+def test_an_agreement_graph_without_a_valid_tokenizer_is_rejected(tmp_path: Path) -> None:
+    graph = make_agreement_graph(tmp_path / "g.onnx")
+    with pytest.raises(RequestError) as error:  # this bundle has no tokenizer
         PromptAgreementModel(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
     assert error.value.field == "agreement"
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))

@@ -1,4 +1,4 @@
-"""An exception raised in a signal handler reaches the caller unchanged, whichever call it interrupts."""
+"""Exceptions raised in signal handlers, such as time limits, reach the caller unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evaluation_graphs import make_features
+from evaluation_graphs import make_feature_graph
 from PIL import Image
 
 from lantern_rt import BundleError, EngineError, Pipeline, open_bundle
@@ -21,11 +21,11 @@ from lantern_rt.engines.ort.session import check_provider
 from lantern_rt.inputs import convert_read_errors
 from lantern_rt.output.recipe import read_recipe
 
-Interrupt = Callable[..., Any]
+InterruptedFunction = Callable[..., Any]
 
 
-def test_a_time_limit_ends_a_call_and_the_next_call_generates_the_same_image(
-    pipe: Pipeline, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+def test_a_time_limit_ends_a_pipeline_call_and_the_next_call_generates_the_same_image(
+    pipe: Pipeline, interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = pipe("red cube", seed=1).codes[0]
     with monkeypatch.context() as patched:
@@ -35,13 +35,17 @@ def test_a_time_limit_ends_a_call_and_the_next_call_generates_the_same_image(
     assert (pipe("red cube", seed=1).codes[0] == codes).all()
 
 
-def test_a_time_limit_ends_loading(pipe: Pipeline, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_ends_the_loading_of_a_pipeline(
+    pipe: Pipeline, interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(import_onnxruntime(), "InferenceSession", interrupt)
     with pytest.raises(TimeoutError):
         Pipeline.from_bundle(pipe.bundle, threads=1)
 
 
-def test_a_time_limit_ends_the_check_of_a_provider(interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_ends_the_check_of_an_execution_provider(
+    interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lantern_rt.engines.ort.session.find_provider", lambda name, runtime: PROVIDERS[name])
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: SimpleNamespace(run=interrupt))
     with pytest.raises(TimeoutError):
@@ -53,8 +57,10 @@ def test_a_time_limit_ends_the_check_of_a_provider(interrupt: Interrupt, monkeyp
         find_plugin_devices(provider, object())
 
 
-def test_a_time_limit_ends_an_evaluation(tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_features(tmp_path / "f.onnx")
+def test_a_time_limit_ends_an_evaluation(
+    tmp_path: Path, interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_feature_graph(tmp_path / "f.onnx")
     extract = ImageFeatureModel(path, Preprocessing(), 1)
     monkeypatch.setattr(import_onnxruntime().InferenceSession, "run", interrupt)
     with pytest.raises(TimeoutError):
@@ -65,7 +71,7 @@ def test_a_time_limit_ends_an_evaluation(tmp_path: Path, interrupt: Interrupt, m
 
 
 def test_a_time_limit_ends_the_reading_of_a_file(
-    tmp_path: Path, words_bundle: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, words_bundle: Path, interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TimeoutError), convert_read_errors(tmp_path, "a file", BundleError, "give another"):
         interrupt()
@@ -81,7 +87,9 @@ def test_a_time_limit_ends_the_reading_of_a_file(
 
 
 @pytest.mark.usefixtures("interrupt")
-def test_an_error_that_no_handler_raised_is_converted(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_error_that_no_signal_handler_raised_is_converted(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise TimeoutError("not from a signal")
 

@@ -1,4 +1,4 @@
-"""Drafting without a drafter model: exactness of whole images by enumeration, windows and draft heads."""
+"""Drafting without a drafter model: speculative Jacobi decoding and draft heads, checked by enumerating all images."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from toy_distributions import joint_distribution
+from toy_distributions import compute_joint_distribution
 from toy_engine import (
     ToyModel,
     ToyTarget,
     decode,
+    make_decode_settings,
     make_model,
     make_prompt,
-    output_of,
-    plan_of,
+    make_target_output,
 )
 from toy_script import Script
 
@@ -36,20 +36,20 @@ from lantern_rt.runtime.tree_names import parse_tree
 
 VOCABULARY = 2
 CODES = 5
-HIDDEN = 6
-NEIGHBORS = np.array([[1], [0]])  # each code is the neighbour of the other
-# Relaxed acceptance that borrows nothing: an exact method that decides by rejection sampling.
-REJECTION: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
+HIDDEN_SIZE = 6
+NEIGHBORS = np.array([[1], [0]])  # each of the two tokens is the neighbour of the other token
+# Relaxed acceptance that borrows no probability: rejection sampling, which is exact.
+BY_REJECTION: dict[str, Any] = {"neighbors": 1, "lambda_": 1 + 1e-12}
 
 
 def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
-    """Let the script make all random choices.
+    """Replace all random choices by choices of the script.
 
-    Choosing between two codes with Gumbel noise is choosing the second if the position's uniform number is below its
-    probability.
+    With two tokens, sampling with Gumbel noise chooses the second token if a uniform number is below the probability of
+    the second token.
     """
 
-    def choice(target: TargetOutput, node: int) -> int:
+    def choose_token(target: TargetOutput, node: int) -> int:
         position = int(target.next_code_indices[node])
         return int(script.below(position, float(target.distribution(node)[1])))
 
@@ -61,14 +61,14 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
         return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
 
     for name in ("choose_token", "choose_token_without_recompute"):
-        patch.setattr(TargetOutput, name, choice)
+        patch.setattr(TargetOutput, name, choose_token)
     patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
     patch.setattr(TargetOutput, "acceptance_rng", lambda target, node: script)
     patch.setattr(acceptance, "sample_code", script.draw)
 
 
-def random_heads(codes: int, hidden_size: int) -> DraftHeads:
-    """Return draft heads with random weights, scaled to the toy's hidden states, which are about a million."""
+def make_random_heads(codes: int, hidden_size: int) -> DraftHeads:
+    """Return draft heads with random weights, scaled for the hidden states of the toy model, which are about 10^6."""
     rng = np.random.default_rng(6)
     scales = {"gate": 1e-6, "states": 1e-6}
     shapes = draft_head_shapes(codes, hidden_size, 3, 2)
@@ -78,10 +78,16 @@ def random_heads(codes: int, hidden_size: int) -> DraftHeads:
 def enumerate_images(
     method: MethodConfig, sampling: Sampling, patch: pytest.MonkeyPatch, heads: DraftHeads | None = None
 ) -> tuple[NDArray[np.float64], float, ToyModel]:
-    """Enumerate the images that a method generates.
+    """Compute the probability of every image that a method can generate.
+
+    Args:
+        method: decoding method.
+        sampling: sampling settings.
+        patch: patch of the functions that make random choices.
+        heads: draft heads; None for a method without draft heads.
 
     Returns:
-        The probability of every image, `[vocabulary] * codes`; the expected realised TVD; and the model.
+        Probability of every image, `[vocabulary] * codes`; expected realised TVD; toy model.
     """
     model = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=NEIGHBORS)
     prompt = make_prompt(3, padding=1)
@@ -90,7 +96,7 @@ def enumerate_images(
     realised_tvd = 0.0
     total_weight = 0.0
     for script in Script(seed=0).runs():
-        script.armed = True
+        script.follows_plan = True
         patch_choices(script, patch)
         codes: list[int] = []
         for step in decode(model, [prompt], [0], sampling, method):
@@ -103,12 +109,20 @@ def enumerate_images(
     return distribution, realised_tvd, model
 
 
-def distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
-    """Return the total variation distance from the distribution of `ar`."""
-    return float(np.abs(distribution - joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2)
+def compute_distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
+    """Return the total variation distance from the distribution of `ar`.
+
+    Args:
+        distribution: probability of every image, `[vocabulary] * codes`.
+        model: toy model.
+        sampling: sampling settings.
+    """
+    return float(
+        np.abs(distribution - compute_joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2
+    )
 
 
-@pytest.mark.parametrize("relaxation", [{}, REJECTION], ids=["coupled", "by rejection"])
+@pytest.mark.parametrize("relaxation", [{}, BY_REJECTION], ids=["coupled", "by rejection"])
 @pytest.mark.parametrize(
     ("window", "sampling"),
     [
@@ -120,17 +134,18 @@ def distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampl
         (2, Sampling(top_p=0.6)),
     ],
 )
-def test_images_have_exactly_the_targets_distribution(
+def test_jacobi_images_have_exactly_the_distribution_of_the_target(
     window: int, sampling: Sampling, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
         SpeculativeJacobi(window=window, **relaxation), sampling, monkeypatch
     )
-    assert distance(images, model, sampling) < 1e-6  # the toy's logits are float32
+    assert compute_distance(images, model, sampling) < 1e-6  # the toy's logits are float32
     assert realised_tvd < 1e-9
 
 
 def keep_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
+    """Replace `redraft`, to keep the distributions from which the replaced draft tokens were sampled."""
     redraft = JacobiWindow.redraft
 
     def redraft_with_old_proposals(window: JacobiWindow, accepted: int, target: Any) -> None:
@@ -142,7 +157,7 @@ def keep_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
 
 
 def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:
-    """Use a window only if its last draft token is 0: a later token then decides about earlier drafts."""
+    """Replace `draft`, to discard windows whose last token is not 0: a later token then affects earlier tokens."""
     draft = JacobiWindow.draft
 
     def draft_by_last_token(window: JacobiWindow, committed: Any, remaining: int, known_tokens: Any) -> Any:
@@ -157,15 +172,23 @@ def discard_drafts_by_a_later_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    walk = acceptance.verify_tree_relaxed
+    """Replace acceptance, to reuse the uniform numbers that sampled the draft tokens."""
+    verify = acceptance.verify_tree_relaxed
 
-    def walk_with_draft_noise(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, remaining: int) -> Any:
-        output = choice.__self__
-        return walk(
-            tree, target, choice, rule, lambda node: decisions(node).at(int(output.next_code_indices[node])), remaining
+    def verify_with_draft_noise(
+        tree: Any, target: Any, choose_token: Any, rule: Any, decisions: Any, remaining: int
+    ) -> Any:
+        output = choose_token.__self__
+        return verify(
+            tree,
+            target,
+            choose_token,
+            rule,
+            lambda node: decisions(node).at(int(output.next_code_indices[node])),
+            remaining,
         )
 
-    patch.setattr(tree_drafts, "verify_tree_relaxed", walk_with_draft_noise)
+    patch.setattr(tree_drafts, "verify_tree_relaxed", verify_with_draft_noise)
 
 
 @pytest.mark.parametrize(
@@ -174,23 +197,23 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 )
 def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    images, _, model = enumerate_images(SpeculativeJacobi(window=2, **REJECTION), Sampling(), monkeypatch)
-    assert distance(images, model, Sampling()) > 1e-3
+    images, _, model = enumerate_images(SpeculativeJacobi(window=2, **BY_REJECTION), Sampling(), monkeypatch)
+    assert compute_distance(images, model, Sampling()) > 1e-3
 
 
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("relaxation", [{"neighbors": 1, "lambda_": 2.0}, {"neighbors": 1, "delta": 0.3}])
-def test_relaxed_images_are_within_the_realised_tvd(
+def test_the_tvd_of_relaxed_jacobi_images_is_within_the_realised_tvd(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
         SpeculativeJacobi(window=window, **relaxation), Sampling(), monkeypatch
     )
-    assert 1e-3 < distance(images, model, Sampling()) <= realised_tvd + 1e-6
+    assert 1e-3 < compute_distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
-class OneColour(ToyTarget):
-    """Target that repeats the token before."""
+class RepeatingTarget(ToyTarget):
+    """Target that almost always repeats the previous token."""
 
     def run(self, batch: Any, cache: Any) -> Any:
         output = super().run(batch, cache)
@@ -200,9 +223,9 @@ class OneColour(ToyTarget):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
-def test_windows_are_accepted_whole_in_an_image_of_one_colour(temperature: float) -> None:
+def test_all_draft_tokens_of_jacobi_windows_are_accepted_if_the_target_repeats_one_token(temperature: float) -> None:
     model = make_model(vocabulary=12, codes=29, columns=30)
-    model = replace(model, target=OneColour(**vars(model.target)))
+    model = replace(model, target=RepeatingTarget(**vars(model.target)))
     method = SpeculativeJacobi(window=6)
     sampling = Sampling(temperature=temperature)
     steps = list(decode(model, [make_prompt(1)], [0], sampling, method))
@@ -216,8 +239,8 @@ def make_window() -> JacobiWindow:
     return JacobiWindow(4, RasterLayout(30, 3), stores_proposals=True)
 
 
-def test_new_drafts_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
-    """Extend a row of three columns: the position after the tokens 0 1 2 3 4 is the last of its row."""
+def test_new_draft_tokens_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
+    """Check a grid of three columns: the token after 0 1 2 3 4 is the last token of the second row."""
     tree = make_window().draft([0, 1, 2, 3, 4], 20)
     assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second draft starts a row and copies the token above"
     assert make_window().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has no tokens above"
@@ -225,22 +248,22 @@ def test_new_drafts_copy_the_token_on_the_left_or_above_in_the_first_column() ->
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
 
 
-def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
+def test_no_token_is_drafted_past_the_end_of_the_image() -> None:
     window = make_window()
     assert window.draft([1], 20).num_nodes == 5
     assert window.draft([1], 3).num_nodes == 3
     assert window.draft([1], 1).num_nodes == 1
 
 
-def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again() -> None:
+def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_tokens() -> None:
     window = make_window()
     logits = 40 * np.eye(9, dtype=np.float32)[None]  # the token after node n is n
     window.draft([1], 20)
     chain = parse_tree("chain-4")
     assert isinstance(chain, StaticTree)
     tree_structure = DraftTree(np.zeros(5, np.int64), chain.parents).tree_structure
-    target = output_of(logits, tree_structure, range(1, 6))
-    window.redraft(1, target)  # the first draft token is accepted, the second rejected and replaced
+    target = make_target_output(logits, tree_structure, range(1, 6))
+    window.redraft(1, target)  # accepts the first draft token and replaces the second
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
     assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new draft starts a row and copies the token above"
@@ -250,7 +273,7 @@ def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again(
     assert window.codes == []
 
 
-# ---------------------------------------------------------------- with heads
+# ---------------------------------------------------------------- draft heads
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.0, temperature=0.7), Sampling(top_p=0.6)])
@@ -258,65 +281,70 @@ def test_after_a_step_the_rest_of_the_window_moves_forward_and_is_drafted_again(
     "method",
     [
         SpeculativeJacobi(window=2),
-        SpeculativeJacobi(window=3, **REJECTION),
+        SpeculativeJacobi(window=3, **BY_REJECTION),
         Eagle(tree="tree-2-10", drafter="heads"),
-        LanternPlusPlus(tree="chain-2", drafter="heads", **REJECTION),
-        LanternPlusPlus(tree="tree-2-10", drafter="heads", **REJECTION),
+        LanternPlusPlus(tree="chain-2", drafter="heads", **BY_REJECTION),
+        LanternPlusPlus(tree="tree-2-10", drafter="heads", **BY_REJECTION),
         Lantern(tree="dynamic-4-2-2", drafter="heads", neighbors=1, delta=1e-12),
     ],
     ids=str,
 )
-def test_images_drafted_by_heads_have_exactly_the_targets_distribution(
+def test_images_drafted_by_draft_heads_have_exactly_the_distribution_of_the_target(
     method: MethodConfig, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, realised_tvd, model = enumerate_images(method, sampling, monkeypatch, random_heads(VOCABULARY, HIDDEN))
-    assert distance(images, model, sampling) < 1e-6
+    images, realised_tvd, model = enumerate_images(
+        method, sampling, monkeypatch, make_random_heads(VOCABULARY, HIDDEN_SIZE)
+    )
+    assert compute_distance(images, model, sampling) < 1e-6
     assert realised_tvd < 1e-9
 
 
 @pytest.mark.parametrize(
     "method", [partial(SpeculativeJacobi, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str
 )
-def test_relaxed_images_drafted_by_heads_are_within_the_realised_tvd(
+def test_the_tvd_of_relaxed_images_drafted_by_draft_heads_is_within_the_realised_tvd(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
-        method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, random_heads(VOCABULARY, HIDDEN)
+        method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, make_random_heads(VOCABULARY, HIDDEN_SIZE)
     )
-    assert 1e-3 < distance(images, model, Sampling()) <= realised_tvd + 1e-6
+    assert 1e-3 < compute_distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
-def test_heads_correct_drafts_after_a_new_token_and_draft_new_positions_from_their_surroundings() -> None:
+def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_positions() -> None:
     """Use heads that predict the next number after a new token, and two numbers further at new positions."""
     codes = 12
     identity = np.eye(12)
     states = np.zeros((2, codes, codes))
-    states[0] = identity  # of the token above, whose hidden state is one-hot
+    states[0] = identity  # the hidden state of the token above is one-hot
     after, later = (50 * np.roll(identity, shift, 1) for shift in (1, 2))
     heads = DraftHeads(identity, 0 * identity, np.full(codes, 9.0), after, identity, states, later, 0 * identity[0])
     sequence = ImageSequence(
-        0, plan_of(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4)), make_prompt(1), 0
+        0,
+        make_decode_settings(RasterLayout(20, 3), Sampling(temperature=0), SpeculativeJacobi(window=4)),
+        make_prompt(1),
+        0,
     )
     sequence.codes += [1, 2, 3, 4, 5, 10]
-    # The first draft token is accepted, the second replaced.
+    # The first draft token is accepted, and the second draft token is replaced.
     draft = DraftTree(np.array([4, 5, 9, 6, 0]), np.arange(5) - 1)
     logits = 30 * identity[None, [5, 10, 3, 7, 8]]
-    target = output_of(logits, draft.tree_structure, range(3, 8))
+    target = make_target_output(logits, draft.tree_structure, range(3, 8))
     hidden = np.zeros((1, 5, codes))
     hidden[0, :2] = identity[[3, 11]]
     state = DraftHeadState(sequence, heads)
     state.update(CommittedTokens(sequence, np.array([5, 10]), [np.array([0, 1])], slice(0, 1), hidden, target, draft))
-    # After 10 and 11 come their successors, then the target's token, then the draft of a new position.
+    # Expected: the token 10, the successors of 10 and 11, the target's token, and the draft of a new position.
     assert state.draft().tokens.tolist() == [10, 11, 0, 8, 10]
     assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
-def test_heads_use_the_token_above_only_within_the_same_grid() -> None:
-    """Lay out a grid of 2 x 2, then a grid of 2 x 3."""
+def test_draft_heads_use_the_token_above_only_within_the_same_grid() -> None:
+    """Check an image that consists of a grid of 2 x 2 cells and a grid of 2 x 3 cells."""
     raster = RasterLayout(10, 3, first_grid=(2, 2))
     assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
-    heads = random_heads(VOCABULARY, HIDDEN)
-    plan = plan_of(raster, Sampling(), SpeculativeJacobi(window=4))
+    heads = make_random_heads(VOCABULARY, HIDDEN_SIZE)
+    plan = make_decode_settings(raster, Sampling(), SpeculativeJacobi(window=4))
     rng = np.random.default_rng(0)
     state = DraftHeadState(ImageSequence(0, plan, make_prompt(1), 0), heads)
     state.context[:] = rng.standard_normal(state.context.shape)

@@ -1,4 +1,4 @@
-"""Preserved tokens of a request: every exact method generates the same image around them, in any batch."""
+"""Preserved tokens of an edit: no method changes them, and all exact methods generate the same other tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_distributions import next_distribution
-from toy_engine import (
-    ToyDrafter,
-    codes_of,
-    decode,
-    make_model,
-    make_prompt,
-)
+from toy_distributions import compute_next_distribution
+from toy_engine import ToyDrafter, collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.methods import (
     Autoregressive,
@@ -36,8 +30,13 @@ VOCABULARY = 5
 CODES = 12
 COLUMNS = 4
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
-EXACT = [Autoregressive(), Eagle(tree="tree-3-210-100"), Eagle(tree="dynamic-8-3-3"), SpeculativeJacobi(window=3)]
-RELAXED: list[MethodConfig] = [
+EXACT_METHODS = [
+    Autoregressive(),
+    Eagle(tree="tree-3-210-100"),
+    Eagle(tree="dynamic-8-3-3"),
+    SpeculativeJacobi(window=3),
+]
+RELAXED_METHODS: list[MethodConfig] = [
     Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
     LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
     SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
@@ -45,13 +44,14 @@ RELAXED: list[MethodConfig] = [
 ]
 GUIDED = Sampling(cfg_scale=2.0, cfg_tokens=CODES // 2, temperature=0.8)
 Ints = NDArray[np.int64]
-next_preserved_tokens = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=CODES).map(np.array)
+# The preserved token of each cell; -1 marks a cell whose token is generated.
+preserved_tokens = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=CODES).map(np.array)
 
 
 def generate(
-    preserved_codes: Sequence[Ints | None], method: MethodConfig, sampling: Sampling, ends: bool = False
+    preserved_codes: Sequence[Ints | None], method: MethodConfig, sampling: Sampling, row_ends: bool = False
 ) -> list[DecodeStep]:
-    model = make_model(VOCABULARY, CODES, columns=COLUMNS, neighbors=NEIGHBORS, row_ends=ends)
+    model = make_model(VOCABULARY, CODES, columns=COLUMNS, neighbors=NEIGHBORS, row_ends=row_ends)
     prompts = [
         replace(make_prompt(i, padding=i % 3), preserved_codes=tokens) for i, tokens in enumerate(preserved_codes)
     ]
@@ -59,42 +59,42 @@ def generate(
 
 
 def generate_by_definition(preserved_codes: Ints, sampling: Sampling) -> list[int]:
-    """Generate the image of seed 0 from the table, without any engine or runtime."""
+    """Return the tokens of the image with seed 0, generated one by one without the runtime."""
     model = make_model(VOCABULARY, CODES, columns=COLUMNS)
     noise = Noise(0)
     codes = list[int]()
     for cell, code in enumerate(preserved_codes.tolist()):
-        log_probabilities = np.log(next_distribution(model, make_prompt(0), codes, sampling))
+        log_probabilities = np.log(compute_next_distribution(model, make_prompt(0), codes, sampling))
         codes.append(code if code >= 0 else int((log_probabilities + noise.gumbel(cell, 1, VOCABULARY)[0]).argmax()))
     return codes
 
 
-@pytest.mark.parametrize("method", EXACT, ids=str)
-@given(preserved_codes=next_preserved_tokens, other=next_preserved_tokens)
+@pytest.mark.parametrize("method", EXACT_METHODS, ids=str)
+@given(preserved_codes=preserved_tokens, preserved_codes_of_neighbor=preserved_tokens)
 @settings(max_examples=20, deadline=None)
 def test_exact_methods_generate_the_same_image_around_preserved_tokens(
-    method: MethodConfig, preserved_codes: Ints, other: Ints
+    method: MethodConfig, preserved_codes: Ints, preserved_codes_of_neighbor: Ints
 ) -> None:
-    batch = [preserved_codes, None, other]
-    codes = codes_of(generate(batch, method, GUIDED), 3)
+    batch = [preserved_codes, None, preserved_codes_of_neighbor]
+    codes = collect_codes(generate(batch, method, GUIDED), 3)
     assert codes[0] == generate_by_definition(preserved_codes, GUIDED)
-    assert codes == codes_of(generate(batch, EXACT[0], GUIDED), 3)
+    assert codes == collect_codes(generate(batch, EXACT_METHODS[0], GUIDED), 3)
 
 
-@pytest.mark.parametrize("method", [*EXACT, *RELAXED], ids=str)
-@pytest.mark.parametrize("ends", [False, True])
-@given(preserved_codes=next_preserved_tokens, greedy=st.booleans())
+@pytest.mark.parametrize("method", [*EXACT_METHODS, *RELAXED_METHODS], ids=str)
+@pytest.mark.parametrize("row_ends", [False, True])
+@given(preserved_codes=preserved_tokens, greedy=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_every_method_leaves_preserved_tokens_unchanged(
-    method: MethodConfig, ends: bool, preserved_codes: Ints, greedy: bool
+    method: MethodConfig, row_ends: bool, preserved_codes: Ints, greedy: bool
 ) -> None:
-    steps = generate([preserved_codes, None], method, Sampling(temperature=0) if greedy else GUIDED, ends)
-    codes = np.array(codes_of(steps, 2))
+    steps = generate([preserved_codes, None], method, Sampling(temperature=0) if greedy else GUIDED, row_ends)
+    codes = np.array(collect_codes(steps, 2))
     np.testing.assert_array_equal(codes[0][preserved_codes >= 0], preserved_codes[preserved_codes >= 0])
     assert (steps[-1].done, steps[-1].total) == (2 * CODES, 2 * CODES)
 
 
-def test_a_run_of_preserved_tokens_needs_one_pass_and_none_at_the_end() -> None:
+def test_consecutive_preserved_tokens_need_one_pass_and_preserved_tokens_at_the_end_need_no_pass() -> None:
     preserved_codes = np.array([1, 1, 1, 1, -1, 2, 2, 2, -1, 3, 3, 3])
     steps = generate([preserved_codes], Autoregressive(), GUIDED)
     assert [len(step.parts[0].codes) for step in steps] == [1, 4, 7]  # the prefill's step commits the first token
@@ -102,14 +102,14 @@ def test_a_run_of_preserved_tokens_needs_one_pass_and_none_at_the_end() -> None:
     assert steps[-1].stats.tokens_per_forward_pass == 2 / 3
 
 
-def test_the_drafter_splits_a_long_run_of_preserved_tokens_into_passes_that_fit() -> None:
+def test_the_drafter_processes_many_preserved_tokens_in_passes_of_at_most_max_nodes() -> None:
     preserved_codes = np.full(40, -1)
     preserved_codes[3:30] = 1
     prompts = [replace(make_prompt(0), preserved_codes=preserved_codes), make_prompt(1)]
     codes: dict[str, list[list[int]]] = {}
     for method in (Autoregressive(), Eagle(tree="chain-2")):
-        model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, round_span=4), max_nodes=8)
-        codes[method.method] = codes_of(decode(model, prompts, [1, 2], GUIDED, method), 2)
+        model = replace(make_model(VOCABULARY, 40, columns=COLUMNS, past_length_multiple=4), max_nodes=8)
+        codes[method.method] = collect_codes(decode(model, prompts, [1, 2], GUIDED, method), 2)
     assert codes["eagle"] == codes["ar"]
     assert isinstance(model.drafter, ToyDrafter)
     prefix = len(prompts[0].cond.embeds)

@@ -1,4 +1,4 @@
-"""Keys and values in NumPy buffers, compared with plain lists."""
+"""The KV cache in NumPy arrays, compared with Python lists."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lantern_rt.engines.kv_cache import KVCache
 NODES = 4
 
 
-@given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), together=st.booleans())
-def test_every_row_holds_its_accepted_nodes_in_order(
-    data: st.DataObject, rows: int, steps: int, together: bool
+@given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), same_nodes_in_all_rows=st.booleans())
+def test_every_batch_row_of_the_cache_holds_the_accepted_nodes_in_order(
+    data: st.DataObject, rows: int, steps: int, same_nodes_in_all_rows: bool
 ) -> None:
     rng = np.random.default_rng(0)
     cache = KVCache.empty(rows, NODES * steps, num_layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
@@ -21,7 +21,9 @@ def test_every_row_holds_its_accepted_nodes_in_order(
     for _ in range(steps):
         new_kv = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]
         node_lists = st.lists(st.integers(0, NODES - 1), max_size=NODES, unique=True)
-        accepted_indices = [data.draw(node_lists)] * rows if together else [data.draw(node_lists) for _ in range(rows)]
+        accepted_indices = [data.draw(node_lists) for _ in range(rows)]
+        if same_nodes_in_all_rows:
+            accepted_indices = [accepted_indices[0]] * rows
         cache.append(new_kv, [np.array(accepted, np.int64) for accepted in accepted_indices])
         for row, accepted in enumerate(accepted_indices):
             expected_entries[row] += [np.stack([tensor[node, row] for tensor in new_kv]) for node in accepted]

@@ -1,4 +1,4 @@
-"""The language of the product and its docs: habits that make text hard to read stay as rare as they are."""
+"""`language_check.py`: the text of code and docs must not contain more habits that make it hard to read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("lantern_rt", "runtime", "export", "engines", "train", "docs", "README.md", "CONTRIBUTING.md")
+CHECKED_PATHS = ("lantern_rt", "runtime", "export", "engines", "train", "docs", "README.md", "CONTRIBUTING.md")
 RULES = ("no-verb", "fragment", "pronoun", "synonym", "vague-name", "paired", "long-sentence")
-# Findings of each rule of `tests/language_check.py`; lower a number when the text gets better.
+# Maximum findings of each rule of `tests/language_check.py`, in the order of `RULES`; lower a number when possible.
 LIMITS = {
-    CHECKED: (2, 2, 2, 1, 4, 0, 0),
+    CHECKED_PATHS: (2, 2, 2, 1, 4, 0, 0),
     ("tests/unit",): (13, 8, 9, 0, 7, 0, 0),
     ("tests/onnxruntime",): (4, 4, 4, 0, 3, 0, 1),
     ("tests/export",): (1, 13, 8, 0, 4, 0, 0),
@@ -25,7 +25,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("folders", LIMITS)
-def test_docstrings_names_and_docs_stay_as_plain_as_they_are(folders: tuple[str, ...]) -> None:
+def test_code_and_docs_have_at_most_the_allowed_number_of_findings_of_each_rule(folders: tuple[str, ...]) -> None:
     limits = zip(RULES, LIMITS[folders], strict=True)
     options = [argument for rule, limit in limits for argument in ("--limit", f"{rule}={limit}")]
     command = [sys.executable, "tests/language_check.py", *folders, *options]
@@ -33,9 +33,9 @@ def test_docstrings_names_and_docs_stay_as_plain_as_they_are(folders: tuple[str,
     assert run.returncode == 0, run.stderr + run.stdout
 
 
-def test_a_riddle_is_found(tmp_path: Path) -> None:
-    riddle = 'def take(found, own, most):\n    """What is there of those."""\n    a, b = found, own\n'
-    (tmp_path / "riddle.py").write_text(riddle, "utf-8")
+def test_the_check_counts_each_bad_habit_in_a_function(tmp_path: Path) -> None:
+    source = 'def take(found, own, most):\n    """What is there of those."""\n    a, b = found, own\n'
+    (tmp_path / "riddle.py").write_text(source, "utf-8")
     command = [sys.executable, "tests/language_check.py", str(tmp_path), "--files", "0"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     counts = {rule: int(count) for count, rule in (line.split() for line in lines if line)}

@@ -1,4 +1,4 @@
-"""All 440 acceptance steps that were recorded with the published LANTERN code."""
+"""Acceptance of draft trees, compared with 440 acceptance steps recorded with the published LANTERN code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from acceptance_steps import EXACT, MANY
+from acceptance_steps import EXACT_RULE, MANY_TOKENS
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
@@ -19,11 +19,11 @@ from lantern_rt.runtime.tree import DraftTree, StaticTree
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = dict(np.load(DATA / "lantern-accept" / "golden.npz"))
 CASES = json.loads((DATA / "lantern-accept" / "cases.json").read_text(encoding="utf-8"))
-STATIC = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
+STATIC_TREES = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
 
 
 class RecordedStream:
-    """Gives the recorded uniform numbers, then 0.5 for the bonus token, whose number was not recorded."""
+    """A stream of the recorded uniform numbers, then 0.5 for the bonus token, whose number was not recorded."""
 
     def __init__(self, numbers: list[float]) -> None:
         self.remaining = [*numbers, 0.5]
@@ -32,8 +32,8 @@ class RecordedStream:
         return self.remaining.pop(0)
 
 
-def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32], list[list[int]]]:
-    """Return the draft tree of a case, its logits `[nodes, vocabulary]`, and the paths to its leaves."""
+def read_recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32], list[list[int]]]:
+    """Return the draft tree of a recorded step, the logits `[nodes, vocabulary]`, and the paths to the leaves."""
     if case["tree"] == "dynamic":
         name = f"dyn{case['tree_index']}"
         leaves = [[n for n in row if n >= 0] for row in GOLDEN[f"{name}_retrieve_indices"].tolist()]
@@ -41,7 +41,7 @@ def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32],
         tree = DraftTree(GOLDEN[f"{name}_tokens"], GOLDEN[f"{name}_parents"], leaf_order=leaf_order)
         return tree, GOLDEN[f"{name}_node_logits"], leaves
     name = f"static{case['tree_index']}_{case['mode']}"
-    published = STATIC[case["tree"].removeprefix("static:")]
+    published = STATIC_TREES[case["tree"].removeprefix("static:")]
     static_tree = StaticTree(tuple(map(tuple, published["paths"])))
     leaves = [[n for n in row if n >= 0] for row in published["verify"]["retrieve_indices"]]
     proposals: dict[int, Probabilities] = {}
@@ -53,18 +53,28 @@ def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32],
     return tree, GOLDEN[f"{name}_node_logits"], leaves
 
 
-def relaxation_of(case: dict[str, Any], residual: str = "neighborhood") -> RelaxationSettings:
+def make_relaxation(case: dict[str, Any], residual: str = "neighborhood") -> RelaxationSettings:
     if not case["lantern"]:
-        return EXACT
+        return EXACT_RULE
     bound = case["lantern_delta"]
     neighbors = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
-    delta, lambda_ = (bound, None) if bound <= 1 else (None, bound)
+    delta, lambda_ = (bound, None) if bound <= 1 else (None, bound)  # LANTERN has delta < 1, LANTERN++ lambda > 1
     return RelaxationSettings(neighbors, case["lantern_k"], delta, lambda_, residual)  # type: ignore[arg-type]
 
 
-def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Acceptance, DraftTree, list[list[int]], int]:
-    """Run a case; return the acceptance, the draft tree, the paths to its leaves and the number of unused uniforms."""
-    tree, logits, leaves = recorded_tree(case)
+def run_recorded_step(
+    case: dict[str, Any], residual: str = "neighborhood"
+) -> tuple[Acceptance, DraftTree, list[list[int]], int]:
+    """Run a recorded step with our code.
+
+    Args:
+        case: a recorded step of `cases.json`.
+        residual: rule for the residual distribution, `neighborhood` as published or `aggregated`.
+
+    Returns:
+        Acceptance, draft tree, paths to the leaves, and the number of unused uniform numbers.
+    """
+    tree, logits, leaves = read_recorded_tree(case)
     sampling = Sampling(
         temperature=case["temperature"], top_k=case["top_k"], top_p=case["top_p"], filter_order="top-p, top-k"
     )
@@ -72,25 +82,25 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
     def target(node: int) -> Probabilities:
         return compute_distribution(logits[node], sampling)
 
-    relaxation = relaxation_of(case, residual)
+    relaxation = make_relaxation(case, residual)
     if case["mode"] == "greedy":
-        return verify_tree_greedy(tree, target, relaxation, MANY), tree, leaves, 0
+        return verify_tree_greedy(tree, target, relaxation, MANY_TOKENS), tree, leaves, 0
     numbers: Any = RecordedStream(case["uniforms"])
-    accepted = verify_tree_relaxed(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
+    accepted = verify_tree_relaxed(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY_TOKENS)
     ended_on_a_leaf = not tree.tree_structure.children[accepted.path[-1]]
     return accepted, tree, leaves, len(numbers.remaining) - ended_on_a_leaf
 
 
-def label(number: int) -> str:
-    case = CASES[number]
+def make_case_id(case_index: int) -> str:
+    case = CASES[case_index]
     rule = f"k{case['lantern_k']}-{case['lantern_delta']}" if case["lantern"] else "exact"
-    return f"{number}-{case['tree']}-{case['mode']}-{rule}"
+    return f"{case_index}-{case['tree']}-{case['mode']}-{rule}"
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=label)
-def test_the_published_acceptance_rule_is_reproduced(number: int) -> None:
-    case = CASES[number]
-    accepted, tree, leaves, unused = replay(case)
+@pytest.mark.parametrize("case_index", range(len(CASES)), ids=make_case_id)
+def test_acceptance_equals_the_recorded_step_of_the_published_code(case_index: int) -> None:
+    case = CASES[case_index]
+    accepted, tree, leaves, unused = run_recorded_step(case)
     assert tree.tokens[accepted.path].tolist() == case["accepted_tokens"]
     assert len(accepted.path) - 1 == case["accept_length"]
     assert unused == 0, "a recorded uniform number was not used"
@@ -103,31 +113,31 @@ def test_the_published_acceptance_rule_is_reproduced(number: int) -> None:
         np.testing.assert_allclose(accepted.bonus_distribution, expected, atol=1e-5)
 
 
-def test_there_are_440_recorded_cases() -> None:
+def test_there_are_440_recorded_steps() -> None:
     assert len(CASES) == 440
 
 
-def test_the_aggregated_residual_differs_from_the_published_residual_after_a_relaxed_rejection() -> None:
-    num_other_paths = 0
-    num_other_remainders = 0
+def test_the_aggregated_residual_differs_from_the_published_residual_for_relaxed_sampling() -> None:
+    num_different_paths = 0
+    num_different_residuals = 0
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
             continue
-        published = replay(case)[0]
+        published = run_recorded_step(case)[0]
         case = {**case, "uniforms": case["uniforms"] + [0.5] * 100}  # another path may need more numbers
-        ours = replay(case, "aggregated")[0]
-        num_other_paths += ours.path != published.path
-        num_other_remainders += ours.path == published.path and not np.allclose(
+        ours = run_recorded_step(case, "aggregated")[0]
+        num_different_paths += ours.path != published.path
+        num_different_residuals += ours.path == published.path and not np.allclose(
             ours.bonus_distribution, published.bonus_distribution, atol=1e-3
         )
-    assert num_other_paths > 0
-    assert num_other_remainders > 50
+    assert num_different_paths > 0
+    assert num_different_residuals > 50
 
 
 def test_exact_and_greedy_acceptance_do_not_depend_on_the_residual() -> None:
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
-            ours = replay(case, "aggregated")[0]
-            published = replay(case)[0]
+            ours = run_recorded_step(case, "aggregated")[0]
+            published = run_recorded_step(case)[0]
             assert ours.path == published.path
             np.testing.assert_array_equal(ours.bonus_distribution, published.bonus_distribution)

@@ -1,4 +1,4 @@
-"""Requests of many images: decoded in batches that fit in memory, with the same images; rejected if none fits."""
+"""Requests for many images: they run in batches that fit in memory, with the same images, or are rejected."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ METHODS = ("ar", "eagle", "lantern", "sjd:window=5", None)
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the rows of every new cache."""
+def cache_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which every new KV cache appends its number of batch rows."""
     row_counts: list[int] = []
-    original = KVCache.empty
+    make_empty_cache = KVCache.empty
 
     def record_empty(count: int, *sizes: Any) -> KVCache:
         row_counts.append(count)
-        return original(count, *sizes)
+        return make_empty_cache(count, *sizes)
 
     monkeypatch.setattr(KVCache, "empty", record_empty)
     return row_counts
@@ -45,29 +45,29 @@ def make_settings(words_bundle: Path, **options: Any) -> GenerationSettings:
 
 
 def limit_batches(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: int) -> None:
-    """Limit the memory of batches to `images` guided images."""
+    """Set the maximum memory of a batch to the memory of `images` guided images."""
     manifest = open_bundle(words_bundle).manifest
     size = sum(estimate_image_memory(manifest, choose_max_memory_settings(manifest)).values())
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
 
 
-def is_same(first: Result, second: Result) -> bool:
+def are_same_results(first: Result, second: Result) -> bool:
     pixels = [[image.tobytes() for image in result.images] for result in (first, second)]
     return all(np.array_equal(*pair) for pair in zip(first.codes, second.codes, strict=True)) and pixels[0] == pixels[1]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_images_are_the_same_however_a_request_is_split(
-    pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, rows: list[int]
+def test_splitting_a_request_into_batches_does_not_change_the_images(
+    pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, cache_rows: list[int]
 ) -> None:
     request = {"prompts": ["red cube", "a green sphere"], "seed": [3, 90], "num_images": 4, "method": method}
     unsplit = pipe(**request)
-    assert max(rows) == 16
-    rows.clear()
+    assert max(cache_rows) == 16
+    cache_rows.clear()
     limit_batches(monkeypatch, words_bundle, 3)
     split = pipe(**request)
-    assert max(rows) == 6
-    assert is_same(unsplit, split)
+    assert max(cache_rows) == 6
+    assert are_same_results(unsplit, split)
     assert split.seeds == [3, 4, 5, 6, 90, 91, 92, 93]
     if method is not None:  # the window of the default method depends on the load
         assert split.stats.images == 8
@@ -78,7 +78,7 @@ def test_images_are_the_same_however_a_request_is_split(
         assert split.stats.target_passes > unsplit.stats.target_passes
 
 
-def test_a_stream_of_more_images_than_fit_has_all_tokens_and_statistics_at_the_end(
+def test_a_stream_of_more_images_than_fit_in_a_batch_yields_all_tokens_then_statistics(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_batches(monkeypatch, words_bundle, 2)
@@ -102,7 +102,7 @@ def test_a_stream_of_more_images_than_fit_has_all_tokens_and_statistics_at_the_e
     assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
 
 
-def test_a_short_prompt_needs_less_memory_than_the_longest(words_bundle: Path) -> None:
+def test_a_short_prompt_needs_less_memory_than_the_longest_possible_prompt(words_bundle: Path) -> None:
     manifest = open_bundle(words_bundle).manifest
     settings = make_settings(words_bundle, method="ar")
     longest = estimate_image_memory(manifest, settings)
@@ -116,7 +116,7 @@ def test_a_short_prompt_needs_less_memory_than_the_longest(words_bundle: Path) -
     assert maximum["cache of the target"] > 10 * short["cache of the target"]
 
 
-def test_batches_are_bounded_in_number_of_images_and_memory(
+def test_a_batch_has_a_maximum_number_of_images_and_a_maximum_memory(
     words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = open_bundle(words_bundle).manifest
@@ -132,7 +132,7 @@ def test_batches_are_bounded_in_number_of_images_and_memory(
     large_bytes_per_image = sum(estimate_image_memory(large, settings).values())
     assert compute_max_images(large, [], settings, 1 << 20, None) == BATCH_BYTES // large_bytes_per_image < MAX_IMAGES
     monkeypatch.setattr(memory, "available_memory", lambda: 6 * bytes_per_image + 1)
-    assert compute_max_images(manifest, [], settings, 1 << 20, None) == 3  # half of the free memory
+    assert compute_max_images(manifest, [], settings, 1 << 20, None) == 3  # batches use at most half of the free memory
     monkeypatch.setattr(memory, "available_memory", lambda: 0)
     assert compute_max_images(manifest, [], settings, 1 << 20, None) == 1
 
@@ -140,12 +140,12 @@ def test_batches_are_bounded_in_number_of_images_and_memory(
 # ---------------------------------------------------------------- requests that do not fit
 
 
-def test_run_rejects_a_request_with_its_memory_before_loading(
+def test_a_request_that_needs_too_much_memory_is_rejected_before_graphs_are_loaded(
     words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
-    monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("a graph was loaded"))
     commands = [["run", str(words_bundle), "red", "--method", "eagle"], ["eval", str(words_bundle)]]
     for command in [*commands, ["bench", str(words_bundle)]]:
         prompt_options = [] if command[0] == "run" else ["--prompts", str(tmp_path / "prompts.txt")]
@@ -159,7 +159,7 @@ def test_run_rejects_a_request_with_its_memory_before_loading(
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 
 
-def test_the_memory_of_a_control_group_counts(system_files: dict[str, str]) -> None:
+def test_available_memory_respects_the_limit_of_a_control_group(system_files: dict[str, str]) -> None:
     free = host.available_memory()
     assert 0 < free < 1 << 50
     for name, text in (("max", "5000000"), ("current", "4000000"), ("stat", "anon 1\ninactive_file 200000\n")):
@@ -170,7 +170,9 @@ def test_the_memory_of_a_control_group_counts(system_files: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("folder", ["memory", "memory/docker/a"])
-def test_the_memory_of_a_control_group_of_version_1_counts(system_files: dict[str, str], folder: str) -> None:
+def test_available_memory_respects_the_limit_of_a_control_group_of_version_1(
+    system_files: dict[str, str], folder: str
+) -> None:
     system_files["/proc/self/cgroup"] = "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a"
     stat = "inactive_file 1\ntotal_inactive_file 200000\n"
     for name, text in (("limit_in_bytes", "5000000"), ("usage_in_bytes", "4000000"), ("stat", stat)):

@@ -1,4 +1,4 @@
-"""Likelihoods of tokens under the target, compared with distributions from its table."""
+"""Likelihoods of tokens under the toy target, compared with the target's exact distributions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from toy_distributions import next_distribution
-from toy_engine import (
-    likelihood,
-    make_model,
-    make_prompt,
-    plan_of,
-)
+from toy_distributions import compute_next_distribution
+from toy_engine import likelihood, make_decode_settings, make_model, make_prompt
 
 from lantern_rt.methods import Autoregressive, Sampling
 from lantern_rt.runtime.likelihood import compute_rounding_margin
@@ -24,27 +19,28 @@ from lantern_rt.runtime.state import ImageSequence
 @pytest.mark.parametrize(
     "sampling", [Sampling(cfg_scale=2.5, cfg_schedule="linear", temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
-def test_the_likelihood_agrees_with_the_targets_distributions(sampling: Sampling) -> None:
+def test_the_negative_log_likelihood_agrees_with_the_exact_distributions_of_the_target(sampling: Sampling) -> None:
     model = make_model(vocabulary=5, codes=7)
     prompt = make_prompt(3, prefix=4, padding=1)
     codes = np.array([0, 3, 1, 1, 4, 2, 0])
-    exact = [
-        -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
+    expected_nats = [
+        -np.log(compute_next_distribution(model, prompt, codes[:i].tolist(), sampling)[code])
+        for i, code in enumerate(codes)
     ]
-    assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(exact), abs=1e-5)
+    assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(expected_nats), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
-def test_the_entropy_is_the_expected_likelihood_of_a_token_after_the_tokens_before(sampling: Sampling) -> None:
+def test_the_entropy_is_the_expected_negative_log_likelihood_of_tokens(sampling: Sampling) -> None:
     model = make_model(vocabulary=5, codes=3)
     prompt = make_prompt(3)
-    expected = entropy = 0.0
+    expected = entropy = 0.0  # nats per token, averaged over all images
     for codes in itertools.product(range(5), repeat=3):
         probability = 1.0
         for i, code in enumerate(codes):
-            probability *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
+            probability *= compute_next_distribution(model, prompt, list(codes[:i]), sampling)[code]
         result = likelihood(model, prompt, np.array(codes), sampling)
         expected = expected + probability * result.nats
         entropy = entropy + probability * result.entropy
@@ -53,7 +49,9 @@ def test_the_entropy_is_the_expected_likelihood_of_a_token_after_the_tokens_befo
 
 
 @pytest.mark.parametrize(("cfg_scale", "temperature", "factor"), [(1, 0.5, 2), (3, 0, 5), (0.5, 2, 0.5)])
-def test_guidance_and_temperature_scale_the_tie_margin(cfg_scale: float, temperature: float, factor: float) -> None:
+def test_guidance_and_temperature_scale_the_rounding_margin(
+    cfg_scale: float, temperature: float, factor: float
+) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
-    sequence = ImageSequence(0, plan_of(RasterLayout(4), sampling, Autoregressive()), make_prompt(1), 0)
+    sequence = ImageSequence(0, make_decode_settings(RasterLayout(4), sampling, Autoregressive()), make_prompt(1), 0)
     assert compute_rounding_margin(replace(make_model(), rounding_bound=0.1), sequence) == pytest.approx(0.1 * factor)

@@ -1,4 +1,4 @@
-"""Errors have the same text for the same fault each time, whatever object a caller passed."""
+"""Error messages: a wrong value gives the same message each time, without the memory address of the value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt import LanternError, open_bundle
 from lantern_rt.edits import read_image
@@ -31,48 +31,55 @@ ODD_OBJECTS: dict[str, Callable[[], Any]] = {
     "set": lambda: {object()},
     "array": lambda: np.array([object()]),
 }
-CASES = [("prompts", odd) for odd in ODD_OBJECTS] + [
-    (name, odd) for name in Options.__annotations__ for odd in ODD_OBJECTS
+CASES = [("prompts", object_kind) for object_kind in ODD_OBJECTS] + [
+    (name, object_kind) for name in Options.__annotations__ for object_kind in ODD_OBJECTS
 ]
 
 
-def messages(call: Callable[[Any], object], odd: str) -> set[str]:
-    """Return the messages of a call with two objects of the same kind, at two addresses."""
+def collect_messages(call: Callable[[Any], object], object_kind: str) -> set[str]:
+    """Return the error messages of a call with each of two equal objects, which have different addresses.
+
+    Args:
+        call: function that raises a `LanternError` for the object.
+        object_kind: name in `ODD_OBJECTS`.
+    """
     texts = set()
-    objects = ODD_OBJECTS[odd](), ODD_OBJECTS[odd]()
+    objects = ODD_OBJECTS[object_kind](), ODD_OBJECTS[object_kind]()
     for value in objects:
-        error = error_of(LanternError, call, value)
+        error = catch_error(LanternError, call, value)
         texts.add(str(error))
     return texts
 
 
-@pytest.mark.parametrize(("name", "odd"), CASES)
-def test_errors_name_the_value_of_an_option_without_its_address(words_bundle: Path, name: str, odd: str) -> None:
+@pytest.mark.parametrize(("name", "object_kind"), CASES)
+def test_the_error_of_a_wrong_option_does_not_contain_the_address_of_the_value(
+    words_bundle: Path, name: str, object_kind: str
+) -> None:
     bundle = open_bundle(words_bundle, verify=False)
     tokenizer = load_bundle_tokenizer(bundle)
 
     def check(value: Any) -> None:
         check_request(bundle.manifest, tokenizer, **{"prompts": "red cube", "method": "lantern", name: value})
 
-    (text,) = messages(check, odd)
+    (text,) = collect_messages(check, object_kind)
     assert "0x" not in text
 
 
-@pytest.mark.parametrize("odd", ODD_OBJECTS)
-def test_threads_are_named_without_an_address(odd: str) -> None:
-    (text,) = messages(choose_thread_count, odd)
+@pytest.mark.parametrize("object_kind", ODD_OBJECTS)
+def test_the_error_of_a_wrong_thread_count_does_not_contain_the_address_of_the_value(object_kind: str) -> None:
+    (text,) = collect_messages(choose_thread_count, object_kind)
     assert "0x" not in text
 
 
 @pytest.mark.parametrize("data", [b"", b"red", b"GIF89a" + bytes(20), b"\x89PNG\r\n\x1a\n"])
 def test_bytes_that_are_not_an_image_are_rejected_with_the_same_message_each_time(data: bytes) -> None:
-    error = error_of(LanternError, read_image, "image", data)
+    error = catch_error(LanternError, read_image, "image", data)
     assert (error.field, error.problem) == ("image", "cannot be read (cannot identify image file)")
 
 
 @pytest.mark.parametrize("kind", [LanternError, BundleError, RequestError, TreeError, BusyError])
-def test_an_error_has_its_fields_in_another_process(kind: type[LanternError]) -> None:
-    """Check errors that a pool of processes pickles, and that Celery makes again from class and arguments."""
+def test_a_pickled_or_rebuilt_error_has_the_same_message_and_fields(kind: type[LanternError]) -> None:
+    """Check both ways to pass an error to another process: process pools pickle it, Celery rebuilds it from `args`."""
     error = kind("odd", 7) if kind is BusyError else kind("odd", "seed", "-1", "0 .. 9", "give another")
     for copy in (pickle.loads(pickle.dumps(error)), kind(*json.loads(json.dumps(error.args)))):
         assert type(copy) is kind

@@ -1,10 +1,12 @@
-"""The random numbers of an image: specified, the same in every version, and independent of each other."""
+"""Random numbers of an image: they follow docs/seeds.md, never change, and are independent of each other."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from scipy.stats import chi2_contingency, kstest
 
 from lantern_rt.runtime.noise import FORMAT, Noise
 
-# From docs/seeds.md: seed, position, the first four 32-bit numbers, and the Gumbel noise made from them.
+# From docs/seeds.md: seed, position, the first four 32-bit random numbers, and their Gumbel noise.
 REFERENCE_VALUES = [
     (0, 0, [149215387, 4152464477, 2882710362, 161177097], [-1.211884, 3.389014, 0.919513, -1.188665]),
     (0, 1, [49592932, 1090160368, 1200139746, 2902407428], [-1.495452, -0.315627, -0.242951, 0.93674]),
@@ -23,51 +25,57 @@ REFERENCE_VALUES = [
 
 
 @pytest.mark.parametrize(("seed", "position", "words", "gumbel"), REFERENCE_VALUES)
-def test_random_numbers_agree_with_the_specification(
+def test_random_numbers_equal_the_values_in_the_documentation(
     seed: int, position: int, words: list[int], gumbel: list[float]
 ) -> None:
-    assert words_of(seed, position, 4) == words
+    assert compute_random_words(seed, position, 4) == words
     np.testing.assert_allclose(Noise(seed).gumbel(position, 1, 4), [gumbel], atol=1e-6)
     np.testing.assert_allclose(gumbel, -np.log(-np.log((np.array(words) + 0.5) / 2**32)), atol=1e-6)
 
 
-def words_of(seed: int, position: int, count: int) -> list[int]:
-    """Return the first numbers of a position: every sixteenth number of its group's stream, in blocks of eight."""
+def compute_random_words(seed: int, position: int, count: int) -> list[int]:
+    """Return the first 32-bit random numbers of a position, computed as docs/seeds.md specifies.
+
+    Args:
+        seed: seed of the image.
+        position: position in the sequence; 16 positions share one stream, in which their numbers alternate.
+        count: number of random numbers.
+    """
     numbers = [16 * code + position % 16 for code in range(count)]
-    blocks = [philox([1 + number // 8, position // 16, 0, 0], [seed, 0]) for number in numbers]
+    blocks = [compute_philox_block([1 + number // 8, position // 16, 0, 0], [seed, 0]) for number in numbers]
     return [
         block[number % 8 // 2] >> 32 * (number % 2) & 0xFFFFFFFF for block, number in zip(blocks, numbers, strict=True)
     ]
 
 
-def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Return a block of Philox4x64-10 (Salmon et al. 2011)."""
+def compute_philox_block(counter: list[int], key: list[int]) -> list[int]:
+    """Return four 64-bit numbers of Philox4x64-10 (Salmon et al. 2011)."""
     mask = 2**64 - 1
     for _ in range(10):
-        first = 0xD2E7470EE14C6C93 * counter[0]
-        second = 0xCA5A826395121157 * counter[2]
+        first_product = 0xD2E7470EE14C6C93 * counter[0]
+        second_product = 0xCA5A826395121157 * counter[2]
         counter = [
-            (second >> 64) ^ counter[1] ^ key[0],
-            second & mask,
-            (first >> 64) ^ counter[3] ^ key[1],
-            first & mask,
+            (second_product >> 64) ^ counter[1] ^ key[0],
+            second_product & mask,
+            (first_product >> 64) ^ counter[3] ^ key[1],
+            first_product & mask,
         ]
         key = [(key[0] + 0x9E3779B97F4A7C15) & mask, (key[1] + 0xBB67AE8584CAA73B) & mask]
     return counter
 
 
-def test_noise_of_a_whole_vocabulary_is_the_same_as_in_earlier_versions() -> None:
+def test_the_noise_of_a_seed_is_the_same_as_in_earlier_versions() -> None:
     assert FORMAT == "philox4x64-gumbel-1"
     digest = hashlib.sha256(np.round(Noise(2026).gumbel(255, 1, 16384), 3).tobytes()).hexdigest()
     assert digest[:16] == "a78c2a90f7792d94"
 
 
-def test_noise_does_not_depend_on_the_number_of_codes_and_positions() -> None:
-    few = Noise(5)
-    many = Noise(5)
-    np.testing.assert_array_equal(many.gumbel(3, 1, 1024)[:, :7], few.gumbel(3, 1, 7))
-    np.testing.assert_array_equal(few.gumbel(3, 1, 1024), many.gumbel(3, 1, 1024))
-    together = Noise(5).gumbel(3, 40, 9)  # four groups
+def test_noise_does_not_depend_on_how_many_codes_and_positions_are_requested() -> None:
+    noise_of_few_codes = Noise(5)
+    noise_of_many_codes = Noise(5)
+    np.testing.assert_array_equal(noise_of_many_codes.gumbel(3, 1, 1024)[:, :7], noise_of_few_codes.gumbel(3, 1, 7))
+    np.testing.assert_array_equal(noise_of_few_codes.gumbel(3, 1, 1024), noise_of_many_codes.gumbel(3, 1, 1024))
+    together = Noise(5).gumbel(3, 40, 9)  # spans three groups of 16 positions
     np.testing.assert_array_equal(together, np.concatenate([Noise(5).gumbel(3 + i, 1, 9) for i in range(40)]))
 
 
@@ -76,19 +84,19 @@ def test_freed_noise_is_computed_again_with_the_same_values() -> None:
     before = noise.gumbel(0, 40, 9)
     freed, needed = (weakref.ref(noise.gumbel(position, 16, 9).base) for position in (0, 32))
     noise.discard_noise_before(35)
-    assert freed() is None  # its memory was released
+    assert freed() is None  # no reference to the array is left
     assert needed() is not None
     np.testing.assert_array_equal(noise.gumbel(0, 40, 9), before)
 
 
-def test_noise_is_finite_and_gumbel_distributed() -> None:
+def test_noise_is_finite_and_has_the_gumbel_distribution() -> None:
     values = np.concatenate([Noise(seed).gumbel(0, 16, 256).ravel() for seed in range(50)])
     assert np.isfinite(values).all()
     assert kstest(values.astype(np.float64), lambda x: np.exp(-np.exp(-x))).pvalue > 0.001
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("make_first_numbers", "make_second_numbers"),
     [
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).gumbel(1, 1, 4)[0]),
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
@@ -97,20 +105,23 @@ def test_noise_is_finite_and_gumbel_distributed() -> None:
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).acceptance_rng(0).random(4)),
         (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: np.roll(Noise(n).gumbel(0, 1, 4)[0], 1)),
     ],
-    ids=["positions", "seeds", "seed and position", "positions of one seed", "decisions", "codes"],
+    ids=["positions", "seeds", "seed and position", "positions of one seed", "noise and acceptance", "codes"],
 )
-def test_numbers_of_different_positions_seeds_and_uses_are_independent(first: object, second: object) -> None:
-    """Check quartiles of the first numbers against quartiles of the second: 16 equally likely cells."""
+def test_random_numbers_of_different_positions_seeds_and_purposes_are_independent(
+    make_first_numbers: Callable[[int], Any], make_second_numbers: Callable[[int], Any]
+) -> None:
+    """Check by a chi-squared test that the quartile of the first number does not predict that of the second."""
     pairs = [
-        np.stack([np.asarray(make_numbers(n), np.float64) for n in range(10_000)]) for make_numbers in (first, second)
-    ]  # type: ignore[operator]
+        np.stack([np.asarray(make_numbers(n), np.float64) for n in range(10_000)])
+        for make_numbers in (make_first_numbers, make_second_numbers)
+    ]
     quarters = [np.searchsorted(np.quantile(values, [0.25, 0.5, 0.75]), values) for values in pairs]
     table = np.zeros((4, 4))
     np.add.at(table, (quarters[0].ravel(), quarters[1].ravel()), 1)
     assert chi2_contingency(table).pvalue > 0.001
 
 
-def test_the_decision_stream_of_a_position_does_not_depend_on_earlier_decisions() -> None:
+def test_the_acceptance_random_numbers_of_a_position_do_not_depend_on_earlier_calls() -> None:
     noise = Noise(3)
     expected = Noise(3).acceptance_rng(5).random(6)
     noise.acceptance_rng(4).random(3)
@@ -120,7 +131,7 @@ def test_the_decision_stream_of_a_position_does_not_depend_on_earlier_decisions(
     assert np.array_equal(np.random.Generator(stream).random(6), expected)
 
 
-def test_threads_may_prepare_noise_while_another_thread_reads_and_frees_it() -> None:
+def test_threads_may_prepare_noise_while_another_thread_reads_and_discards_noise() -> None:
     noise = Noise(7)
     with ThreadPoolExecutor(4) as threads:
         for group in range(40):

@@ -1,4 +1,4 @@
-"""Bundles that generate cells in groups: images, streams, the service, commands, and manifests that are rejected."""
+"""Bundles that generate several tokens (a group) per forward pass: images, streams, service, commands, manifests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from refusals import error_of
+from refusals import catch_error
 from tiny_bundle import CODES, make_order_bundle
 
 from lantern_rt import BundleError, Pipeline, RequestError, open_bundle
@@ -34,7 +34,7 @@ def pipe(folder: Path) -> Pipeline:
     return Pipeline.from_bundle(folder, threads=1)
 
 
-def test_a_hundred_seeds_generate_the_same_images_alone_in_batches_streamed_and_served(pipe: Pipeline) -> None:
+def test_100_images_are_the_same_alone_in_a_batch_in_a_stream_and_from_the_service(pipe: Pipeline) -> None:
     seeds = list(range(100))
     classes = [seed % 10 for seed in seeds]
     expected = [pipe(class_ids=classes[i], seed=i).codes[0].tolist() for i in seeds]
@@ -57,7 +57,7 @@ def test_a_hundred_seeds_generate_the_same_images_alone_in_batches_streamed_and_
             assert news.codes[0].tolist() == expected[i]
 
 
-def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pipeline) -> None:
+def test_each_step_shows_the_cells_of_one_more_group_and_returns_tokens_in_raster_order(pipe: Pipeline) -> None:
     order = pipe.bundle.manifest.order
     assert order is not None
     steps = list(pipe.stream(class_ids=3, seed=1))
@@ -77,23 +77,27 @@ def test_steps_show_the_cells_of_every_group_and_codes_in_raster_order(pipe: Pip
     assert {*np.flatnonzero(~is_grey.ravel()).tolist()} == {0, 2, 8, 10}
 
 
-def test_ar_follows_the_bundles_order_and_other_methods_are_rejected(pipe: Pipeline, words_bundle: Path) -> None:
+def test_methods_ar_and_groups_generate_in_groups_and_other_methods_are_rejected(
+    pipe: Pipeline, words_bundle: Path
+) -> None:
     result = pipe(class_ids=3, seed=1)
     assert result.settings.method == GroupDecoding()
     for method in ("ar", "groups", Autoregressive(), GroupDecoding()):
         assert np.array_equal(pipe(class_ids=3, seed=1, method=method).codes[0], result.codes[0])
     for method in ("sjd", "rows:window=2", "eagle", "lantern++"):
-        error = error_of(RequestError, pipe, class_ids=3, method=method)
+        error = catch_error(RequestError, pipe, class_ids=3, method=method)
         name = method.partition(":")[0]
         text = "bundle tiny draws groups of cells, in an order of its own; use method ar or groups"
         assert str(error) == f"method {name}: {text}"
-    raster = Pipeline.from_bundle(words_bundle, threads=1)
-    error = error_of(RequestError, raster, "red cube", method="groups")
+    raster_pipe = Pipeline.from_bundle(words_bundle, threads=1)
+    error = catch_error(RequestError, raster_pipe, "red cube", method="groups")
     methods = "ar, eagle, lantern, lantern++, sjd or rows"
     assert str(error) == f"method groups: bundle tiny draws one token after another; use method {methods}"
 
 
-def test_commands_support_the_bundle(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_bench_eval_and_run_support_a_bundle_with_groups(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_program(["inspect", str(folder)]) == 0
     assert "7 groups, one per pass" in capsys.readouterr().out
     assert run_program(["bench", str(folder), "--count", "1", "--threads", "1"]) == 0
@@ -133,17 +137,19 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
         ([[1], [0, 3], [2]], "`order` draws cell 0 from logits after cell 0"),
     ],
 )
-def test_targets_with_two_heads_need_neighbours_in_the_previous_group(groups: list[list[int]], expected: str) -> None:
+def test_a_target_with_two_heads_needs_the_adjacent_cell_in_the_previous_group(
+    groups: list[list[int]], expected: str
+) -> None:
     order = GroupOrderSpec.model_validate({"groups": groups, "two_heads": True})
     if not expected:
         return order.check_cells(4, 2)
-    assert str(error_of(ValueError, order.check_cells, 4, 2)).startswith(expected)
+    assert str(catch_error(ValueError, order.check_cells, 4, 2)).startswith(expected)
     with pytest.raises(ValidationError, match="`vectors` is 1, but `two_heads` needs no learned vectors"):
         GroupOrderSpec.model_validate({"groups": groups, "two_heads": True, "vectors": 1})
 
 
 @pytest.mark.parametrize(("changes", "expected"), WRONG_FIELDS, ids=str)
-def test_a_manifest_with_a_wrong_order_is_rejected_with_one_line(
+def test_a_manifest_with_a_wrong_order_of_cells_is_rejected_with_a_one_line_error(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
 ) -> None:
     shutil.copytree(folder, tmp_path / "tiny")
@@ -155,11 +161,13 @@ def test_a_manifest_with_a_wrong_order_is_rejected_with_one_line(
     assert expected in text
 
 
-def test_too_few_positions_or_embeddings_for_the_learned_vectors_are_rejected(folder: Path, tmp_path: Path) -> None:
+def test_a_bundle_with_too_few_positions_or_embeddings_for_learned_vectors_is_rejected(
+    folder: Path, tmp_path: Path
+) -> None:
     fields = open_bundle(folder).manifest.model_dump(mode="json")
     fields["target"]["max_positions"] = 17
     with pytest.raises(ValidationError, match="prefix, image and learned vectors need 18 positions"):
         Manifest.model_validate(fields)
-    incomplete_bundle = make_order_bundle(tmp_path / "tiny", embedded=2)
-    error = error_of(BundleError, Pipeline.from_bundle, incomplete_bundle)
+    incomplete_bundle = make_order_bundle(tmp_path / "tiny", num_vectors=2)
+    error = catch_error(BundleError, Pipeline.from_bundle, incomplete_bundle)
     assert f"[{CODES + 3}, 8]" in str(error)

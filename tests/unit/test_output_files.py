@@ -1,4 +1,4 @@
-"""Writing beside files of strangers: nothing is waited for, followed or removed that this user did not make."""
+"""Writing output files in folders with links, pipes and files of other users, which must stay unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt.errors import OutputError
 from lantern_rt.output.files import (
@@ -27,13 +27,13 @@ def write_folder(output: Path) -> None:
         (folder / "bundle.json").touch()
 
 
-def test_pipes_links_and_folders_of_others_beside_the_goal_are_left(tmp_path: Path) -> None:
+def test_writing_a_folder_removes_only_partial_folders_of_the_same_user(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".goal.pipe.partial")
     (tmp_path / "own").mkdir()
     (tmp_path / ".goal.link.partial").symlink_to(tmp_path / "own")
-    (tmp_path / ".goal.killed.partial").mkdir()
+    (tmp_path / ".goal.killed.partial").mkdir()  # left by a killed process of this user
     names = {".goal.pipe.partial", ".goal.link.partial", "goal", "own"}
-    if not os.geteuid():  # only root can give a folder away
+    if not os.geteuid():  # only root can change the owner of a folder
         (tmp_path / ".goal.theirs.partial").mkdir()
         os.chown(tmp_path / ".goal.theirs.partial", 12345, -1)
         names.add(".goal.theirs.partial")
@@ -42,7 +42,9 @@ def test_pipes_links_and_folders_of_others_beside_the_goal_are_left(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_a_file_grows_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_existing_pipe_or_link_with_the_name_of_the_partial_file_is_replaced_and_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 7)
     monkeypatch.setattr("threading.get_ident", lambda: 8)
     (tmp_path / "precious").write_text("precious")
@@ -51,37 +53,37 @@ def test_a_file_grows_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.M
         os.mkfifo(partial)
     else:
         partial.symlink_to(tmp_path / "precious")
-    replace_file(tmp_path / "a.png", b"picture")
+    replace_file(tmp_path / "a.png", b"image")
     assert (tmp_path / "precious").read_text() == "precious"
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "precious"}
 
 
-@pytest.mark.parametrize("target", ["nowhere", "a.png"], ids=["to nowhere", "in a circle"])
-def test_a_link_counts_as_a_file_wherever_it_leads(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("target", ["nowhere", "a.png"], ids=["to a missing file", "to itself"])
+def test_a_broken_link_at_the_output_path_is_not_overwritten_without_force(tmp_path: Path, target: str) -> None:
     link = tmp_path / "a.png"
     link.symlink_to(tmp_path / target)
-    for refuse in (
+    for try_output_path in (
         lambda: check_output_path(link, False),
         lambda: write_output(link, b"", False),
         lambda: choose_output_paths(str(link), ["a"], False),
     ):
-        assert error_of(OutputError, refuse).field == str(link)
+        assert catch_error(OutputError, try_output_path).field == str(link)
     assert choose_output_paths(str(tmp_path), ["a"], False) == [(tmp_path / "a-2.png", False)]
     check_output_path(link, True)
-    write_output(link, b"picture", True)
+    write_output(link, b"image", True)
     assert not link.is_symlink()
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_mount_point_is_rejected_before_the_work() -> None:
-    error = error_of(OutputError, check_new_folder, Path("/"), True, "bundle.json")
+def test_a_mount_point_as_output_folder_is_rejected_before_the_work_begins() -> None:
+    error = catch_error(OutputError, check_new_folder, Path("/"), True, "bundle.json")
     assert (error.problem, error.remedy) == (
         "is a mount point, which cannot be replaced",
         "give a folder in it, such as /new",
     )
 
 
-def test_a_folder_to_replace_in_a_folder_without_write_access_is_rejected_before_the_work(
+def test_an_output_folder_in_a_read_only_folder_is_rejected_before_the_work_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(**_: object) -> None:
@@ -89,11 +91,11 @@ def test_a_folder_to_replace_in_a_folder_without_write_access_is_rejected_before
 
     (tmp_path / "bundle").mkdir()
     monkeypatch.setattr("tempfile.TemporaryFile", fail)
-    error = error_of(OutputError, check_new_folder, tmp_path / "bundle", True, "bundle.json")
+    error = catch_error(OutputError, check_new_folder, tmp_path / "bundle", True, "bundle.json")
     assert error.problem == "cannot be written (Read-only file system)"
 
 
-def test_folders_on_one_disk_share_its_room_and_others_have_their_own(
+def test_the_disk_space_check_adds_the_sizes_of_folders_on_the_same_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_of = {"one": 1, "two": 1, "three": 3}
@@ -103,5 +105,5 @@ def test_folders_on_one_disk_share_its_room_and_others_have_their_own(
     monkeypatch.setattr(Path, "stat", lambda path, **_: SimpleNamespace(st_dev=disk_of[path.name]))
     check_disk_space([(tmp_path / "one", 6 * 10**9), (tmp_path / "three", 6 * 10**9)], "")
     needed = [(tmp_path / name, 6 * 10**9) for name in ("three", "one", "two")]
-    error = error_of(OutputError, check_disk_space, needed, "free some")
+    error = catch_error(OutputError, check_disk_space, needed, "free some")
     assert (error.field, error.expected) == (str(tmp_path / "one"), "12.00 GB")

@@ -1,4 +1,4 @@
-"""Metadata for the package index and pip: links, lines that install PyTorch, lowest versions; and sessions of CI."""
+"""Package metadata, commands that install the package, minimum versions of dependencies, and sessions of CI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def test_links_of_the_readme_on_an_index_are_absolute_and_their_files_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_links_on_the_package_index_are_absolute_and_lead_to_files_of_the_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     setuptools = pytest.importorskip("setuptools")
     metadata: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", metadata.update)
@@ -33,12 +35,12 @@ def test_links_of_the_readme_on_an_index_are_absolute_and_their_files_exist(monk
         assert (ROOT / match[1]).is_file(), link
 
 
-def test_lines_that_install_pytorch_for_a_cpu_name_the_index_of_its_cpu_wheels() -> None:
+def test_documented_pip_commands_that_install_pytorch_for_a_cpu_name_the_index_of_cpu_wheels() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     lines = [line for page in pages for line in page.read_text("utf-8").splitlines() if "pip install" in line]
-    torch = [line for line in lines if re.search(r"\[cpu,(?:export|train)", line)]
-    assert len(torch) >= 4
-    assert [line for line in torch if "https://download.pytorch.org/whl/cpu" not in line] == []
+    torch_lines = [line for line in lines if re.search(r"\[cpu,(?:export|train)", line)]
+    assert len(torch_lines) >= 4
+    assert [line for line in torch_lines if "https://download.pytorch.org/whl/cpu" not in line] == []
 
 
 CLONE = {"url": "file:///home/me/a%20clone", "dir_info": {"editable": True}}
@@ -47,7 +49,7 @@ REPOSITORY = {"url": "https://example.org/lantern-rt", "vcs_info": {"vcs": "git"
 
 
 @pytest.mark.parametrize(
-    ("origin", "package"),
+    ("origin", "expected_requirement"),
     [
         (CLONE, "-e '/home/me/a clone[serve]'"),
         (WHEEL, f"'lantern-rt[serve] @ {WHEEL['url']}'"),
@@ -55,34 +57,34 @@ REPOSITORY = {"url": "https://example.org/lantern-rt", "vcs_info": {"vcs": "git"
         (None, "'lantern-rt[serve]'"),
     ],
 )
-def test_errors_name_the_place_that_the_package_came_from(
-    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, package: str
+def test_the_install_command_in_errors_names_the_source_from_which_the_package_was_installed(
+    monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, expected_requirement: str
 ) -> None:
-    record = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
-    monkeypatch.setattr("importlib.metadata.distribution", lambda _: record)
-    assert install_command("serve") == f"pip install {package}"
+    distribution = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: distribution)
+    assert install_command("serve") == f"pip install {expected_requirement}"
     assert "--extra-index-url https://download.pytorch.org/whl/cpu " in install_command("cpu,export")
     assert install_command("cpu", reinstall=True).startswith("pip install --force-reinstall ")
 
 
-def test_every_dependency_has_one_lowest_version() -> None:
-    lowest: dict[str, set[str]] = {}
-    others = {
+def test_every_dependency_has_the_same_minimum_version_in_all_extras() -> None:
+    minimum_versions: dict[str, set[str]] = {}
+    extras = {
         name: extra for name, extra in PROJECT["optional-dependencies"].items() if name != "webgpu"
     }  # records CUDA graphs
-    for requirements in (PROJECT["dependencies"], *others.values()):
+    for requirements in (PROJECT["dependencies"], *extras.values()):
         for requirement in requirements:
             name, _, version = re.sub(r"\[.*\]", "", requirement).partition(">=")
-            lowest.setdefault(name, set()).add(version)
-    assert {name: versions for name, versions in lowest.items() if len(versions) > 1} == {}
+            minimum_versions.setdefault(name, set()).add(version)
+    assert {name: versions for name, versions in minimum_versions.items() if len(versions) > 1} == {}
 
 
-def test_ci_runs_every_session_once_and_contributing_lists_it() -> None:
+def test_ci_runs_every_nox_session_once_and_contributing_md_lists_every_session() -> None:
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
     lists = dict(re.findall(r'^([A-Z]+)="([^"]*)"$', (ROOT / ".ci/run").read_text("utf-8"), re.MULTILINE))
     names = [item.partition(":")[0] for item in f"{lists['FIRST']} {lists['SECOND']}".split()]
     assert len(sessions) > 10
     assert sorted(names) == sorted(sessions)
     assert set(lists["DEVICES"].split()) <= set(names)
-    named = set(re.findall(r"`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
-    assert set(sessions) <= named
+    documented_names = set(re.findall(r"`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
+    assert set(sessions) <= documented_names

@@ -1,4 +1,4 @@
-"""Pipelines of tiny bundles: results, streams, and independence of images from everything else in progress."""
+"""Pipelines of tiny bundles: results, streams, and images that do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ def embeds_pipe(embeddings_bundle: Path) -> Pipeline:
 
 
 def is_same_image(first: Result, second: Result, i: int, j: int = 0) -> bool:
-    """Return whether image `i` of the first result is image `j` of the second."""
+    """Return whether image `i` of one result and image `j` of another have the same tokens and pixels.
+
+    Args:
+        first: result with image `i`.
+        second: result with image `j`.
+        i: index of an image in `first`.
+        j: index of an image in `second`.
+    """
     return np.array_equal(first.codes[i], second.codes[j]) and first.images[i].tobytes() == second.images[j].tobytes()
 
 
@@ -55,14 +62,16 @@ def test_results_and_steps_print_as_one_line(pipe: Pipeline) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -> None:
-    together = pipe(PROMPTS, seed=3, num_images=2, method=method)
+    batch_result = pipe(PROMPTS, seed=3, num_images=2, method=method)
     for i, prompt in enumerate(PROMPTS):
         for j in range(2):
-            assert is_same_image(together, pipe(prompt, seed=3 + j, method=method), 2 * i + j)
+            assert is_same_image(batch_result, pipe(prompt, seed=3 + j, method=method), 2 * i + j)
 
 
-def test_several_threads_share_one_pipeline(words_bundle: Path) -> None:
-    pipe = Pipeline.from_bundle(words_bundle, threads=1)  # without graphs that an earlier request loaded
+def test_several_threads_can_use_one_pipeline(words_bundle: Path) -> None:
+    pipe = Pipeline.from_bundle(
+        words_bundle, threads=1
+    )  # a new pipeline: graphs are loaded by the first request that needs them
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda method: pipe(PROMPTS[0], seed=5, method=method), METHODS * 2))
     for method, first, second in zip(METHODS, results[: len(METHODS)], results[len(METHODS) :], strict=True):
@@ -75,24 +84,24 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
     words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = Pipeline.from_bundle(words_bundle, threads=1)
-    loaded: list[str] = []
+    loaded_parts: list[str] = []
     engines = type(pipe.engines)
     bundle = type(pipe.bundle)
     drafter = engines.drafter
     neighbor_table = bundle.neighbor_table
-    monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
+    monkeypatch.setattr(engines, "drafter", property(lambda self: loaded_parts.append("drafter") or drafter.fget(self)))
     monkeypatch.setattr(
-        bundle, "neighbor_table", property(lambda self: loaded.append("neighbors") or neighbor_table.func(self))
+        bundle, "neighbor_table", property(lambda self: loaded_parts.append("neighbors") or neighbor_table.func(self))
     )
     pipe("red", method="ar")
-    assert loaded == []
+    assert loaded_parts == []
     pipe("red", method="eagle")
-    assert loaded == ["drafter"]
+    assert loaded_parts == ["drafter"]
     pipe("red", method="lantern")
-    assert loaded == ["drafter", "drafter", "neighbors"]
+    assert loaded_parts == ["drafter", "drafter", "neighbors"]
 
 
-# ---------------------------------------------------------------- conditions
+# ---------------------------------------------------------------- prompts, classes and embeddings
 
 
 def test_guidance_moves_away_from_the_negative_prompt(pipe: Pipeline) -> None:
@@ -104,7 +113,9 @@ def test_guidance_moves_away_from_the_negative_prompt(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "sjd:window=3", "eagle:tree=tree-2-10", "rows:window=2", "lantern"])
-def test_guidance_for_all_tokens_is_full_guidance_and_for_no_tokens_none(pipe: Pipeline, method: str) -> None:
+def test_guidance_for_all_tokens_equals_full_guidance_and_for_no_tokens_equals_none(
+    pipe: Pipeline, method: str
+) -> None:
     guided, unguided = (pipe("red cube", seed=1, method=method, cfg_scale=scale).codes[0] for scale in (20, 1))
     assert guided.tolist() != unguided.tolist()
     for count, expected in ((36, guided), ("100%", guided), (0, unguided), ("0%", unguided)):
@@ -112,12 +123,12 @@ def test_guidance_for_all_tokens_is_full_guidance_and_for_no_tokens_none(pipe: P
         assert result.codes[0].tolist() == expected.tolist()
 
 
-def test_class_ids_replace_prompts(class_bundle: Path) -> None:
+def test_images_can_be_generated_from_class_ids(class_bundle: Path) -> None:
     class_pipe = Pipeline.from_bundle(class_bundle, threads=1)
-    together = class_pipe(class_ids=[3, 9], seed=2)
-    assert together.prompts == [3, 9]
-    assert is_same_image(together, class_pipe(class_ids=9, seed=2), 1)
-    assert is_same_image(together, class_pipe(class_ids=np.array([3, 9]), seed=2), 0)
+    batch_result = class_pipe(class_ids=[3, 9], seed=2)
+    assert batch_result.prompts == [3, 9]
+    assert is_same_image(batch_result, class_pipe(class_ids=9, seed=2), 1)
+    assert is_same_image(batch_result, class_pipe(class_ids=np.array([3, 9]), seed=2), 0)
 
 
 def test_embeddings_are_padded_on_the_left(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +178,7 @@ def test_a_stream_ends_with_the_result_of_a_call(pipe: Pipeline, method: str) ->
     assert step.image(1).tobytes() == result.images[1].tobytes()
 
 
-def test_a_partial_image_shows_known_cells_and_grey_elsewhere(pipe: Pipeline) -> None:
+def test_a_partial_image_shows_the_generated_tokens_and_is_grey_elsewhere(pipe: Pipeline) -> None:
     whole = np.asarray(pipe("red cube", seed=1).images[0])
     for step in pipe.stream("red cube", seed=1):
         known = np.zeros((6, 6), bool)
@@ -178,7 +189,7 @@ def test_a_partial_image_shows_known_cells_and_grey_elsewhere(pipe: Pipeline) ->
         assert (partial[~known] == GREY).all()
 
 
-def test_a_callback_gets_every_step_and_ends_the_call_by_raising(pipe: Pipeline) -> None:
+def test_a_callback_gets_every_step_and_the_error_of_a_callback_ends_the_call(pipe: Pipeline) -> None:
     done_counts: list[int] = []
     result = pipe("red cube", method="ar", callback_on_step=lambda step: done_counts.append(step.done))
     assert done_counts == [step.done for step in pipe.stream("red cube", method="ar")]
@@ -187,7 +198,7 @@ def test_a_callback_gets_every_step_and_ends_the_call_by_raising(pipe: Pipeline)
         pipe("red cube", callback_on_step=lambda step: 1 // 0)
 
 
-def test_a_call_shows_its_progress_on_request(
+def test_a_call_prints_progress_only_if_requested(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -198,7 +209,7 @@ def test_a_call_shows_its_progress_on_request(
     assert capsys.readouterr().err == ""
 
 
-def test_closing_a_stream_cancels_it(pipe: Pipeline) -> None:
+def test_closing_a_stream_cancels_the_request(pipe: Pipeline) -> None:
     stream = pipe.stream(PROMPTS, seed=1)
     next(stream)
     stream.close()
@@ -212,11 +223,11 @@ def test_a_stream_rejects_a_wrong_request_before_its_first_step(pipe: Pipeline) 
         pipe.stream("red cube", delta=2)
 
 
-# ---------------------------------------------------------------- damage
+# ---------------------------------------------------------------- damaged weights and extreme settings
 
 
-def test_nan_weights_of_the_target_are_an_error_not_an_image(tmp_path: Path) -> None:
-    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", damage=float("nan")), threads=1)
+def test_a_target_with_nan_weights_raises_an_error(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", weight_offset=float("nan")), threads=1)
     for options in ({"method": "ar"}, {"method": "eagle"}, {"temperature": 0}):
         with pytest.raises(EngineError, match="NaN"):
             pipe("red cube", **options)
@@ -225,7 +236,7 @@ def test_nan_weights_of_the_target_are_an_error_not_an_image(tmp_path: Path) -> 
 @pytest.mark.parametrize("penalty", [0.01, 100.0])
 @pytest.mark.parametrize("temperature", [0.001, 1000.0])
 @pytest.mark.parametrize("cfg_scale", [0.0, 1e-300, 1000.0])
-def test_settings_at_the_ends_of_their_ranges_generate_an_image(
+def test_extreme_values_of_settings_generate_an_image(
     pipe: Pipeline, cfg_scale: float, temperature: float, penalty: float
 ) -> None:
     options = {"cfg_scale": cfg_scale, "temperature": temperature, "repetition_penalty": penalty}
@@ -235,7 +246,7 @@ def test_settings_at_the_ends_of_their_ranges_generate_an_image(
     assert np.array_equal(pipe("red cube", method="eagle", **options).codes[0], expected)
 
 
-FORKED = """
+FORKING_PROGRAM = """
 import asyncio, os, sys, threading, time
 from lantern_rt import AsyncPipeline, Pipeline, RequestError
 from lantern_rt.service import Service
@@ -268,8 +279,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_forked_process_cannot_use_the_pipeline_but_can_open_another(words_bundle: Path) -> None:
-    program = [sys.executable, "-c", FORKED, str(words_bundle)]
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no os.fork")
+def test_a_forked_process_cannot_use_a_pipeline_of_its_parent_but_can_load_a_new_pipeline(words_bundle: Path) -> None:
+    program = [sys.executable, "-c", FORKING_PROGRAM, str(words_bundle)]
     process = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
     assert process.stdout.splitlines() == 3 * ["pipeline loaded before this process was forked"] + ["1", "3"]

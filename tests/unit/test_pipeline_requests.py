@@ -1,4 +1,4 @@
-"""Requests that are rejected, each with its reason; and defaults of options."""
+"""Requests with wrong options are rejected with a clear error; omitted options get the defaults of the bundle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from refusals import error_of
-from tiny_bundle import CAPTION, PREFIX, K, make_tiny_bundle
+from refusals import catch_error
+from tiny_bundle import CAPTION, NUM_NEIGHBORS, PREFIX, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
@@ -21,8 +21,8 @@ NAN = float("nan")
 INF = float("inf")
 
 
-class Checker:
-    """Checks requests against a bundle without loading it."""
+class RequestChecker:
+    """A function that checks requests against the manifest of a bundle, without loading graphs."""
 
     def __init__(self, folder: Path) -> None:
         self.bundle = open_bundle(folder)
@@ -36,75 +36,81 @@ class Checker:
 
 
 @pytest.fixture(scope="session")
-def words(words_bundle: Path) -> Checker:
-    return Checker(words_bundle)
+def words_checker(words_bundle: Path) -> RequestChecker:
+    return RequestChecker(words_bundle)
 
 
 @pytest.fixture(scope="session")
-def classes(class_bundle: Path) -> Checker:
-    return Checker(class_bundle)
+def class_checker(class_bundle: Path) -> RequestChecker:
+    return RequestChecker(class_bundle)
 
 
 @pytest.fixture(scope="session")
-def embeds(embeddings_bundle: Path) -> Checker:
-    return Checker(embeddings_bundle)
+def embeddings_checker(embeddings_bundle: Path) -> RequestChecker:
+    return RequestChecker(embeddings_bundle)
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Checker:
-    return Checker(make_tiny_bundle(tmp_path_factory.mktemp("plain") / "tiny", drafter=False))
+def no_drafter_checker(tmp_path_factory: pytest.TempPathFactory) -> RequestChecker:
+    return RequestChecker(make_tiny_bundle(tmp_path_factory.mktemp("plain") / "tiny", drafter=False))
 
 
-def option_cases(name: str, *values: Any, **others: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return, for each wrong value of an option, the name that the error has, and the request."""
-    return [(name.rstrip("_"), {name: value, **others}) for value in values]
+def make_option_cases(name: str, *values: Any, **other_options: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return (field of the expected error, request) for each wrong value of an option.
+
+    Args:
+        name: name of the option.
+        values: wrong values of the option.
+        other_options: other options of the requests.
+    """
+    return [(name.rstrip("_"), {name: value, **other_options}) for value in values]
 
 
-def method_cases(text: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return, for each wrong value of the last parameter of a method string, its name, and the request."""
+def make_method_cases(text: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return (field of the expected error, request) for each wrong value of the last parameter in a method string."""
     return [(text.rpartition(":")[2], {"method": f"{text}={value}"}) for value in values]
 
 
-OPTIONS = [
-    *method_cases("lantern++:lambda", 1, 0.5, -2, INF),
-    *method_cases("lantern:delta=0.2:lambda", 2.0),
-    *method_cases("lantern:delta", 0, 1, -0.1, 1.5, NAN, INF, "much", True),
-    *method_cases("lantern++:delta", 0.2),
-    *method_cases("ar:delta", 0.2),
-    *method_cases("lantern:neighbors", 0, -1, K + 1, 2.5, NAN),
-    *method_cases("ar:neighbors", 3),
-    *method_cases("sjd:neighbors", 3),  # without a bound
-    *method_cases("eagle:drafter", "any"),
-    *method_cases("lantern:residual", "all"),
-    *method_cases("eagle:residual", "aggregated"),
-    *method_cases("sjd:residual", "aggregated"),
-    *method_cases("ar:tree", "mc-25"),
-    *method_cases("eagle:tree", 7),
-    *method_cases("sjd:tree", "chain-4"),
-    *method_cases("eagle:window", 4),
-    *method_cases("sjd:window", 0, 129, 2.5, True, "four"),
-    *option_cases("tree", "chain-3"),  # without a method
-    *option_cases("drafter", "heads"),
-    *option_cases("neighbors", 5),
-    *option_cases("lambda", 2.0),
-    *option_cases("window", 4, method="sjd"),
-    *option_cases("quality", "superb", "fast", "", ["strict"]),
-    *option_cases("quality", "strict", method="eagle"),
-    *option_cases("method", "magic", "auto", "auto:quality=strict", ["ar"]),
-    *option_cases("temperature", -1, NAN, INF, 1e-9, 1e9, "1"),
-    *option_cases("top_p", 0, -0.5, 1.01, NAN),
-    *option_cases("top_k", -1, 2.5, NAN, True),
-    *option_cases("cfg_scale", -1, 1001, NAN, INF),
-    *option_cases("repetition_penalty", 1e-300, 0.009, 101, NAN, INF),
-    *option_cases("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, [3]),
-    *option_cases("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", "", f"0.{'9' * 30}%"),
-    *option_cases("cfg_tokens", 3, "0%", cfg_scale=1),
-    *option_cases("cfg_schedule", "cosine", 2),
-    *option_cases("cfg_schedule", "linear", cfg_scale=1),
-    *option_cases("num_images", 0, -3, 1.5, 5000),
-    *option_cases("num_images", 1000, prompts=["red"] * 3),
-    *option_cases("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
-    *option_cases("seed", 2**64 - 1, num_images=2),
+WRONG_OPTIONS = [
+    *make_method_cases("lantern++:lambda", 1, 0.5, -2, INF),
+    *make_method_cases("lantern:delta=0.2:lambda", 2.0),
+    *make_method_cases("lantern:delta", 0, 1, -0.1, 1.5, NAN, INF, "much", True),
+    *make_method_cases("lantern++:delta", 0.2),
+    *make_method_cases("ar:delta", 0.2),
+    *make_method_cases("lantern:neighbors", 0, -1, NUM_NEIGHBORS + 1, 2.5, NAN),
+    *make_method_cases("ar:neighbors", 3),
+    *make_method_cases("sjd:neighbors", 3),  # `neighbors` needs `delta` or `lambda`
+    *make_method_cases("eagle:drafter", "any"),
+    *make_method_cases("lantern:residual", "all"),
+    *make_method_cases("eagle:residual", "aggregated"),
+    *make_method_cases("sjd:residual", "aggregated"),
+    *make_method_cases("ar:tree", "mc-25"),
+    *make_method_cases("eagle:tree", 7),
+    *make_method_cases("sjd:tree", "chain-4"),
+    *make_method_cases("eagle:window", 4),
+    *make_method_cases("sjd:window", 0, 129, 2.5, True, "four"),
+    *make_option_cases("tree", "chain-3"),  # a parameter of a method, but the request names no method
+    *make_option_cases("drafter", "heads"),
+    *make_option_cases("neighbors", 5),
+    *make_option_cases("lambda", 2.0),
+    *make_option_cases("window", 4, method="sjd"),
+    *make_option_cases("quality", "superb", "fast", "", ["strict"]),
+    *make_option_cases("quality", "strict", method="eagle"),
+    *make_option_cases("method", "magic", "auto", "auto:quality=strict", ["ar"]),
+    *make_option_cases("temperature", -1, NAN, INF, 1e-9, 1e9, "1"),
+    *make_option_cases("top_p", 0, -0.5, 1.01, NAN),
+    *make_option_cases("top_k", -1, 2.5, NAN, True),
+    *make_option_cases("cfg_scale", -1, 1001, NAN, INF),
+    *make_option_cases("repetition_penalty", 1e-300, 0.009, 101, NAN, INF),
+    *make_option_cases("cfg_tokens", -1, 37, "37", 10**5000, "9" * 5000, 2.5, NAN, True, [3]),
+    *make_option_cases("cfg_tokens", "half", "-1%", "101%", "5e1%", "%", "", f"0.{'9' * 30}%"),
+    *make_option_cases("cfg_tokens", 3, "0%", cfg_scale=1),
+    *make_option_cases("cfg_schedule", "cosine", 2),
+    *make_option_cases("cfg_schedule", "linear", cfg_scale=1),
+    *make_option_cases("num_images", 0, -3, 1.5, 5000),
+    *make_option_cases("num_images", 1000, prompts=["red"] * 3),
+    *make_option_cases("seed", -1, 2**64, 10**5000, 1.0, "1", [1, 2]),
+    *make_option_cases("seed", 2**64 - 1, num_images=2),
     ("method", {"method": "eagle:three=chain-4"}),
     ("prompts", {"class_ids": 3}),
     ("prompts", {"class_ids": 3, "prompts": None}),
@@ -120,13 +126,13 @@ OPTIONS = [
     *(("negative_prompt", {"prompts": "red cube", "negative_prompt": value}) for value in (3, "a purple one", " ")),
     ("negative_prompt", {"prompts": "red cube", "negative_prompt": "a sphere", "cfg_scale": 1}),
 ]
-CLASSES = [
+WRONG_CLASS_IDS = [
     *(("class id", value) for value in (10, -1, 1.5, "3", True)),
     ("class id 2 of 2", [1, 400]),
     ("class_ids", []),
     ("class_ids", None),
 ]
-EMBEDDINGS = [
+WRONG_EMBEDDINGS = [
     np.zeros((2, CAPTION + 1)),
     np.zeros((PREFIX + 1, CAPTION)),
     np.zeros((0, PREFIX, CAPTION)),
@@ -143,41 +149,49 @@ EMBEDDINGS = [
 ]
 
 
-def check_rejected(checker: Checker, field: str, request: dict[str, Any]) -> None:
-    error = error_of(RequestError, checker, **request)
+def expect_rejection(checker: RequestChecker, field: str, request: dict[str, Any]) -> None:
+    error = catch_error(RequestError, checker, **request)
     assert error.field == field
     assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(("field", "request_"), OPTIONS)
-def test_errors_name_the_parameter_at_fault(words: Checker, field: str, request_: dict[str, Any]) -> None:
-    check_rejected(words, field, {"prompts": "red cube"} | request_)
+@pytest.mark.parametrize(("field", "request_"), WRONG_OPTIONS)
+def test_the_error_of_a_wrong_option_names_the_option(
+    words_checker: RequestChecker, field: str, request_: dict[str, Any]
+) -> None:
+    expect_rejection(words_checker, field, {"prompts": "red cube"} | request_)
 
 
-@pytest.mark.parametrize(("field", "class_ids"), CLASSES)
-def test_a_class_out_of_range_is_rejected(classes: Checker, field: str, class_ids: Any) -> None:
-    check_rejected(classes, field, {"class_ids": class_ids})
+@pytest.mark.parametrize(("field", "class_ids"), WRONG_CLASS_IDS)
+def test_wrong_class_ids_are_rejected(class_checker: RequestChecker, field: str, class_ids: Any) -> None:
+    expect_rejection(class_checker, field, {"class_ids": class_ids})
 
 
-def test_classes_have_no_negative_prompt(classes: Checker) -> None:
-    check_rejected(classes, "negative_prompt", {"class_ids": 1, "negative_prompt": "a cube"})
+def test_a_negative_prompt_for_a_class_id_is_rejected(class_checker: RequestChecker) -> None:
+    expect_rejection(class_checker, "negative_prompt", {"class_ids": 1, "negative_prompt": "a cube"})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32"])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_tensors_of_an_encoder_are_accepted_like_arrays(embeds: Checker, dtype: str, gradients: bool) -> None:
+def test_pytorch_tensors_are_accepted_as_embeddings(
+    embeddings_checker: RequestChecker, dtype: str, gradients: bool
+) -> None:
     torch = pytest.importorskip("torch")
     rows = np.arange(2 * CAPTION, dtype=np.float32).reshape(1, 2, CAPTION) % 8  # exact in every dtype
     mask = torch.tensor([[1.0, 0.0]], requires_grad=gradients)
     tensor = torch.from_numpy(rows).to(getattr(torch, dtype))
-    (expected,) = embeds(embeddings=(rows, [[1, 0]])).images
-    (image,) = embeds(embeddings=(tensor.requires_grad_(gradients and tensor.is_floating_point()), mask)).images
+    (expected,) = embeddings_checker(embeddings=(rows, [[1, 0]])).images
+    (image,) = embeddings_checker(
+        embeddings=(tensor.requires_grad_(gradients and tensor.is_floating_point()), mask)
+    ).images
     for name, value in expected.condition_inputs.items():
         np.testing.assert_array_equal(image.condition_inputs[name], value)
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])
-def test_tensors_that_cannot_become_arrays_are_rejected(embeds: Checker, kind: str) -> None:
+def test_pytorch_tensors_that_cannot_become_numpy_arrays_are_rejected(
+    embeddings_checker: RequestChecker, kind: str
+) -> None:
     torch = pytest.importorskip("torch")
     rows = torch.ones(2, CAPTION)
     tensors = {
@@ -187,16 +201,18 @@ def test_tensors_that_cannot_become_arrays_are_rejected(embeds: Checker, kind: s
         "list": lambda: [row.requires_grad_() for row in torch.ones(2, CAPTION)],
         "nested": lambda: torch.nested.nested_tensor([rows, rows[:1]], layout=torch.jagged),
     }
-    check_rejected(embeds, "embeddings", {"embeddings": tensors[kind]()})
+    expect_rejection(embeddings_checker, "embeddings", {"embeddings": tensors[kind]()})
 
 
-@pytest.mark.parametrize("embeddings", EMBEDDINGS)
-def test_embeddings_that_do_not_fit_are_rejected(embeds: Checker, embeddings: Any) -> None:
-    check_rejected(embeds, "embeddings", {"embeddings": embeddings})
+@pytest.mark.parametrize("embeddings", WRONG_EMBEDDINGS)
+def test_embeddings_with_a_wrong_shape_or_wrong_values_are_rejected(
+    embeddings_checker: RequestChecker, embeddings: Any
+) -> None:
+    expect_rejection(embeddings_checker, "embeddings", {"embeddings": embeddings})
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "expected_message"),
     [
         (
             {"method": "lantern:lambda=2"},
@@ -207,17 +223,22 @@ def test_embeddings_that_do_not_fit_are_rejected(embeds: Checker, embeddings: An
             "lambda: a parameter without its method; write it into a method that takes it (lantern++, sjd), "
             "such as method='lantern++:lambda=2.0'",
         ),
-        ({"method": f"lantern:neighbors={K + 1}"}, f"neighbors: found {K + 1}, expected a whole number 1 .. {K}"),
+        (
+            {"method": f"lantern:neighbors={NUM_NEIGHBORS + 1}"},
+            f"neighbors: found {NUM_NEIGHBORS + 1}, expected a whole number 1 .. {NUM_NEIGHBORS}",
+        ),
         ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or groups"),
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
     ],
 )
-def test_errors_of_wrong_options_name_the_cure(words: Checker, options: dict[str, Any], sentence: str) -> None:
-    assert str(error_of(RequestError, words, "red cube", **options)) == sentence
+def test_the_error_of_a_wrong_option_says_how_to_correct_the_request(
+    words_checker: RequestChecker, options: dict[str, Any], expected_message: str
+) -> None:
+    assert str(catch_error(RequestError, words_checker, "red cube", **options)) == expected_message
 
 
 @pytest.mark.parametrize(
-    ("method", "problem"),
+    ("method", "expected_problem"),
     [
         ("eagle", "has no drafter of the kind heads or eagle"),
         ("lantern:drafter=heads", "has no drafter of the kind heads"),
@@ -227,25 +248,25 @@ def test_errors_of_wrong_options_name_the_cure(words: Checker, options: dict[str
         (SpeculativeJacobi(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],
 )
-def test_the_error_of_an_unsupported_method_names_what_is_missing_and_the_supported_methods(
-    plain: Checker, method: Any, problem: str
+def test_the_error_of_an_unsupported_method_says_why_and_lists_the_supported_methods(
+    no_drafter_checker: RequestChecker, method: Any, expected_problem: str
 ) -> None:
-    error = error_of(RequestError, plain, "red cube", method=method)
-    assert (error.problem, error.remedy) == (f"bundle tiny {problem}", "use method ar, sjd or rows")
-    assert plain.method() == SpeculativeJacobi(window=7)
+    error = catch_error(RequestError, no_drafter_checker, "red cube", method=method)
+    assert (error.problem, error.remedy) == (f"bundle tiny {expected_problem}", "use method ar, sjd or rows")
+    assert no_drafter_checker.method() == SpeculativeJacobi(window=7)
 
 
-def test_sjd_is_exact_unless_relaxation_is_requested(words: Checker) -> None:
-    exact = words.method(method="sjd")
-    assert (exact, exact.exact) == (SpeculativeJacobi(window=8), True)
-    bounded = words.method(method="sjd:lambda=3")
-    assert bounded == SpeculativeJacobi(window=8, neighbors=4, lambda_=3.0, residual="aggregated")
-    assert words.method(method="sjd:delta=0.1:neighbors=2").neighbors == 2
+def test_method_sjd_is_exact_unless_the_request_sets_a_relaxation_bound(words_checker: RequestChecker) -> None:
+    exact_method = words_checker.method(method="sjd")
+    assert (exact_method, exact_method.exact) == (SpeculativeJacobi(window=8), True)
+    relaxed_method = words_checker.method(method="sjd:lambda=3")
+    assert relaxed_method == SpeculativeJacobi(window=8, neighbors=4, lambda_=3.0, residual="aggregated")
+    assert words_checker.method(method="sjd:delta=0.1:neighbors=2").neighbors == 2
 
 
-def test_a_bundle_may_set_defaults_of_a_method(words: Checker) -> None:
+def test_a_bundle_may_set_the_default_parameters_of_a_method(words_checker: RequestChecker) -> None:
     assert resolve_settings(
-        with_methods(words, SpeculativeJacobi(window=3)), {"method": "sjd"}
+        replace_default_methods(words_checker, SpeculativeJacobi(window=3)), {"method": "sjd"}
     ).method == SpeculativeJacobi(window=3)
 
 
@@ -259,39 +280,39 @@ def test_a_bundle_may_set_defaults_of_a_method(words: Checker) -> None:
         "sjd:window=3:lambda=2",
     ],
 )
-def test_a_method_is_the_same_by_string_as_an_object_and_through_json(words: Checker, text: str) -> None:
-    method = words.method(method=text)
-    assert words.method(method=str(method)) == words.method(method=method) == method
+def test_a_method_can_be_given_as_a_string_an_object_or_json(words_checker: RequestChecker, text: str) -> None:
+    method = words_checker.method(method=text)
+    assert words_checker.method(method=str(method)) == words_checker.method(method=method) == method
     assert type(method).model_validate_json(method.model_dump_json()) == method
 
 
-def with_methods(words: Checker, *methods: MethodConfig) -> Any:
-    """Return the manifest with other defaults of methods."""
-    manifest = words.bundle.manifest
+def replace_default_methods(words_checker: RequestChecker, *methods: MethodConfig) -> Any:
+    """Return the manifest with `methods` as the default parameters of methods."""
+    manifest = words_checker.bundle.manifest
     return manifest.model_copy(update={"decoding": manifest.decoding.model_copy(update={"methods": methods})})
 
 
 @pytest.mark.parametrize("tree", ["oak", "tree.json", "chain-0", "tree-z"])
-def test_an_unknown_tree_is_rejected(words: Checker, tree: Any) -> None:
+def test_an_unknown_tree_name_is_rejected(words_checker: RequestChecker, tree: Any) -> None:
     with pytest.raises(TreeError):
-        words("red cube", method=f"eagle:tree={tree}")
+        words_checker("red cube", method=f"eagle:tree={tree}")
 
 
-def test_a_tree_spelled_out_in_the_request_is_used(words: Checker) -> None:
-    pipe = Pipeline.from_bundle(words.bundle, threads=1)
+def test_a_request_may_describe_the_shape_of_the_draft_tree(words_checker: RequestChecker) -> None:
+    pipe = Pipeline.from_bundle(words_checker.bundle, threads=1)
     trees = [part.tree for step in pipe.stream("red", method="eagle:tree=tree-2-10") for part in step.parts]
     assert all(tree is None or tree.parents.tolist() == [-1, 0, 0, 1] for tree in trees)
 
 
-def test_an_unknown_keyword_is_a_type_error(words: Checker) -> None:
+def test_an_unknown_keyword_argument_is_a_type_error_with_a_suggestion(words_checker: RequestChecker) -> None:
     with pytest.raises(TypeError, match="'qualty'; did you mean 'quality'"):
-        words("red cube", qualty="fast")
+        words_checker("red cube", qualty="fast")
     with pytest.raises(TypeError, match="'prompt'; did you mean 'prompts'"):
-        words(prompt="red cube")
+        words_checker(prompt="red cube")
 
 
-def test_omitted_options_come_from_the_bundle(words: Checker) -> None:
-    manifest = words.bundle.manifest
+def test_omitted_options_have_the_defaults_of_the_bundle(words_checker: RequestChecker) -> None:
+    manifest = words_checker.bundle.manifest
     method = {"method": "lantern:tree=dynamic-6-3-2:neighbors=4:delta=0.2"}
     sampling = {"cfg_scale": 2, "temperature": 1, "top_k": 24, "top_p": 1}
     assert resolve_settings(manifest, {"method": "lantern"}) == resolve_settings(manifest, method | sampling)
@@ -299,23 +320,27 @@ def test_omitted_options_come_from_the_bundle(words: Checker) -> None:
     assert resolve_settings(manifest, {}).method.exact
 
 
-def test_guidance_of_a_part_of_the_image_may_come_from_the_bundle(words: Checker) -> None:
-    manifest = words.bundle.manifest
-    half = manifest.model_copy(update={"sampling": manifest.sampling.model_copy(update={"cfg_tokens": "50%"})})
+def test_the_bundle_may_set_the_default_number_of_guided_tokens(words_checker: RequestChecker) -> None:
+    manifest = words_checker.bundle.manifest
+    half_guided_manifest = manifest.model_copy(
+        update={"sampling": manifest.sampling.model_copy(update={"cfg_tokens": "50%"})}
+    )
     assert resolve_settings(manifest, {}).sampling.cfg_tokens is None
-    assert resolve_settings(half, {}).sampling.count_guided_tokens(36) == 18
-    assert resolve_settings(half, {"cfg_tokens": "7"}).sampling.cfg_tokens == 7
-    assert "cfg_tokens" not in resolve_settings(half, {"cfg_scale": 1}).as_dict()
+    assert resolve_settings(half_guided_manifest, {}).sampling.count_guided_tokens(36) == 18
+    assert resolve_settings(half_guided_manifest, {"cfg_tokens": "7"}).sampling.cfg_tokens == 7
+    assert "cfg_tokens" not in resolve_settings(half_guided_manifest, {"cfg_scale": 1}).as_dict()
 
 
-def test_without_defaults_of_the_bundle_trees_are_small_and_neighbors_fit(words: Checker) -> None:
-    manifest = with_methods(words)
+def test_without_defaults_in_the_bundle_trees_are_small_and_all_neighbors_are_used(
+    words_checker: RequestChecker,
+) -> None:
+    manifest = replace_default_methods(words_checker)
     assert resolve_settings(manifest, {"method": "eagle"}).method == Eagle(tree="chain-3")
-    relaxed: Any = resolve_settings(manifest, {"method": "lantern"}).method
-    assert (relaxed.neighbors, relaxed.delta) == (K, 0.2)
+    lantern: Any = resolve_settings(manifest, {"method": "lantern"}).method
+    assert (lantern.neighbors, lantern.delta) == (NUM_NEIGHBORS, 0.2)
 
 
-def test_every_method_has_a_number_of_nodes_and_an_unknown_method_is_an_error() -> None:
+def test_every_method_has_a_number_of_draft_nodes_and_an_unknown_method_is_an_error() -> None:
     class Unknown(MethodConfig):
         method: Literal["unknown"] = "unknown"
 

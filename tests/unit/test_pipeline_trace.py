@@ -1,4 +1,4 @@
-"""The trace of a decode: its file explains every token."""
+"""Trace files, which record the draft tokens, acceptance and forward pass of every token of an image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from lantern_rt.results import StreamStep
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 
 
-def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
+def record_trace(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
+    """Generate two images; return the trace and the last step.
+
+    Args:
+        pipe: pipeline.
+        method: method string.
+        steps: number of steps after which to stop; None: generate whole images.
+    """
     trace = Trace(6, 6)
     for number, step in enumerate(pipe.stream(["red cube", "green sphere"], seed=4, method=method)):
         trace.add_step(step)
@@ -25,14 +32,14 @@ def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace
     return trace, step
 
 
-def read(trace: Trace) -> dict[str, NDArray[Any]]:
+def read_trace_file(trace: Trace) -> dict[str, NDArray[Any]]:
     return dict(np.load(BytesIO(trace.encode_npz()), allow_pickle=False))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_file_reproduces_the_decode(pipe: Pipeline, method: str) -> None:
-    trace, last_step = record(pipe, method)
-    file = read(trace)
+def test_the_tokens_of_an_image_can_be_reconstructed_from_the_trace_file(pipe: Pipeline, method: str) -> None:
+    trace, last_step = record_trace(pipe, method)
+    file = read_trace_file(trace)
     replayed: list[list[int]] = [[], []]
     for part, image in enumerate(file["part_image"]):
         codes = replayed[image]
@@ -42,6 +49,7 @@ def test_the_file_reproduces_the_decode(pipe: Pipeline, method: str) -> None:
         if len(tokens):
             assert tokens[0] == codes[-1]
             assert (parents[path[1:]] == path[:-1]).all()
+        # The first node of a path is the last committed token.
         new_codes = [*tokens[path[1:]], file["part_bonus"][part]]
         codes += new_codes[: file["part_committed"][part]]
     assert replayed == [codes.tolist() for codes in last_step.codes]
@@ -60,30 +68,31 @@ def test_the_file_reproduces_the_decode(pipe: Pipeline, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["eagle", "lantern:delta=0.9", "lantern++:lambda=40"])
-def test_tokens_that_exact_acceptance_would_have_rejected_are_marked(pipe: Pipeline, method: str) -> None:
+def test_the_trace_marks_tokens_that_exact_acceptance_would_have_rejected(pipe: Pipeline, method: str) -> None:
     steps = list(pipe.stream(["red cube", "green sphere"] * 4, seed=4, method=method))
     trace = Trace(6, 6)
     for step in steps:
         trace.add_step(step)
-    marked = sum(
+    num_relaxed = sum(
         len(part.acceptance.relaxed_nodes) for step in steps for part in step.parts if part.acceptance is not None
     )
-    assert read(trace)["path_relaxed"].sum() == marked
-    assert (marked > 0) == (method != "eagle")
-    p, q, relaxed = (read(trace)[f"path_{name}"] for name in ("p", "q", "relaxed"))
+    assert read_trace_file(trace)["path_relaxed"].sum() == num_relaxed
+    assert (num_relaxed > 0) == (method != "eagle")
+    p, q, relaxed = (read_trace_file(trace)[f"path_{name}"] for name in ("p", "q", "relaxed"))
     assert np.isnan(p).all() == (method == "eagle")
     assert (p[relaxed] < q[relaxed]).all()
     assert (np.isnan(p) == np.isnan(q)).all() or method == "eagle"
 
 
-def test_cells_are_coloured_by_the_accepted_tokens_of_their_step(pipe: Pipeline) -> None:
-    trace, last = record(pipe, "eagle")
-    assert last.stats is not None
+def test_the_colour_of_a_cell_in_the_trace_image_shows_how_many_tokens_the_step_accepted(pipe: Pipeline) -> None:
+    trace, last_step = record_trace(pipe, "eagle")
+    assert last_step.stats is not None
     cells = trace.accepted_tokens_per_cell()
     assert cells.shape == (2, 36)
-    assert (cells[:, 0] == 0).all()  # the token of the prefill
-    assert cells.max() == len(last.stats.accepted_lengths) - 1
+    assert (cells[:, 0] == 0).all()  # the prefill samples the first token and accepts no draft tokens
+    assert cells.max() == len(last_step.stats.accepted_lengths) - 1
     image = trace.render_image()
+    # The image has a margin and cells of 16 pixels: read the centre of each cell.
     grid = [[image.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
     colours = {
         value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value}
@@ -93,11 +102,11 @@ def test_cells_are_coloured_by_the_accepted_tokens_of_their_step(pipe: Pipeline)
     assert len(set.union(*colours.values())) == len(colours)
 
 
-def test_a_cancelled_decode_leaves_its_last_cells_empty(pipe: Pipeline) -> None:
-    trace, last = record(pipe, "lantern", steps=4)
-    codes = read(trace)["codes"]
+def test_the_trace_of_a_cancelled_image_has_code_minus_1_for_missing_tokens(pipe: Pipeline) -> None:
+    trace, last_step = record_trace(pipe, "lantern", steps=4)
+    codes = read_trace_file(trace)["codes"]
     for i in range(2):
-        known = len(last.codes[i])
-        assert (codes[i, :known] == last.codes[i]).all()
+        known = len(last_step.codes[i])
+        assert (codes[i, :known] == last_step.codes[i]).all()
         assert (codes[i, known:] == -1).all()
     assert trace.render_image().size == Trace(6, 6, trace.trace_steps).render_image().size

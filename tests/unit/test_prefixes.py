@@ -1,4 +1,4 @@
-"""Prefixes whose rows differ in length: the pass over them, and batches of them in the decode loop."""
+"""Prompts of different lengths in one batch: padding, attention masks, positions, and images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_engine import ToyModel, codes_of, decode
+from toy_engine import ToyModel, collect_codes, decode
 
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling
@@ -19,15 +19,19 @@ from lantern_rt.runtime.state import DrafterLayout, PrefixRow, Prompt
 WIDTH = 3
 VOCABULARY = 7
 CODES = 12
-OFFSET = 100
+OFFSET = 100  # first token id of the codes in the drafter
 
 
 @dataclass
 class SumEngine:
-    """An engine whose logits depend on a sum over the entries that a node attends to, each weighted by its position.
+    """An engine whose logits depend on the sum of (value x (1 + position)) over the entries that a node attends to.
 
-    Keys hold the number and the position of an entry, both small integers. A drafter reads tokens: ids of the prefix
-    are below `OFFSET`, those of codes are not.
+    A key holds the value and the position of an entry, both small integers. A drafter reads token ids: text tokens are
+    below `OFFSET`, codes begin at `OFFSET`.
+
+    Attributes:
+        reads_tokens: whether the engine is a drafter.
+        passes: inputs of every forward pass, in order.
     """
 
     reads_tokens: bool = False
@@ -42,22 +46,24 @@ class SumEngine:
     def run(self, batch: PassInput, cache: KVCache) -> PassOutput:
         self.passes.append(batch)
         rows, nodes = batch.positions.shape
-        numbers = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
-        new = np.zeros((nodes, rows, 1, WIDTH), np.float32)
-        new[:, :, 0, 0] = numbers.T
-        new[:, :, 0, 1] = batch.positions.T
+        values = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
+        new_entries = np.zeros((nodes, rows, 1, WIDTH), np.float32)
+        new_entries[:, :, 0, 0] = values.T
+        new_entries[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
-        entries = np.concatenate([cache.past_views(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
+        entries = np.concatenate([cache.past_views(past_length)[0], new_entries])[
+            :, :, 0
+        ]  # [past + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])
         sums = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
         logits = np.cos(sums[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
         hidden = np.repeat(sums[..., None], WIDTH, 2).astype(np.float32)
-        return PassOutput(logits, hidden, [new, new])
+        return PassOutput(logits, hidden, [new_entries, new_entries])
 
 
-def make_sum_prompt(length: int, uncond: int) -> Prompt:
-    rows = [np.full((n, WIDTH), n, np.float32) for n in (length, uncond)]
-    ids = (np.arange(length), np.arange(uncond) + 50)
+def make_sum_prompt(cond_length: int, uncond_length: int) -> Prompt:
+    rows = [np.full((n, WIDTH), n, np.float32) for n in (cond_length, uncond_length)]
+    ids = (np.arange(cond_length), np.arange(uncond_length) + 50)
     cond, uncond_row = (
         PrefixRow(row, np.ones(len(row), bool), token_ids) for row, token_ids in zip(rows, ids, strict=True)
     )
@@ -71,10 +77,10 @@ def make_sum_model(drafter: SumEngine | None = None, target: SumEngine | None = 
 
 def generate(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
     seeds = [len(p.cond.embeds) for p in prompts]
-    return codes_of(decode(make_sum_model(**engines), prompts, seeds, sampling, method), len(prompts))
+    return collect_codes(decode(make_sum_model(**engines), prompts, seeds, sampling, method), len(prompts))
 
 
-def test_rows_are_padded_to_one_length_and_attend_only_to_earlier_positions() -> None:
+def test_a_prefill_pads_batch_rows_to_one_length_and_masks_later_positions_and_padding() -> None:
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
     padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
@@ -85,37 +91,42 @@ def test_rows_are_padded_to_one_length_and_attend_only_to_earlier_positions() ->
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
-    among = batch.attention_mask[:, :, -4:]
-    assert among[0].tolist() == [[True] * 4, *[[False] + [j <= i for j in range(1, 4)] for i in range(1, 4)]]
-    assert among[1].tolist() == np.tri(4, dtype=bool).tolist()
+    mask_of_new_nodes = batch.attention_mask[:, :, -4:]  # the last columns are the nodes of this pass
+    assert mask_of_new_nodes[0].tolist() == [
+        [True] * 4,
+        *[[False] + [j <= i for j in range(1, 4)] for i in range(1, 4)],
+    ]
+    assert mask_of_new_nodes[1].tolist() == np.tri(4, dtype=bool).tolist()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
 @pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
-def test_images_with_prompts_of_any_length_do_not_depend_on_the_batch(sampling: Sampling, tree: str | None) -> None:
+def test_prompts_of_different_lengths_generate_the_same_images_alone_and_in_a_batch(
+    sampling: Sampling, tree: str | None
+) -> None:
     method = Autoregressive() if tree is None else Eagle(tree=tree)
     prompts = [make_sum_prompt(*lengths) for lengths in ((5, 2), (2, 2), (9, 2), (3, 3))]
-    together = generate(prompts, method, sampling, drafter=SumEngine(True))
-    assert together == [generate([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts]
+    batch_images = generate(prompts, method, sampling, drafter=SumEngine(True))
+    assert batch_images == [generate([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts]
     if sampling.greedy:
-        assert together == generate(prompts, Autoregressive(), sampling)
+        assert batch_images == generate(prompts, Autoregressive(), sampling)
 
 
-def test_every_row_has_its_positions_and_drafter_tokens() -> None:
+def test_batch_rows_with_prefixes_of_different_lengths_have_the_right_positions_and_tokens() -> None:
     target = SumEngine()
     drafter = SumEngine(True)
     prompts = [make_sum_prompt(5, 2)]
     codes = generate(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
     assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]
-    first = drafter.passes[0]
-    assert first.tokens is not None
-    assert first.tokens.tolist() == [[1, 2, 3, 4, OFFSET + codes[0][0]], [51, OFFSET + codes[0][0], 0, 0, 0]]
-    assert isinstance(first.hidden, HiddenStateView)
-    assert first.hidden.rows[:, 0].tolist() == [0, 1]
-    assert first.hidden.nodes[0].tolist() == [0, 1, 2, 3, 4]
-    assert first.positions[:, 0].tolist() == [0, 0]
-    later = drafter.passes[1]
-    assert later.tokens is not None
-    assert later.tokens.min() >= 0
-    assert (later.tokens[:, 0] >= OFFSET).all()
-    assert later.positions[:, 0].tolist() == [5, 2]
+    prefill = drafter.passes[0]
+    assert prefill.tokens is not None
+    assert prefill.tokens.tolist() == [[1, 2, 3, 4, OFFSET + codes[0][0]], [51, OFFSET + codes[0][0], 0, 0, 0]]
+    assert isinstance(prefill.hidden, HiddenStateView)
+    assert prefill.hidden.rows[:, 0].tolist() == [0, 1]
+    assert prefill.hidden.nodes[0].tolist() == [0, 1, 2, 3, 4]
+    assert prefill.positions[:, 0].tolist() == [0, 0]
+    second_pass = drafter.passes[1]
+    assert second_pass.tokens is not None
+    assert second_pass.tokens.min() >= 0
+    assert (second_pass.tokens[:, 0] >= OFFSET).all()
+    assert second_pass.positions[:, 0].tolist() == [5, 2]

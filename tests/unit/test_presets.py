@@ -1,4 +1,4 @@
-"""Presets: the methods that a bundle uses for its qualities, how they are chosen and written."""
+"""Presets of a bundle, which give the method of each quality: how they are chosen, written, used and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from refusals import error_of
+from refusals import catch_error
 from tiny_bundle import make_heads_bundle, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, open_bundle
@@ -20,65 +20,81 @@ from lantern_rt.methods import RowParallel, SpeculativeJacobi
 from lantern_rt.requests import resolve_settings
 
 
-def figure(low: float, high: float) -> dict[str, Any]:
+def make_figure(low: float, high: float) -> dict[str, Any]:
+    """Return a figure of a report: the difference to method ar with the bounds of its confidence interval."""
     return {"difference_to_ar": {"value": (low + high) / 2, "low": low, "high": high}}
 
 
-def entry(method: str, speed: float, excess: tuple[float, float], agreement: tuple[float, float] | None = None) -> Any:
-    figures = {"excess_nll": figure(*excess)}
+def make_relaxed_entry(
+    method: str, speed: float, excess: tuple[float, float], agreement: tuple[float, float] | None = None
+) -> Any:
+    """Return the entry of a relaxed method in a report of `lantern-rt eval`.
+
+    Args:
+        method: method string.
+        speed: 100 divided by the seconds of the method.
+        excess: bounds of the interval of the excess negative log-likelihood, nats per token.
+        agreement: bounds of the interval of the prompt agreement, relative to method ar.
+    """
+    figures = {"excess_nll": make_figure(*excess)}
     if agreement is not None:
-        figures["agreement"] = figure(*agreement)
-    tokens = 9.0 - speed  # must not matter
+        figures["agreement"] = make_figure(*agreement)
+    tokens = 9.0 - speed  # not used: the choice depends on seconds alone
     times = {"seconds": 100 / speed, "tokens_per_forward_pass": tokens}
     return {"method": method, "exact": False, "figures": figures, **times}
 
 
-def exact(method: str, seconds: float) -> Any:
+def make_exact_entry(method: str, seconds: float) -> Any:
     return {"method": method, "exact": True, "seconds": seconds, "tokens_per_forward_pass": 9.0, "figures": None}
 
 
-def chosen_methods(folder: Path, *entries: Any) -> dict[str, str]:
-    report = {"methods": [exact("ar", 1.0), *entries], "images_per_method": 50}
+def choose_methods(folder: Path, *entries: Any) -> dict[str, str]:
+    """Return the name of the method that is chosen for each quality, from a report with these entries."""
+    report = {"methods": [make_exact_entry("ar", 1.0), *entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(folder).manifest)
     return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}
 
 
-def test_the_fastest_method_whose_intervals_are_within_the_limits_is_chosen(words_bundle: Path) -> None:
-    within_balanced = entry("sjd:lambda=2", 2.0, (0.0, 0.03))
-    within_fast = entry("rows", 4.0, (0.05, 0.11))
-    above_limits = entry("lantern++", 5.0, (0.05, 0.13))
-    below_limits = entry(
+def test_each_preset_is_the_fastest_method_whose_quality_intervals_are_within_the_limits(words_bundle: Path) -> None:
+    within_balanced = make_relaxed_entry("sjd:lambda=2", 2.0, (0.0, 0.03))
+    within_fast = make_relaxed_entry("rows", 4.0, (0.05, 0.11))
+    above_limits = make_relaxed_entry("lantern++", 5.0, (0.05, 0.13))
+    below_limits = make_relaxed_entry(
         "lantern", 6.0, (-0.2, -0.1)
-    )  # more probable tokens than the target's samples are a difference, too
-    assert chosen_methods(words_bundle, within_balanced, within_fast, above_limits, below_limits) == {
+    )  # tokens that are too probable also count as a difference
+    assert choose_methods(words_bundle, within_balanced, within_fast, above_limits, below_limits) == {
         "balanced": "sjd",
         "fast": "rows",
     }
-    assert chosen_methods(words_bundle, within_balanced, entry("rows", 4.0, (0.03, 0.041))) == {
+    assert choose_methods(words_bundle, within_balanced, make_relaxed_entry("rows", 4.0, (0.03, 0.041))) == {
         "balanced": "sjd",
         "fast": "rows",
     }
-    assert chosen_methods(words_bundle, within_balanced, entry("rows", 1.5, (0.0, 0.01))) == {
+    assert choose_methods(words_bundle, within_balanced, make_relaxed_entry("rows", 1.5, (0.0, 0.01))) == {
         "balanced": "sjd",
         "fast": "sjd",
     }
-    assert chosen_methods(words_bundle, within_fast) == {"fast": "rows"}
-    assert chosen_methods(words_bundle, above_limits) == {}
-    disagreeing = entry("rows", 4.0, (0.0, 0.01), (-0.025, 0.01))
-    assert chosen_methods(words_bundle, disagreeing) == {"fast": "rows"}
-    assert chosen_methods(words_bundle, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
+    assert choose_methods(words_bundle, within_fast) == {"fast": "rows"}
+    assert choose_methods(words_bundle, above_limits) == {}
+    lower_agreement = make_relaxed_entry("rows", 4.0, (0.0, 0.01), (-0.025, 0.01))
+    assert choose_methods(words_bundle, lower_agreement) == {"fast": "rows"}
+    assert choose_methods(words_bundle, make_relaxed_entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
 
 
-def test_the_fastest_exact_method_of_the_report_is_strict(words_bundle: Path) -> None:
-    named = [exact("sjd:window=3", 30.0), exact("sjd:window=11", 20.0), exact("strict", 10.0)]
-    report = {"methods": [exact("ar", 1.0), *named], "images_per_method": 50}
+def test_preset_strict_is_the_fastest_exact_method_of_the_report(words_bundle: Path) -> None:
+    exact_entries = [
+        make_exact_entry("sjd:window=3", 30.0),
+        make_exact_entry("sjd:window=11", 20.0),
+        make_exact_entry("strict", 10.0),
+    ]
+    report = {"methods": [make_exact_entry("ar", 1.0), *exact_entries], "images_per_method": 50}
     presets = choose_presets(report, open_bundle(words_bundle).manifest)
     assert {quality: str(preset.method) for quality, preset in presets.items()} == {"strict": "sjd:window=11"}
     assert presets["strict"].figures is not None
     assert presets["strict"].figures.excess_nll == 0
 
 
-def test_candidates_are_relaxed_methods_without_a_drafter_that_the_bundle_supports(
+def test_candidates_for_presets_are_the_relaxed_methods_of_the_bundle_that_need_no_drafter(
     words_bundle: Path, tmp_path: Path
 ) -> None:
     pipeline = Pipeline.from_bundle(words_bundle, threads=1)
@@ -88,11 +104,11 @@ def test_candidates_are_relaxed_methods_without_a_drafter_that_the_bundle_suppor
         method = pipeline("red cube", method=name).settings.method
         assert not method.exact
         assert not method.requirements.drafters
-    bare = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False)).manifest
-    assert {name.split(":")[0] for name in list_candidate_methods(bare)} == {"rows"}
+    manifest_without_drafter = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False)).manifest
+    assert {name.split(":")[0] for name in list_candidate_methods(manifest_without_drafter)} == {"rows"}
 
 
-def test_presets_are_written_and_used_and_the_digest_changes(
+def test_eval_writes_presets_into_the_bundle_and_the_digest_of_the_bundle_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -115,7 +131,7 @@ def test_presets_are_written_and_used_and_the_digest_changes(
     by_quality = Pipeline.from_bundle(folder, threads=1)("red cube", quality="balanced")
     by_method = Pipeline.from_bundle(folder, threads=1)("red cube", method="rows:window=2")
     assert by_quality.codes[0].tolist() == by_method.codes[0].tolist()
-    assert error_of(BundleError, write_presets, before, {}).field == str(folder / "bundle.json")
+    assert catch_error(BundleError, write_presets, before, {}).field == str(folder / "bundle.json")
     strict, balanced, fast = after.manifest.presets.values()
     new_preset = balanced.model_copy(update={"method": RowParallel(window=3)})
     assert write_presets(after, {"balanced": new_preset}).manifest.presets == {
@@ -129,8 +145,8 @@ def test_presets_are_written_and_used_and_the_digest_changes(
 FIGURES = {"tokens_per_pass": 2.0, "excess_nll": 0.0, "images": 1, "date": "2026-11-25"}
 
 
-def with_preset(folder: Path, method: dict[str, Any]) -> Path:
-    """Set a method as the preset `fast` of a bundle; return its folder."""
+def set_fast_preset(folder: Path, method: dict[str, Any]) -> Path:
+    """Set `method` as the preset `fast` in the manifest of a bundle; return the folder of the bundle."""
     path = folder / "bundle.json"
     presets = {"fast": {"method": method, "figures": FIGURES}}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"presets": presets}))
@@ -138,9 +154,11 @@ def with_preset(folder: Path, method: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("quality", ["strict", "fast"])
-def test_a_bundle_with_only_heads_is_warmed_up_and_supports_every_quality(tmp_path: Path, quality: Any) -> None:
+def test_a_bundle_with_draft_heads_but_no_drafter_supports_every_quality(tmp_path: Path, quality: Any) -> None:
     folder = make_heads_bundle(tmp_path / "tiny").folder
-    with_preset(folder, {"method": "lantern++", "neighbors": None, "lambda": None})  # without neighbours it is lossless
+    set_fast_preset(
+        folder, {"method": "lantern++", "neighbors": None, "lambda": None}
+    )  # without neighbours it is lossless
     with Pipeline.from_bundle(folder, threads=1) as pipeline:
         pipeline.warm_up()
         result = pipeline("red cube", quality=quality)
@@ -148,7 +166,7 @@ def test_a_bundle_with_only_heads_is_warmed_up_and_supports_every_quality(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("heads", "method"),
+    ("has_heads", "method"),
     [
         (True, {"method": "eagle", "tree": "chain-2", "drafter": "eagle"}),
         (False, {"method": "eagle", "tree": "chain-2", "drafter": "heads"}),
@@ -156,33 +174,31 @@ def test_a_bundle_with_only_heads_is_warmed_up_and_supports_every_quality(tmp_pa
         (True, {"method": "sjd", "neighbors": 1, "delta": 0.1}),
     ],
 )
-def test_a_preset_that_the_bundle_does_not_support_is_rejected_by_name_on_opening(
-    tmp_path: Path, heads: bool, method: dict[str, Any]
+def test_opening_a_bundle_with_an_unsupported_preset_fails_with_the_name_of_the_preset(
+    tmp_path: Path, has_heads: bool, method: dict[str, Any]
 ) -> None:
-    folder = make_heads_bundle(tmp_path / "tiny").folder if heads else make_tiny_bundle(tmp_path / "tiny")
-    error = error_of(BundleError, open_bundle, with_preset(folder, method))
+    folder = make_heads_bundle(tmp_path / "tiny").folder if has_heads else make_tiny_bundle(tmp_path / "tiny")
+    error = catch_error(BundleError, open_bundle, set_fast_preset(folder, method))
     assert error.problem.startswith(f"preset fast, {method['method']}:")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int8-weights"])
-def test_the_default_method_is_speculative_and_exact_in_every_precision(
-    words_bundle: Path, dtype: str, precision: str
-) -> None:
+def test_the_default_method_is_exact_sjd_in_every_precision(words_bundle: Path, dtype: str, precision: str) -> None:
     manifest = open_bundle(words_bundle).manifest
     target = manifest.target.model_copy(update={"dtype": dtype, "precision": precision})
     settings = resolve_settings(manifest.model_copy(update={"target": target}), {})
     assert (settings.method, settings.quality, settings.method.exact) == (SpeculativeJacobi(window=7), "strict", True)
 
 
-def test_presets_of_strict_are_exact_and_others_are_the_same_method_everywhere(words_bundle: Path) -> None:
+def test_strict_presets_must_be_exact_and_relaxed_presets_must_be_the_same_on_every_device(words_bundle: Path) -> None:
     manifest = open_bundle(words_bundle).manifest
-    relaxed = {"method": "rows", "window": 2}
-    exact = {"method": "sjd", "window": 3}
+    relaxed_method = {"method": "rows", "window": 2}
+    exact_method = {"method": "sjd", "window": 3}
     for presets, fault in (
-        ({"strict": {"method": relaxed}}, "is not exact"),
-        ({"strict": {"method": exact, "devices": relaxed}}, "is not exact"),
-        ({"fast": {"method": relaxed, "devices": exact}}, "would generate different images there"),
+        ({"strict": {"method": relaxed_method}}, "is not exact"),
+        ({"strict": {"method": exact_method, "devices": relaxed_method}}, "is not exact"),
+        ({"fast": {"method": relaxed_method, "devices": exact_method}}, "would generate different images there"),
     ):
         with pytest.raises(ValidationError, match=fault):
             Manifest.model_validate(manifest.model_dump() | {"presets": presets})

@@ -1,4 +1,4 @@
-"""Progress: work of more than two seconds reports it, on a terminal and elsewhere, with the remaining time."""
+"""Progress output of work that takes more than two seconds: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lantern_rt.cli.main import run_program
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the console's clock; the test sets its seconds."""
-    now = [1000.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    return now
+    """Replace the clock of the console by `clock[0]`, in seconds, which the test sets."""
+    clock_seconds = [1000.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock_seconds[0])
+    return clock_seconds
 
 
-def test_quick_work_prints_only_the_names_of_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_of_less_than_two_seconds_prints_only_the_names_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(announce_tasks=False) as progress:
         progress("codes", 3, 4)
     assert capsys.readouterr().err == ""
@@ -33,11 +33,11 @@ def test_quick_work_prints_only_the_names_of_its_stages(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "sorting\nhashing\n"
 
 
-def test_a_line_has_the_finished_part_and_the_remaining_time_at_this_speed(
+def test_a_progress_line_has_the_finished_count_and_the_estimated_remaining_time(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with show_progress(announce_tasks=False) as progress:
-        progress("codes", 4000, 16_384)  # resumed: earlier codes do not count for the speed
+        progress("codes", 4000, 16_384)  # work that resumes at 4000: earlier codes do not count for the speed
         for seconds, done in ((3, 4000), (4, 4050), (96, 4096), (99, 4100), (102, 16_384)):
             clock[0] = 1000.0 + seconds
             progress("codes", done, 16_384)
@@ -48,7 +48,9 @@ def test_a_line_has_the_finished_part_and_the_remaining_time_at_this_speed(
     ]
 
 
-def test_an_estimate_counts_down_during_a_long_part(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimated_remaining_time_decreases_while_the_count_stays_the_same(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     with show_progress(announce_tasks=False) as progress:
         for seconds, done in ((0, 0), (60, 1), (80, 1), (115, 1), (400, 1)):
             clock[0] = 1000.0 + seconds
@@ -57,7 +59,7 @@ def test_an_estimate_counts_down_during_a_long_part(clock: list[float], capsys: 
     assert remaining == ["2 min 0 s left", "1 min 40 s left", "1 min 5 s left", "0 s left"]
 
 
-def test_on_a_terminal_bars_show_how_much_is_done(
+def test_a_progress_bar_on_a_terminal_shows_the_finished_count(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -66,12 +68,12 @@ def test_on_a_terminal_bars_show_how_much_is_done(
         progress("[sorting]")
         for done in range(3):
             progress("codes", done, 4096)
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()[-1]
-    assert re.search(r"codes .* \[2/4,096\]", last)
-    assert "sorting" not in last
+    last_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()[-1]
+    assert re.search(r"codes .* \[2/4,096\]", last_line)
+    assert "sorting" not in last_line
 
 
-def test_run_off_a_terminal_prints_lines_of_progress(
+def test_the_run_command_without_a_terminal_prints_progress_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "FIRST_LINE_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""Execution providers: chosen by name, and never replaced without an error."""
+"""ONNX Runtime execution providers: their choice by name, and errors if a provider cannot run a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, open_bundle
@@ -39,8 +39,8 @@ CPU = "CPUExecutionProvider"
 PLUGIN = "onnxruntime_ep_webgpu"
 
 
-def make_session(*active: str, **nodes: list[str]) -> Any:
-    """Make a stand-in for a session with these active providers; `nodes` lists the ops that each provider runs."""
+def make_mock_session(*active: str, **nodes: list[str]) -> Any:
+    """Make a mock ONNX Runtime session; `active` are its providers, `nodes` the ops that each provider runs."""
     parts = [
         SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
         for name, ops in nodes.items()
@@ -48,15 +48,20 @@ def make_session(*active: str, **nodes: list[str]) -> Any:
     return SimpleNamespace(get_providers=lambda: active, get_provider_graph_assignment_info=lambda: parts)
 
 
-class Runtime:
-    """Stand-in for the module `onnxruntime`, with which plugins can be registered."""
+class MockOnnxRuntime:
+    """Mock of the module `onnxruntime` that records registered plugins.
+
+    Args:
+        providers: names of available providers.
+        devices: provider of each device that a plugin offers.
+    """
 
     __version__ = "1.31.1"
 
     def __init__(self, *providers: str, devices: tuple[str, ...] = ()) -> None:
         self.providers = providers
         self.devices = devices
-        self.registered = list[tuple[str, str]]()
+        self.registered_plugins = list[tuple[str, str]]()
 
     def get_available_providers(self) -> tuple[str, ...]:
         return self.providers
@@ -64,22 +69,22 @@ class Runtime:
     def register_execution_provider_library(self, name: str, path: str) -> None:
         if path == "broken.so":
             raise RuntimeError("libvulkan.so.1: cannot open shared object file")
-        self.registered.append((name, path))
+        self.registered_plugins.append((name, path))
 
     def get_ep_devices(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(ep_name=name) for name in (CPU, *self.devices)]
 
 
-def test_the_drafter_and_graphs_that_run_once_per_image_may_have_another_provider() -> None:
+def test_every_graph_except_the_target_may_have_a_different_provider() -> None:
     assert ProviderChoice.parse(()) == ProviderChoice.parse("auto") != ProviderChoice.parse("cpu") == ON_CPU
-    chosen = ProviderChoice.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
+    choice = ProviderChoice.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
-    assert [chosen.provider_for(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
-    assert ProviderChoice.parse(str(chosen)) == chosen
+    assert [choice.provider_for(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
+    assert ProviderChoice.parse(str(choice)) == choice
 
 
 @pytest.mark.parametrize(
-    ("names", "fault"),
+    ("names", "expected_fault"),
     [
         ("abacus", "'abacus'"),
         ("vq=cpu", "graph 'vq'"),
@@ -92,45 +97,49 @@ def test_the_drafter_and_graphs_that_run_once_per_image_may_have_another_provide
         ("condition=openvino-bf16", "openvino-bf16 for condition"),
     ],
 )
-def test_invalid_providers_are_rejected(names: str, fault: str) -> None:
-    error = error_of(EngineError, ProviderChoice.parse, names)
-    assert (error.field, error.found) == ("provider", fault)
+def test_invalid_provider_options_are_rejected(names: str, expected_fault: str) -> None:
+    error = catch_error(EngineError, ProviderChoice.parse, names)
+    assert (error.field, error.found) == ("provider", expected_fault)
 
 
-def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_image_decoder_may_run_on_a_different_provider_than_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setitem(PROVIDERS, "twin", Provider("twin", CPU, "onnxruntime", {}))
     bundle = make_tiny_bundle(tmp_path / "tiny")
     run = GraphSession.run
-    used = dict[str, set[str]]()
+    graphs_by_provider = dict[str, set[str]]()
 
     def record_session(session: GraphSession, feeds: Any) -> Any:
-        used.setdefault(session.provider, set()).add(session.path.stem)
+        graphs_by_provider.setdefault(session.provider, set()).add(session.path.stem)
         return run(session, feeds)
 
     monkeypatch.setattr(GraphSession, "run", record_session)
     pipe = Pipeline.from_bundle(bundle, threads=1, provider="cpu,vq_decoder=twin")
     pipe("red sphere", method="ar")
-    assert used == {"cpu": {"condition", "target"}, "twin": {"vq_decoder"}}
+    assert graphs_by_provider == {"cpu": {"condition", "target"}, "twin": {"vq_decoder"}}
     assert (pipe.engines.backend, pipe.engines.image_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
 
 
-def test_the_error_of_a_missing_provider_names_the_package_that_has_it() -> None:
-    error = error_of(EngineError, find_provider, "cuda", Runtime("AzureExecutionProvider", CPU))
+def test_the_error_of_a_missing_provider_names_the_package_that_contains_the_provider() -> None:
+    error = catch_error(EngineError, find_provider, "cuda", MockOnnxRuntime("AzureExecutionProvider", CPU))
     assert (error.found, error.expected) == (f"onnxruntime 1.31.1 with AzureExecutionProvider, {CPU}", CUDA)
     assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
-    assert find_provider("cuda", Runtime(CUDA, CPU)).execution_provider == CUDA
+    assert find_provider("cuda", MockOnnxRuntime(CUDA, CPU)).execution_provider == CUDA
 
 
-def test_loading_stops_unless_a_provider_runs_the_whole_graph() -> None:
+def test_a_graph_that_runs_partly_on_the_cpu_instead_of_the_provider_is_rejected() -> None:
     cuda = PROVIDERS["cuda"]
-    assert error_of(EngineError, check_node_assignment, GRAPH, cuda, make_session(CPU)).found == CPU
-    partly_on_cpu = make_session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
+    assert catch_error(EngineError, check_node_assignment, GRAPH, cuda, make_mock_session(CPU)).found == CPU
+    partly_on_cpu = make_mock_session(
+        CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]}
+    )
     assert (
         "3 nodes of this graph (2 MatMul, 1 Softmax)"
-        in error_of(EngineError, check_node_assignment, GRAPH, cuda, partly_on_cpu).problem
+        in catch_error(EngineError, check_node_assignment, GRAPH, cuda, partly_on_cpu).problem
     )
-    check_node_assignment(GRAPH, cuda, make_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
+    check_node_assignment(GRAPH, cuda, make_mock_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
 def test_a_provider_without_convolutions_is_rejected_before_an_image_is_decoded(
@@ -144,52 +153,54 @@ def test_a_provider_without_convolutions_is_rejected_before_an_image_is_decoded(
 
     monkeypatch.setattr("lantern_rt.engines.ort.session.find_provider", lambda name, runtime: PROVIDERS[name])
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: SimpleNamespace(run=fail))
-    assert error_of(EngineError, check_provider, "cuda").remedy.startswith("install cuDNN")
+    assert catch_error(EngineError, check_provider, "cuda").remedy.startswith("install cuDNN")
 
 
-def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_plugin_is_registered_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
-    runtime = Runtime(CPU, devices=(WEBGPU, WEBGPU))
+    runtime = MockOnnxRuntime(CPU, devices=(WEBGPU, WEBGPU))
     for _ in range(2):
         assert find_provider("webgpu", runtime).is_plugin
-    assert runtime.registered == [(WEBGPU, "plugin.so")]
+    assert runtime.registered_plugins == [(WEBGPU, "plugin.so")]
 
 
 @pytest.mark.parametrize(
     ("path", "words"), [("plugin.so", "no device"), ("broken.so", "libvulkan"), (None, "no module onnxruntime_ep")]
 )
-def test_a_plugin_that_is_missing_broken_or_without_a_device_is_rejected(
+def test_a_provider_plugin_that_is_missing_broken_or_without_a_device_is_rejected(
     monkeypatch: pytest.MonkeyPatch, path: str | None, words: str
 ) -> None:
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
     monkeypatch.setitem(sys.modules, PLUGIN, module)
     assert (
         words
-        in error_of(EngineError, find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
+        in catch_error(
+            EngineError, find_provider, "webgpu", MockOnnxRuntime(CPU, devices=("OtherExecutionProvider",))
+        ).problem
     )
 
 
-def test_webgpu_is_rejected_with_onnxruntime_gpu_as_its_memory_would_be_allocated_by_cuda(
+def test_webgpu_is_rejected_with_onnxruntime_gpu_where_cuda_would_allocate_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
-    runtime = Runtime(CUDA, CPU, devices=(WEBGPU,))
-    error = error_of(EngineError, find_provider, "webgpu", runtime)
+    runtime = MockOnnxRuntime(CUDA, CPU, devices=(WEBGPU,))
+    error = catch_error(EngineError, find_provider, "webgpu", runtime)
     assert (error.field, error.found, error.expected) == ("provider webgpu", "onnxruntime-gpu", "onnxruntime")
     monkeypatch.setattr(providers, "installed_distributions", lambda name: name != "onnxruntime")
     for gpu, expected in ((Gpu("13.0", "SM89", "L4"), "cuda"), (None, "cpu")):
         monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
         assert detect_provider(runtime) == expected
-    assert runtime.registered == []
+    assert runtime.registered_plugins == []
 
 
-def test_a_gpu_whose_package_is_installed_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_the_default_if_the_package_for_the_gpu_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
         monkeypatch.setattr(providers, "installed_distributions", lambda name, package=package: name == package)
         for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
             monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
-            assert detect_provider(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
+            assert detect_provider(MockOnnxRuntime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
 
 
 def test_an_unusable_gpu_stops_loading_unless_the_bundle_needs_the_cpu(
@@ -198,7 +209,7 @@ def test_an_unusable_gpu_stops_loading_unless_the_bundle_needs_the_cpu(
     pytest.importorskip("onnxruntime")
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
     monkeypatch.setattr("lantern_rt.engines.loader.detect_provider", lambda _: "cuda")
-    assert error_of(EngineError, Pipeline.from_bundle, bundle).field == "provider cuda"
+    assert catch_error(EngineError, Pipeline.from_bundle, bundle).field == "provider cuda"
     assert not EngineOptions().runs_on_cpu(bundle)
     assert capsys.readouterr().err == "running on the GPU, provider cuda; --provider cpu for the CPU\n"
     target = bundle.manifest.target.model_copy(update={"precision": "int8"})
@@ -206,26 +217,26 @@ def test_an_unusable_gpu_stops_loading_unless_the_bundle_needs_the_cpu(
     assert EngineOptions().runs_on_cpu(integers)
 
 
-def test_the_lowest_versions_of_gpu_libraries_are_the_tested_ones() -> None:
+def test_the_minimum_versions_of_gpu_libraries_are_the_versions_in_constraints_txt() -> None:
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    lowest = {re.sub(r"(\[.*])?>=", "==", line) for line in (*extras["gpu"], *extras["webgpu"])}
-    assert lowest <= {*(root / "constraints.txt").read_text("utf-8").splitlines()}
+    minimum_versions = {re.sub(r"(\[.*])?>=", "==", line) for line in (*extras["gpu"], *extras["webgpu"])}
+    assert minimum_versions <= {*(root / "constraints.txt").read_text("utf-8").splitlines()}
 
 
-def test_a_device_that_records_cuda_graphs_has_one_user_at_a_time() -> None:
+def test_only_one_thread_at_a_time_uses_a_device_with_cuda_graphs() -> None:
     events = list[str]()
 
-    def use() -> None:
+    def use_device() -> None:
         with get_device_lock("cuda"):
-            events.append("another")
+            events.append("second thread")
 
-    thread = threading.Thread(target=use)
+    thread = threading.Thread(target=use_device)
     with get_device_lock("cuda"), get_device_lock("cuda"), get_device_lock("webgpu"):  # the lock is reentrant
         thread.start()
         thread.join(0.05)
-        events.append("first")
+        events.append("first thread")
     thread.join(10)
-    assert events == ["first", "another"]
+    assert events == ["first thread", "second thread"]
     with get_device_lock("cpu"), get_device_lock("cpu"):
         pass

@@ -1,4 +1,4 @@
-"""The public names: each can be imported, and callers can catch every error of the library."""
+"""Public names of the package: they can be imported, are documented, and include every error class."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def test_every_public_name_can_be_imported_and_is_listed(name: str) -> None:
     assert name in dir(lantern_rt)
 
 
-def test_every_error_is_public_and_of_one_kind() -> None:
-    kinds = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
-    assert len(kinds) > 5
-    assert kinds.keys() == {name for name in lantern_rt.__all__ if name.endswith("Error")}
-    assert all(issubclass(kind, lantern_rt.LanternError) for kind in kinds.values())
+def test_every_error_class_is_public_and_derives_from_lantern_error() -> None:
+    error_classes = {name: error_class for name, error_class in vars(errors).items() if inspect.isclass(error_class)}
+    assert len(error_classes) > 5
+    assert error_classes.keys() == {name for name in lantern_rt.__all__ if name.endswith("Error")}
+    assert all(issubclass(error_class, lantern_rt.LanternError) for error_class in error_classes.values())
 
 
-def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+def list_public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield name and function of every public function, method and `__call__`."""
     for name in lantern_rt.__all__:
         value = getattr(lantern_rt, name)
         members = vars(value) if inspect.isclass(value) else {"": value}
@@ -35,14 +36,14 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{name}.{attribute}", function
 
 
-@pytest.mark.parametrize(("name", "function"), list(public_functions()))
-def test_every_public_function_documents_its_parameters_its_result_and_its_errors(
+@pytest.mark.parametrize(("name", "function"), list(list_public_functions()))
+def test_the_docstring_of_every_public_function_documents_parameters_result_and_errors(
     name: str, function: Callable[..., Any]
 ) -> None:
-    documented = inspect.getdoc(function) or ""
+    docstring = inspect.getdoc(function) or ""
     signature = inspect.signature(function)
-    needed = ["Args:"] if signature.parameters.keys() - {"self", "cls"} else []
+    required_sections = ["Args:"] if signature.parameters.keys() - {"self", "cls"} else []
     result = "Yields:" if inspect.isasyncgenfunction(function) else "Returns:"
-    needed += [result] if signature.return_annotation != "None" else []
-    needed += [] if name.endswith(".close") else ["Raises:"]
-    assert [section for section in needed if section not in documented] == []
+    required_sections += [result] if signature.return_annotation != "None" else []
+    required_sections += [] if name.endswith(".close") else ["Raises:"]
+    assert [section for section in required_sections if section not in docstring] == []

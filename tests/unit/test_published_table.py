@@ -1,4 +1,4 @@
-"""The table of published models: what docs say of it, and hosts that cannot use a model."""
+"""Published models: the table in the docs, checks before a download, the cache of bundles, and rejected commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt import published
 from lantern_rt.cli.models import format_count
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "llamagen-c2i-b-256"
 
 
-def test_the_table_in_docs_is_that_of_the_program() -> None:
+def test_the_table_in_the_docs_has_the_same_models_and_numbers_as_the_program() -> None:
     page = (ROOT / "docs/models.md").read_text("utf-8")
     for name, model in published.load_published_models().items():
         sizes = f"{format_count(model.parameters)} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
@@ -31,12 +31,12 @@ def test_the_table_in_docs_is_that_of_the_program() -> None:
     assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.load_published_models())
 
 
-def test_the_model_that_draws_any_words_is_in_the_table_with_its_download() -> None:
+def test_the_model_suggested_for_prompts_with_any_words_has_the_download_size_of_the_table() -> None:
     name, size = re.findall(r"lantern-rt run (\S+) .*at most ([\d.]+) GB", ANY_WORDS)[0]
     assert float(size) == round(published.find_published_model(name).download_bytes / 1e9, 1)
 
 
-def test_names_in_docs_are_names_of_models() -> None:
+def test_model_names_in_commands_of_the_docs_are_names_of_published_models() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text("utf-8") for page in pages)
     names = re.findall(r"lantern-rt (?:run|serve|export) ((?:llamagen|janus|emu3|simplear|anole|lumina)\S*)", text)
@@ -45,7 +45,7 @@ def test_names_in_docs_are_names_of_models() -> None:
 
 
 @pytest.mark.parametrize("name", published.load_published_models())
-def test_every_row_has_what_its_family_needs(name: str) -> None:
+def test_every_published_model_has_the_export_options_that_the_model_family_needs(name: str) -> None:
     pytest.importorskip("torch")
     model = published.find_published_model(name)
     check_family_options(model.family, model.export_options)
@@ -56,7 +56,7 @@ def test_every_row_has_what_its_family_needs(name: str) -> None:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """Set up a host that can use every model: memory, disk and libraries."""
+    """Make a simulated host with enough memory, disk space and libraries for every model; return the patches."""
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path))
     monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and SimpleNamespace(free=1 << 50))
@@ -65,49 +65,52 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def change(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+def change_table_row(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    """Replace the table by the row of `NAME` with other values of some fields."""
     row = published.find_published_model(NAME).model_copy(update=fields)
     monkeypatch.setattr(published, "load_published_models", lambda: {NAME: row})
 
 
-def refusal(name: str) -> str:
+def get_host_error(name: str) -> str:
     with pytest.raises(LanternError) as error:
         published.check_host_requirements(name)
     return str(error.value)
 
 
-def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
     published.check_host_requirements(NAME)
-    assert refusal("llamagen").endswith("`lantern-rt models` lists the names")
+    assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
-    assert refusal(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
+    assert get_host_error(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # on the disk of the bundles
     host.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert "found 1.07 GB free on the disk, expected 1.46 GB; set HF_HOME and LANTERN_RT_CACHE" in refusal(NAME)
+    assert "found 1.07 GB free on the disk, expected 1.46 GB; set HF_HOME and LANTERN_RT_CACHE" in get_host_error(NAME)
 
 
-def test_a_model_behind_a_login_says_where_to_accept_its_terms(host: pytest.MonkeyPatch) -> None:
-    change(host, login=True)
+def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
+    change_table_row(host, login=True)
     pages = "https://huggingface.co/FoundationVision/LlamaGen"
-    assert refusal(NAME) == (f"{NAME}: the hub asks for a login; accept the terms at {pages}, then run `hf auth login`")
+    assert get_host_error(NAME) == (
+        f"{NAME}: the hub asks for a login; accept the terms at {pages}, then run `hf auth login`"
+    )
     host.setattr("huggingface_hub.get_token", lambda: "token")
     published.check_host_requirements(NAME)
 
 
-def test_without_pytorch_the_extra_is_named(host: pytest.MonkeyPatch) -> None:
+def test_the_error_of_missing_pytorch_has_the_command_that_installs_pytorch(host: pytest.MonkeyPatch) -> None:
     host.undo()
     host.setattr("importlib.util.find_spec", lambda _: None)
-    assert refusal(NAME) == f"export: torch is not installed; run `{install_command('cpu,export')}`"
+    assert get_host_error(NAME) == f"export: torch is not installed; run `{install_command('cpu,export')}`"
 
 
-def test_a_gpu_has_bundles_of_its_own(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_holds_different_bundles_for_cpu_and_gpu(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert published.choose_default_precision() == "int8"
     host.setattr(published, "detect_provider", lambda _: "cuda")
     assert published.choose_default_precision() == "fp16"
     for precision in ("int8", "fp16"):
         (tmp_path / f"{NAME}@{precision}").mkdir()
-    assert published.find_cached_bundle(NAME) is None  # incomplete
+    assert published.find_cached_bundle(NAME) is None  # the folder has no manifest: an interrupted download
     (tmp_path / f"{NAME}@fp16" / "bundle.json").touch()
     assert published.find_cached_bundle(NAME) == tmp_path / f"{NAME}@fp16"
 
@@ -116,47 +119,49 @@ def make_file(cache: Path) -> None:
     cache.write_text("not a folder")
 
 
-def make_loop(cache: Path) -> None:
+def make_symlink_to_itself(cache: Path) -> None:
     cache.symlink_to(cache)
 
 
-@pytest.mark.parametrize("make", [make_file, make_loop])
-def test_a_cache_that_cannot_be_written_is_rejected_before_the_download(
-    host: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Path], None]
+@pytest.mark.parametrize("make_unusable", [make_file, make_symlink_to_itself])
+def test_a_bundle_cache_that_cannot_be_written_is_an_error_before_the_download(
+    host: pytest.MonkeyPatch, tmp_path: Path, make_unusable: Callable[[Path], None]
 ) -> None:
     cache = tmp_path / "cache"
-    make(cache)
+    make_unusable(cache)
     host.setenv("LANTERN_RT_CACHE", str(cache))
-    error = error_of(OutputError, published.check_host_requirements, NAME)
+    error = catch_error(OutputError, published.check_host_requirements, NAME)
     assert (error.field, error.remedy) == (f"{cache}/{NAME}@int8", "set LANTERN_RT_CACHE to another folder")
 
 
-def test_a_cache_of_checkpoints_that_cannot_be_read_is_one_line(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    make_loop(tmp_path / "hub")
+def test_a_checkpoint_cache_that_cannot_be_read_is_an_error_before_the_download(
+    host: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_symlink_to_itself(tmp_path / "hub")
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    error = error_of(OutputError, published.check_host_requirements, NAME)
+    error = catch_error(OutputError, published.check_host_requirements, NAME)
     assert (error.field, error.remedy[:11]) == (str(tmp_path / "hub"), "set HF_HOME")
 
 
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--remove", NAME], ["inspect", NAME], ["run", NAME]])
-@pytest.mark.parametrize("place", ["x" * 300, "/".join(["y" * 200] * 30)])
-def test_a_cache_that_cannot_be_read_is_one_line(
-    program: Any, host: pytest.MonkeyPatch, arguments: list[str], place: str
+@pytest.mark.parametrize("cache_path", ["x" * 300, "/".join(["y" * 200] * 30)])
+def test_commands_report_a_bundle_cache_that_cannot_be_read_in_one_line(
+    program: Any, host: pytest.MonkeyPatch, arguments: list[str], cache_path: str
 ) -> None:
-    host.setenv("LANTERN_RT_CACHE", f"/{place}")
+    host.setenv("LANTERN_RT_CACHE", f"/{cache_path}")
     code, _, err = program(*arguments, *(["--class-id", "3"] if arguments[0] == "run" else []))
     assert (code, err.count("\n")) == (2, 1)
     assert "cannot be read (File name too long), expected a folder of bundles; set LANTERN_RT_CACHE" in err
 
 
-def test_without_a_home_folder_there_is_no_cache(host: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_listing_cached_bundles_is_an_error(host: pytest.MonkeyPatch) -> None:
     for name in ("LANTERN_RT_CACHE", "XDG_CACHE_HOME"):
         host.delenv(name, raising=False)
     host.setattr("os.path.expanduser", lambda path: path)
-    assert error_of(OutputError, published.list_cached_bundles, NAME).found == "no home folder for bundles"
+    assert catch_error(OutputError, published.list_cached_bundles, NAME).found == "no home folder for bundles"
 
 
-def test_a_bundle_that_is_a_link_is_removed_without_what_it_leads_to(
+def test_removing_a_bundle_that_is_a_symlink_keeps_the_target_of_the_symlink(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -167,27 +172,30 @@ def test_a_bundle_that_is_a_link_is_removed_without_what_it_leads_to(
     assert (tmp_path / "elsewhere" / "bundle.json").exists()
 
 
-@pytest.mark.parametrize(("place", "expected"), [("cache/below", "cache"), ("cache", "cache"), ("link", "cache")])
-def test_the_disk_that_counts_is_that_of_the_cache_itself(
-    host: pytest.MonkeyPatch, tmp_path: Path, place: str, expected: str
+@pytest.mark.parametrize(
+    ("cache_path", "expected_path"), [("cache/below", "cache"), ("cache", "cache"), ("link", "cache")]
+)
+def test_free_space_is_measured_on_the_disk_of_the_cache(
+    host: pytest.MonkeyPatch, tmp_path: Path, cache_path: str, expected_path: str
 ) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "cache")
-    host.setenv("LANTERN_RT_CACHE", str(tmp_path / place))
-    disks: list[Path] = []
+    host.setenv("LANTERN_RT_CACHE", str(tmp_path / cache_path))
+    measured_paths: list[Path] = []
 
     def disk_usage(path: Path) -> SimpleNamespace:
-        disks.append(path)
+        measured_paths.append(path)
         return SimpleNamespace(free=1 << 50)
 
     host.setattr(shutil, "disk_usage", disk_usage)
     published.check_host_requirements(NAME)
-    assert disks[-1] == tmp_path / expected
+    assert measured_paths[-1] == tmp_path / expected_path
 
 
-TEXT = "simplear-0.5b-sft"  # takes prompts, has several sizes
-CODES = "glm-image-9b"  # has no image decoder
-WRONG: dict[str, tuple[str, ...]] = {
+TEXT_MODEL = "simplear-0.5b-sft"  # has prompts and several image sizes
+CODES_MODEL = "glm-image-9b"  # has no image decoder: writes codes
+# Options of `run` that are rejected, by a word of the error message.
+WRONG_OPTIONS: dict[str, tuple[str, ...]] = {
     "--method": ("--method", "bogus"),
     "window": ("--method", "sjd:window=999"),
     "lambda": ("--method", "lantern++:lambda=0.5"),
@@ -208,13 +216,13 @@ WRONG: dict[str, tuple[str, ...]] = {
     "no-engines": ("--engines", "no-engines"),
     "--negative-prompt": ("--negative-prompt", "blur"),
 }
-COMMANDS: list[tuple[str, tuple[str, ...]]] = [
-    *((field, ("run", NAME, "--class-id", "3", "--yes", *words)) for field, words in WRONG.items()),
+WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
+    *((field, ("run", NAME, "--class-id", "3", "--yes", *words)) for field, words in WRONG_OPTIONS.items()),
     ("nothing to generate", ("run", NAME, "--yes")),
     ("found a prompt, expected class ids", ("run", NAME, "a red cube", "--yes")),
-    ("prompt: found class ids", ("run", TEXT, "--class-id", "3", "--yes")),
-    ("--size", ("run", TEXT, "a red cube", "--size", "large", "--yes")),
-    ("--scale", ("run", CODES, "a red cube", "--scale", "2", "--yes")),
+    ("prompt: found class ids", ("run", TEXT_MODEL, "--class-id", "3", "--yes")),
+    ("--size", ("run", TEXT_MODEL, "a red cube", "--size", "large", "--yes")),
+    ("--scale", ("run", CODES_MODEL, "a red cube", "--scale", "2", "--yes")),
     ("none.png", ("run", NAME, "--from", "none.png", "--yes")),
     *(
         (field, ("serve", NAME, "--yes", *words))
@@ -235,8 +243,8 @@ COMMANDS: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "words"), COMMANDS)
-def test_nothing_is_downloaded_for_a_command_that_cannot_run(
+@pytest.mark.parametrize(("field", "words"), WRONG_COMMANDS)
+def test_a_command_with_a_wrong_option_is_rejected_before_the_download(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)
@@ -250,16 +258,26 @@ def test_nothing_is_downloaded_for_a_command_that_cannot_run(
     [
         ("run", NAME, "--class-id", "3", "--size", "256x256", "--method", "sjd:window=5:lambda=1.5", "--count", "2"),
         ("run", NAME, "--class-id", "3", "--output", "image.png", "--quality", "fast", "--cfg-tokens", "50%"),
-        ("run", TEXT, "a red cube", "--size", "512x512", "--method", "sjd:delta=0.2", "--negative-prompt", "blur"),
+        (
+            "run",
+            TEXT_MODEL,
+            "a red cube",
+            "--size",
+            "512x512",
+            "--method",
+            "sjd:delta=0.2",
+            "--negative-prompt",
+            "blur",
+        ),
         ("run", "anole-7b", "a red cube", "--method", "lantern:delta=0.1", "--trace", "trace.npz"),
-        ("run", CODES, "a red cube", "--output", "codes.npz"),
+        ("run", CODES_MODEL, "a red cube", "--output", "codes.npz"),
         ("run", NAME, "--class-id", "3", "--codes", "--output", "codes.npz"),
-        ("serve", CODES),
-        ("serve", NAME, TEXT, "--alias", f"x={TEXT}", "--map-size", "2048x2048=512x512", "--batch", "4"),
+        ("serve", CODES_MODEL),
+        ("serve", NAME, TEXT_MODEL, "--alias", f"x={TEXT_MODEL}", "--map-size", "2048x2048=512x512", "--batch", "4"),
     ],
     ids=" ".join,
 )
-def test_a_command_that_may_run_asks_for_the_download(
+def test_a_valid_command_asks_before_the_download(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""An image can be generated again from the record in its PNG; a damaged record is rejected with one line."""
+"""`run --from`: generate an image again from the settings recorded in the PNG; reject damaged records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def bundle(words_bundle: Path) -> Bundle:
 
 
 def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
-    """Return the text chunks of an image with some changes; None removes a chunk, and `settings` may be an object."""
+    """Return the PNG text chunks that record an image, by name.
+
+    Args:
+        bundle: bundle that the chunks name.
+        changes: chunks with other texts or JSON values; None removes a chunk.
+    """
     defaults = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
     chunks = defaults | {"bundle": "tiny", "bundle_digest": bundle.digest} | changes
     return {
@@ -65,19 +70,21 @@ def write_png(path: Path, texts: dict[str, str]) -> Path:
         ["--method", "lantern++", "--cfg-tokens", "33.3%"],
     ],
 )
-def test_an_image_is_generated_again_bit_by_bit(program: Any, words_bundle: Path, arguments: list[str]) -> None:
+def test_run_from_a_png_generates_the_same_file_again(program: Any, words_bundle: Path, arguments: list[str]) -> None:
     prompt = ("Red cube\N{HORIZONTAL ELLIPSIS} on sand", "--count", 3, "--output", "first/", "--json")
     code, out, _ = program("run", words_bundle, *prompt, *arguments)
     assert code == 0
-    *_, last = json.loads(out)["images"]
-    code, out, _ = program("run", words_bundle, "--from", last["output"], "--json")
+    *_, last_image = json.loads(out)["images"]
+    code, out, _ = program("run", words_bundle, "--from", last_image["output"], "--json")
     assert code == 0
-    (repeated,) = json.loads(out)["images"]
-    assert repeated == last | {"output": f"{Path(last['output']).stem}-again.png"}
-    assert Path(repeated["output"]).read_bytes() == Path(last["output"]).read_bytes()
+    (repeated_image,) = json.loads(out)["images"]
+    assert repeated_image == last_image | {"output": f"{Path(last_image['output']).stem}-again.png"}
+    assert Path(repeated_image["output"]).read_bytes() == Path(last_image["output"]).read_bytes()
 
 
-def test_images_of_classes_and_embedded_bundles_are_generated_again(program: Any, class_bundle: Path) -> None:
+def test_run_from_a_png_repeats_images_of_class_ids_and_of_the_embedded_bundle(
+    program: Any, class_bundle: Path
+) -> None:
     assert program("run", class_bundle, "--class-id", 7, "--seed", 0)[0] == 0
     assert program("run", class_bundle, "--from", "class-7-seed0.png")[0] == 0
     assert Path("class-7-seed0-again.png").read_bytes() == Path("class-7-seed0.png").read_bytes()
@@ -86,7 +93,9 @@ def test_images_of_classes_and_embedded_bundles_are_generated_again(program: Any
     assert Path("a-again.png").read_bytes() == Path("a.png").read_bytes()
 
 
-def test_output_scale_trace_and_force_can_be_chosen_again(program: Any, words_bundle: Path, bundle: Bundle) -> None:
+def test_run_from_a_png_accepts_the_options_output_scale_trace_and_force(
+    program: Any, words_bundle: Path, bundle: Bundle
+) -> None:
     write_png(Path("a.png"), make_record(bundle))
     command = (words_bundle, "--from", "a.png", "--output", "a.png", "--trace", "a.npz", "--scale", 3)
     assert program("run", *command)[0] == 2
@@ -101,8 +110,11 @@ def test_output_scale_trace_and_force_can_be_chosen_again(program: Any, words_bu
 
 
 @pytest.fixture
-def check_rejected(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a check that a run ends before it loads a graph, with one line that names the image and has some words."""
+def expect_rejection(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs `run` with arguments, and checks that the command is rejected.
+
+    The command must not load a graph, and its error must be one line that contains `a.png` and the given words.
+    """
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
 
     def check(arguments: list[object], words: str) -> None:
@@ -118,17 +130,19 @@ def check_rejected(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "options", [("--class-id", 3), ("--seed", 0), ("--count", 2), ("--method", "ar"), ("--top-p", 1)]
 )
-def test_recorded_settings_cannot_be_options(check_rejected: Any, bundle: Bundle, options: tuple[str, object]) -> None:
+def test_settings_that_the_png_records_are_rejected_as_options(
+    expect_rejection: Any, bundle: Bundle, options: tuple[str, object]
+) -> None:
     write_png(Path("a.png"), make_record(bundle))
-    check_rejected(["--from", "a.png", *options], f"{options[0]}: cannot be combined with --from")
+    expect_rejection(["--from", "a.png", *options], f"{options[0]}: cannot be combined with --from")
 
 
-def test_the_bundle_must_be_the_recorded_one_and_is_never_a_path_in_the_file(
-    check_rejected: Any, words_bundle: Path, class_bundle: Path, bundle: Bundle
+def test_a_different_bundle_is_rejected_and_a_bundle_path_in_the_png_is_not_opened(
+    expect_rejection: Any, words_bundle: Path, class_bundle: Path, bundle: Bundle
 ) -> None:
     write_png(Path("a.png"), make_record(bundle, bundle=str(words_bundle)))
-    check_rejected(["--from", "a.png"], "a.png: was generated by bundle")
-    check_rejected([class_bundle, "--from", "a.png"], f"digest {open_bundle(class_bundle).digest[:12]}")
+    expect_rejection(["--from", "a.png"], "a.png: was generated by bundle")
+    expect_rejection([class_bundle, "--from", "a.png"], f"digest {open_bundle(class_bundle).digest[:12]}")
 
 
 @pytest.mark.parametrize(
@@ -167,55 +181,58 @@ def test_the_bundle_must_be_the_recorded_one_and_is_never_a_path_in_the_file(
         ({"settings": SETTINGS | {"colour\x1b[2J": 1}}, "settings: 'colour\\x1b[2J': found 1, expected nothing"),
     ],
 )
-def test_a_record_that_was_tampered_with_is_one_line(
-    check_rejected: Any, words_bundle: Path, bundle: Bundle, changes: dict[str, Any], words: str
+def test_a_png_whose_record_was_altered_is_rejected_with_a_one_line_error(
+    expect_rejection: Any, words_bundle: Path, bundle: Bundle, changes: dict[str, Any], words: str
 ) -> None:
-    Path("paths.json").mkdir()  # reading it would be a different error
+    Path("paths.json").mkdir()  # reading this path would fail with a different error
     write_png(Path("a.png"), make_record(bundle, **changes))
-    check_rejected([words_bundle, "--from", "a.png"], words)
+    expect_rejection([words_bundle, "--from", "a.png"], words)
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
+def make_chunk(kind: bytes, data: bytes) -> bytes:
+    """Return a PNG chunk of type `kind`, 4 letters."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def with_chunks(*chunks: bytes, size: tuple[int, int] = (8, 8)) -> bytes:
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+def make_png(*chunks: bytes, size: tuple[int, int] = (8, 8)) -> bytes:
+    header = make_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + make_chunk(b"IDAT", b"") + make_chunk(b"IEND", b"")
 
 
-BOMB = zlib.compress(bytes(1 << 23), 9)
-HOSTILE = {
-    "nothing": b"",
-    "text": b"red cube",
-    "no chunks of ours": encode_png(Image.new("RGB", (8, 8)), {}),
-    "no pixels": with_chunks(size=(0, 0)),
-    "many pixels": with_chunks(size=(1 << 20, 1 << 20)),
+BOMB = zlib.compress(bytes(1 << 23), 9)  # 8 MiB when decompressed
+HOSTILE_FILES = {
+    "an empty file": b"",
+    "a text file": b"red cube",
+    "a PNG without text chunks": encode_png(Image.new("RGB", (8, 8)), {}),
+    "no pixels": make_png(size=(0, 0)),
+    "many pixels": make_png(size=(1 << 20, 1 << 20)),
     "a chunk of 2 GiB": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXtprompt\0red",
-    "a compressed bomb": with_chunks(chunk(b"zTXt", b"prompt\0\0" + BOMB)),
-    "a bomb of colours": with_chunks(chunk(b"iCCP", b"icc\0\0" + BOMB)),
-    "many bombs": with_chunks(*[chunk(b"zTXt", b"seed\0\0" + zlib.compress(bytes(1 << 20), 9))] * 60),
-    "many chunks": with_chunks(*[chunk(b"tEXt", b"seed\x005")] * 100_000),
-    "text that is not UTF-8": with_chunks(chunk(b"iTXt", b"prompt\0\0\0\0\0\xff\xfe")),
-    "a text without a name": with_chunks(chunk(b"tEXt", b""), chunk(b"zTXt", b""), chunk(b"iTXt", b"")),
-    "a broken animation": with_chunks(chunk(b"acTL", bytes(8)), chunk(b"acTL", bytes(8))),
-    "Pillow's own names": with_chunks(*(chunk(b"tEXt", key + b"\0x") for key in (b"bbox", b"interlace", b"exif"))),
+    "a compressed bomb": make_png(make_chunk(b"zTXt", b"prompt\0\0" + BOMB)),
+    "a bomb of colours": make_png(make_chunk(b"iCCP", b"icc\0\0" + BOMB)),
+    "many bombs": make_png(*[make_chunk(b"zTXt", b"seed\0\0" + zlib.compress(bytes(1 << 20), 9))] * 60),
+    "many chunks": make_png(*[make_chunk(b"tEXt", b"seed\x005")] * 100_000),
+    "text that is not UTF-8": make_png(make_chunk(b"iTXt", b"prompt\0\0\0\0\0\xff\xfe")),
+    "a text without a name": make_png(make_chunk(b"tEXt", b""), make_chunk(b"zTXt", b""), make_chunk(b"iTXt", b"")),
+    "a broken animation": make_png(make_chunk(b"acTL", bytes(8)), make_chunk(b"acTL", bytes(8))),
+    "names in Pillow": make_png(*(make_chunk(b"tEXt", key + b"\0x") for key in (b"bbox", b"interlace", b"exif"))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_one_line(check_rejected: Any, name: str) -> None:
-    Path("a.png").write_bytes(HOSTILE[name])
-    check_rejected(["--from", "a.png"], "; give a PNG that `lantern-rt run` wrote")
+@pytest.mark.parametrize("name", HOSTILE_FILES)
+def test_a_file_that_is_not_a_png_with_a_record_is_rejected_with_a_one_line_error(
+    expect_rejection: Any, name: str
+) -> None:
+    Path("a.png").write_bytes(HOSTILE_FILES[name])
+    expect_rejection(["--from", "a.png"], "; give a PNG that `lantern-rt run` wrote")
 
 
-def test_a_file_that_cannot_be_read_is_one_line(program: Any, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_read_is_rejected_with_a_one_line_error(program: Any, tmp_path: Path) -> None:
     for name, words in (("no.png", "No such file"), (tmp_path, "directory"), ("x" * 300, "too long")):
         code, _, err = program("run", "--from", name)
         assert (code, err.count("\n"), "cannot be read" in err, words in err) == (2, 1, True, True)
 
 
-def test_pixels_and_chunks_of_other_programs_are_ignored(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_record_is_read_from_a_png_with_other_chunks_and_missing_pixels(bundle: Bundle, tmp_path: Path) -> None:
     info = PngInfo()
     for name, text in make_record(bundle, Comment="mine", seed="7").items():
         info.add_itxt(name, text, zip=True)
@@ -225,41 +242,42 @@ def test_pixels_and_chunks_of_other_programs_are_ignored(bundle: Bundle, tmp_pat
     assert read_recipe(tmp_path / "a.png").seed == 7
 
 
-def chunks_of(data: bytes) -> list[bytes]:
-    """Split a PNG into chunks, each with its length and checksum."""
+def split_png(data: bytes) -> list[bytes]:
+    """Return the chunks of a PNG, each as bytes with length, type, data and checksum."""
     chunks = []
     start = 8
     while start < len(data):
+        # Length, type and checksum have 4 bytes each.
         end = start + 12 + int.from_bytes(data[start : start + 4])
         chunks.append(data[start:end])
         start = end
     return chunks
 
 
-def test_a_record_is_read_wherever_other_programs_move_it(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_record_is_read_from_text_chunks_before_or_after_the_pixels(bundle: Bundle, tmp_path: Path) -> None:
     path = write_png(tmp_path / "a.png", make_record(bundle))
-    header, *records, pixels, end = chunks_of(path.read_bytes())
+    header, *records, pixels, end = split_png(path.read_bytes())
     expected = read_recipe(path)
-    foreign = chunk(b"tEXt", b"workflow\0" + b"x" * (2 * TEXTS_LIMIT))
+    large_chunk = make_chunk(b"tEXt", b"workflow\0" + b"x" * (2 * TEXTS_LIMIT))
     for order in (
         [header, pixels, *records, end],
-        [header, foreign, *records, pixels, end],
-        [header, *records, pixels, foreign],
+        [header, large_chunk, *records, pixels, end],
+        [header, *records, pixels, large_chunk],
     ):
         path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(order))
         assert read_recipe(path) == expected
 
 
-def test_an_edit_reads_the_prompt_from_chunks_after_the_pixels(tmp_path: Path) -> None:
+def test_an_edit_reads_the_prompt_of_a_png_from_a_chunk_after_the_pixels(tmp_path: Path) -> None:
     path = write_png(tmp_path / "a.png", {"prompt": "a red cube"})
-    header, text, pixels, end = chunks_of(path.read_bytes())
+    header, text, pixels, end = split_png(path.read_bytes())
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + text + end)
     scenes = open_bundle("scenes", verify=False)
     request = check_request(scenes.manifest, load_bundle_tokenizer(scenes), image=path, keep_rows=8)
     assert request.images[0].prompt_or_class_id == "a red cube"
 
 
-def test_exact_methods_generate_the_same_image_unless_weights_are_dequantized(
+def test_exact_methods_count_as_the_same_image_unless_weights_are_dequantized(
     bundle: Bundle, words_bundle: Path, tmp_path: Path
 ) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:

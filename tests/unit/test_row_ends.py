@@ -1,4 +1,4 @@
-"""Images whose rows end with a fixed token: on toy engines that notice every wrong mask, position or commit."""
+"""Images with row ends: after the last token of each grid row, the sequence has a fixed row-end token."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_distributions import next_distribution
+from toy_distributions import compute_next_distribution
 from toy_engine import (
     ToyModel,
-    codes_of,
+    collect_codes,
     decode,
     likelihood,
+    make_decode_settings,
     make_model,
     make_prompt,
-    plan_of,
     raster_layout,
 )
 
@@ -44,14 +44,14 @@ LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
 VOCABULARY = 5
 CODES = 12
 NEIGHBORS = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
-EXACT: dict[str, MethodConfig] = {
+EXACT_METHODS: dict[str, MethodConfig] = {
     "ar": Autoregressive(),
     "sjd": SpeculativeJacobi(window=5),
     "eagle, chain": Eagle(tree="chain-4"),
     "eagle, static": Eagle(tree="tree-3-210-100"),
     "eagle, dynamic": Eagle(tree="dynamic-16-5-3"),
 }
-RELAXED: dict[str, MethodConfig] = {
+RELAXED_METHODS: dict[str, MethodConfig] = {
     "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
     "lantern++": LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
     "sjd, relaxed": SpeculativeJacobi(window=3, neighbors=3, lambda_=1.5),
@@ -69,8 +69,14 @@ def make_row_end_model(columns: int, **options: Any) -> ToyModel:
     return make_model(**(defaults | options), columns=columns, row_ends=True)
 
 
-def with_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> list[int]:
-    """Return the tokens of codes, each complete row followed by its row end."""
+def add_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> list[int]:
+    """Return codes in raster order with a row-end token after each complete grid row except the last.
+
+    Args:
+        codes: first codes of an image.
+        columns: number of columns of the token grid.
+        num_codes: number of codes of the whole image.
+    """
     tokens: list[int] = []
     for cell, code in enumerate(codes):
         tokens += [code, VOCABULARY] if (cell + 1) % columns == 0 and cell + 1 < num_codes else [code]
@@ -78,7 +84,7 @@ def with_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) ->
 
 
 def generate_by_definition(model: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
-    """Generate an image by the definition, from the table.
+    """Return the tokens of an image, generated one by one without the runtime.
 
     Args:
         model: toy model.
@@ -88,7 +94,9 @@ def generate_by_definition(model: ToyModel, prompt: Prompt, seed: int, sampling:
     """
     codes: list[int] = []
     for cell in range(model.num_codes):
-        p = next_distribution(model, prompt, with_row_ends(codes, model.raster.columns, model.num_codes), sampling)
+        p = compute_next_distribution(
+            model, prompt, add_row_ends(codes, model.raster.columns, model.num_codes), sampling
+        )
         noise = 0 if sampling.greedy else Noise(seed).gumbel(cell, 1, VOCABULARY)[0]
         with np.errstate(divide="ignore"):
             codes.append(int(np.argmax(np.log(p) + noise)))
@@ -96,12 +104,14 @@ def generate_by_definition(model: ToyModel, prompt: Prompt, seed: int, sampling:
 
 
 def generate(model: ToyModel, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
-    return codes_of(decode(model, prompts, range(len(prompts)), sampling, method), len(prompts))
+    return collect_codes(decode(model, prompts, range(len(prompts)), sampling, method), len(prompts))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 12])
-@pytest.mark.parametrize("method", EXACT.values(), ids=EXACT)
-def test_every_exact_method_samples_each_token_after_the_row_ends_before_it(method: MethodConfig, columns: int) -> None:
+@pytest.mark.parametrize("method", EXACT_METHODS.values(), ids=EXACT_METHODS)
+def test_every_exact_method_generates_the_image_of_the_definition_with_row_ends(
+    method: MethodConfig, columns: int
+) -> None:
     prompts = [make_prompt(i, padding=i % 3) for i in range(3)]
     for sampling in SAMPLINGS:
         expected = [
@@ -110,46 +120,49 @@ def test_every_exact_method_samples_each_token_after_the_row_ends_before_it(meth
         assert generate(make_row_end_model(columns), prompts, sampling, method) == expected
 
 
-@pytest.mark.parametrize("method", [*EXACT.values(), *RELAXED.values()], ids=[*EXACT, *RELAXED])
+@pytest.mark.parametrize(
+    "method", [*EXACT_METHODS.values(), *RELAXED_METHODS.values()], ids=[*EXACT_METHODS, *RELAXED_METHODS]
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
-def test_images_of_other_shapes_in_the_batch_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
+def test_images_with_other_grids_in_the_batch_do_not_change_an_image(method: MethodConfig, sampling: Sampling) -> None:
     model = make_row_end_model(3)
     layouts = [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
 
-    def run(numbers: Sequence[int]) -> list[list[int]]:
+    def generate_batch(indices: Sequence[int]) -> list[list[int]]:
         batch = Batch(model)
-        plans = [plan_of(layout, sampling, method) for layout in layouts]
-        sequences = [ImageSequence(i, plans[i], make_prompt(i), i) for i in numbers]
+        plans = [make_decode_settings(layout, sampling, method) for layout in layouts]
+        sequences = [ImageSequence(i, plans[i], make_prompt(i), i) for i in indices]
         batch.add(sequences)
         while batch.active_sequences:
             batch.step()
         return [sequence.codes[: sequence.layout.num_codes] for sequence in sequences]
 
-    assert run(range(3)) == [*run([0]), *run([1]), *run([2])]
+    assert generate_batch(range(3)) == [*generate_batch([0]), *generate_batch([1]), *generate_batch([2])]
 
 
 @pytest.mark.parametrize("columns", [1, 3])
-def test_row_ends_need_no_extra_passes(columns: int) -> None:
+def test_row_ends_need_no_additional_forward_passes(columns: int) -> None:
     *_, last = decode(make_row_end_model(columns), [make_prompt(0)], [0], Sampling(), Autoregressive())
     assert last.stats is not None
     assert last.stats.target_passes == CODES
 
 
 @pytest.mark.parametrize("tree", ["chain-4", "dynamic-5-4-1"])
-def test_drafts_continue_after_the_end_of_a_row(tree: str) -> None:
-    """Check that every chain of a perfect drafter is accepted whole, wherever rows end."""
+def test_a_draft_may_continue_in_the_next_grid_row(tree: str) -> None:
+    """Check that all 4 draft tokens are accepted if the drafter has the target's distribution."""
     steps = [
         *decode(make_row_end_model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))
     ]
+    # Each step commits 4 draft tokens and a bonus token.
     assert all(len(part.codes) == 5 for step in steps[1:-1] for part in step.parts)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 5])
 @pytest.mark.parametrize("tree", ["", "chain-4", "tree-3-210-100", "dynamic-16-5-3"])
-def test_heads_use_the_hidden_states_that_predict_codes(
+def test_draft_heads_use_the_hidden_states_that_predict_codes_and_not_row_ends(
     tree: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check heads that return the position of their hidden state: the state before a row end predicts no code."""
+    """Use draft heads that return the position of their hidden state, and compare it with the expected position."""
     rng = np.random.default_rng(1)
     position_index = 3  # index of the position in the toy's hidden state
     prefix = 3
@@ -159,7 +172,7 @@ def test_heads_use_the_hidden_states_that_predict_codes(
     tables["gate_bias"] = np.zeros(1)
     tables["states"][:, position_index] = tables["gate"][position_index] = 0.01
     model = replace(make_row_end_model(columns, codes=17), heads=DraftHeads(**tables), drafter=None)
-    unaccepted = []
+    unaccepted_cells = []
     update = DraftHeadState.update
 
     def update_and_check(state: DraftHeadState, commit: Any) -> None:
@@ -171,7 +184,7 @@ def test_heads_use_the_hidden_states_that_predict_codes(
         np.testing.assert_allclose(state.context[:num_codes, 0, 0], expected_states[:num_codes], rtol=1e-6)
         for cell, unaccepted_position in state.unaccepted.items():
             np.testing.assert_allclose(unaccepted_position.gate, 1 / (1 + np.exp(-expected_states[cell])), rtol=1e-6)
-            unaccepted.append(cell)
+            unaccepted_cells.append(cell)
 
     monkeypatch.setattr(DraftHeadState, "update", update_and_check)
     prompts = [make_prompt(i, padding=i) for i in range(2)]
@@ -179,17 +192,17 @@ def test_heads_use_the_hidden_states_that_predict_codes(
     for sampling in SAMPLINGS:
         expected = [generate_by_definition(model, prompt, i, sampling) for i, prompt in enumerate(prompts)]
         assert generate(model, prompts, sampling, method) == expected
-    assert 0 in {cell % columns for cell in unaccepted}
+    assert 0 in {cell % columns for cell in unaccepted_cells}
 
 
-def test_likelihoods_count_codes_but_not_row_ends() -> None:
+def test_the_likelihood_of_an_image_includes_codes_but_not_row_ends() -> None:
     model = make_row_end_model(3)
     sampling = SAMPLINGS[1]
     prompt = make_prompt(1)
     codes = generate_by_definition(model, prompt, 7, sampling)
     unfiltered = sampling.model_copy(update={"top_k": 0})
     nats = [
-        -np.log(next_distribution(model, prompt, with_row_ends(codes[:cell], 3), unfiltered)[code])
+        -np.log(compute_next_distribution(model, prompt, add_row_ends(codes[:cell], 3), unfiltered)[code])
         for cell, code in enumerate(codes)
     ]
     assert likelihood(model, prompt, np.array(codes), sampling).nats == pytest.approx(np.mean(nats), abs=1e-5)
@@ -197,24 +210,26 @@ def test_likelihoods_count_codes_but_not_row_ends() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 6))
-def test_a_chain_is_laid_out_with_row_ends(codes: list[int], columns: int, first: int) -> None:
+def test_the_layout_of_a_draft_chain_contains_the_row_ends_between_the_codes(
+    codes: list[int], columns: int, first_cell: int
+) -> None:
     raster = raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
-    layout = raster.lay_out_tree(tree, first)
-    tokens = raster.insert_row_ends(np.array([*[0] * first, *codes, 0]))[:-1]
-    start = raster.token_position(first)
+    layout = raster.lay_out_tree(tree, first_cell)
+    tokens = raster.insert_row_ends(np.array([*[0] * first_cell, *codes, 0]))[:-1]
+    start = raster.token_position(first_cell)
     assert layout.tokens.tolist() == tokens[start:].tolist()
     assert layout.positions.tolist() == list(range(start, start + len(layout.tokens)))
     assert np.array_equal(layout.ancestor_mask, np.tri(len(layout.tokens), dtype=bool))
     assert [start + last + 1 for last in layout.find_sampling_nodes(np.arange(len(codes)))] == [
-        raster.token_position(first + 1 + n) for n in range(len(codes))
+        raster.token_position(first_cell + 1 + n) for n in range(len(codes))
     ]
     assert layout.find_path_nodes(range(len(codes))).tolist() == list(range(len(layout.tokens)))
 
 
-def test_children_attend_to_the_row_end_after_their_parent_and_not_to_that_of_a_sibling() -> None:
+def test_draft_nodes_attend_only_to_the_row_ends_of_their_ancestors() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
-    layout = raster_layout(9, 3, 9).lay_out_tree(tree, 1)  # nodes of depth 1 end a row
+    layout = raster_layout(9, 3, 9).lay_out_tree(tree, 1)  # the root is in cell 1, so depth 1 is column 2
     assert layout.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
     assert layout.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
     attended = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
@@ -224,18 +239,22 @@ def test_children_attend_to_the_row_end_after_their_parent_and_not_to_that_of_a_
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)
-def test_row_ends_of_official_sizes_are_where_the_published_code_forces_them(shape: tuple[int, int]) -> None:
+def test_row_ends_are_at_the_positions_where_the_published_code_of_lumina_mgpt_puts_them(
+    shape: tuple[int, int],
+) -> None:
     rows, columns = shape
     official = np.load(LUMINA / "golden.npz")[f"official_forced_{rows}x{columns}"].tolist()
-    row_end, end_of_image = (json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in NAMES)
+    row_end, end_of_image = (
+        json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in END_TOKEN_NAMES
+    )
     codes = 2 * rows * 2 * columns
     layout = raster_layout(codes, 2 * columns, row_end)
     assert [
         *layout.insert_row_ends(np.full(codes, -1)).tolist(),
         row_end,
         end_of_image,
-    ] == official  # the last two are not sampled
+    ] == official  # our images omit the last row end and the end token
     assert layout.num_tokens == len(official) - 2
 
 
-NAMES = ("<reserved08799>", "<eoss>")
+END_TOKEN_NAMES = ("<reserved08799>", "<eoss>")

@@ -1,4 +1,4 @@
-"""Row-parallel decoding agrees with its definition, which is written here in the plainest way, for one image."""
+"""Row-parallel decoding (method `rows`), compared with a simple implementation that generates token by token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from toy_distributions import naive_distribution
+from toy_distributions import compute_naive_distribution
 from toy_engine import (
-    AnyOrder,
+    AnyOrderTarget,
     ToyModel,
     ToyTarget,
-    codes_of,
+    collect_codes,
     decode,
     make_prompt,
     raster_layout,
@@ -33,13 +33,13 @@ from lantern_rt.runtime.state import Prompt
 from lantern_rt.service import Service
 
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
-HALF = Sampling(cfg_scale=2.0, cfg_tokens="50%")
-Known = dict[int, int]  # codes by cell
+HALF_GUIDED = Sampling(cfg_scale=2.0, cfg_tokens="50%")
+Known = dict[int, int]  # known tokens by cell
 
 
-def make_toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> ToyModel:
+def make_row_model(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> ToyModel:
     row_end = vocabulary if ends else None
-    target = AnyOrder(vocabulary, row_end=row_end)
+    target = AnyOrderTarget(vocabulary, row_end=row_end)
     return ToyModel(target, None, 200, image=raster_layout(rows * columns, columns, row_end))
 
 
@@ -47,13 +47,13 @@ def generate(
     model: ToyModel, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
 ) -> list[list[int]]:
     method = RowParallel(window=window, drafts=drafts)
-    return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
+    return collect_codes(decode(model, prompts, seeds, sampling, method), len(prompts))
 
 
-def distribution(
+def compute_distribution(
     model: ToyModel, prompt: Prompt, attended: Known, sampling: Sampling, index: int
 ) -> NDArray[np.float64]:
-    """Return the target's distribution of a token, from its table.
+    """Return the target's distribution of a token, float64 `[vocabulary]`, without the runtime.
 
     Args:
         model: toy model.
@@ -74,11 +74,18 @@ def distribution(
         )
         rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     scale = sampling.cfg_scale if index < sampling.count_guided_tokens(model.num_codes) else 1.0
-    return naive_distribution(rows[1] + scale * (rows[0] - rows[1]), sampling)
+    return compute_naive_distribution(rows[1] + scale * (rows[0] - rows[1]), sampling)
 
 
-def attended_cells(row: int, count: int, columns: int, window: int) -> set[int]:
-    """Return the cells that a row attends to when `count` of its tokens are known."""
+def find_attended_cells(row: int, count: int, columns: int, window: int) -> set[int]:
+    """Return the cells to which the next token of a row attends; each row is `window` columns ahead of the row below.
+
+    Args:
+        row: grid row of the next token.
+        count: number of known tokens in the row.
+        columns: number of columns of the token grid.
+        window: number of columns by which each row is ahead of the row below.
+    """
     return {
         earlier_row * columns + earlier_column
         for earlier_row in range(row + 1)
@@ -87,18 +94,18 @@ def attended_cells(row: int, count: int, columns: int, window: int) -> set[int]:
 
 
 def generate_by_definition(
-    model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, draw: Callable[[int, NDArray], int]
+    model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, sample: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """Generate an image by the definition, cell by cell in raster order.
+    """Return the tokens of an image, generated one by one in raster order.
 
-    The end of a row has a cell, too, whose token is known before the other tokens of its row.
+    A row end is a cell after the last column. Its token is known before the other tokens of the row.
 
     Args:
         model: toy model.
         prompt: prompt of the image.
-        window: width by which each row is ahead of the row below.
+        window: number of columns by which each row is ahead of the row below.
         sampling: sampling settings.
-        draw: `draw(cell, p)` samples from a distribution.
+        sample: `sample(index, p)` returns the token with this index, sampled from the distribution `p`.
     """
     ends = model.row_end is not None
     columns = model.raster.columns + ends
@@ -109,10 +116,10 @@ def generate_by_definition(
     codes: list[int] = []
     for cell in (p for p in range(count) if p not in known):
         row, column = divmod(cell, columns)
-        attended = {p: known[p] for p in attended_cells(row, column, columns, window) if p < cell}
+        attended = {p: known[p] for p in find_attended_cells(row, column, columns, window) if p < cell}
         if column == 0 and row > 0 and window < columns:
             attended[cell - 1] = known[cell - 1 if ends else cell - columns + window - 1]
-        codes.append(draw(len(codes), distribution(model, prompt, attended, sampling, len(codes))))
+        codes.append(sample(len(codes), compute_distribution(model, prompt, attended, sampling, len(codes))))
         known[cell] = codes[-1]
     return codes
 
@@ -124,10 +131,10 @@ def generate_by_definition(
     window=st.integers(1, 4),
 )
 @settings(max_examples=10, deadline=None)
-def test_preserved_tokens_replace_samples_of_the_definition(
+def test_row_parallel_decoding_with_preserved_tokens_agrees_with_the_simple_implementation(
     preserved_codes: NDArray[np.int64], window: int, ends: bool, drafts: int
 ) -> None:
-    model = make_toy(3, 4, ends=ends)
+    model = make_row_model(3, 4, ends=ends)
     prompt = make_prompt(3, padding=1)
     noise = Noise(5)
 
@@ -144,7 +151,7 @@ def test_preserved_tokens_replace_samples_of_the_definition(
     ]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, HALF, Sampling(cfg_scale=2.0, temperature=0)])
+@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, HALF_GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 @pytest.mark.parametrize(
     ("rows", "columns", "window"),
@@ -153,7 +160,7 @@ def test_preserved_tokens_replace_samples_of_the_definition(
 def test_every_token_is_sampled_after_the_tokens_that_the_definition_names(
     rows: int, columns: int, window: int, sampling: Sampling, ends: bool
 ) -> None:
-    model = make_toy(rows, columns, ends=ends)
+    model = make_row_model(rows, columns, ends=ends)
     prompt = make_prompt(3, padding=1)
     for seed in range(3):
         noise = Noise(seed)
@@ -165,15 +172,17 @@ def test_every_token_is_sampled_after_the_tokens_that_the_definition_names(
         expected = [generate_by_definition(model, prompt, window, sampling, draw)]
         for drafts in (0, 1, 2, 5):
             assert generate(model, [prompt], window, [seed], sampling, drafts) == expected
-        narrow = replace(make_toy(rows, columns, ends=ends), max_nodes=2)
-        assert generate(narrow, [prompt], window, [seed], sampling, drafts=1) == expected
-        passes: list[tuple[int, int]] = narrow.target.passes  # type: ignore[attr-defined]
+        two_node_model = replace(make_row_model(rows, columns, ends=ends), max_nodes=2)
+        assert generate(two_node_model, [prompt], window, [seed], sampling, drafts=1) == expected
+        passes: list[tuple[int, int]] = two_node_model.target.passes  # type: ignore[attr-defined]
         assert {nodes for _, nodes in passes[1:]} == {2}
-        assert {num_rows for num_rows, _ in passes} == ({1, 2} if sampling == HALF else {1 + sampling.uses_guidance})
+        assert {num_rows for num_rows, _ in passes} == (
+            {1, 2} if sampling == HALF_GUIDED else {1 + sampling.uses_guidance}
+        )
 
 
-def test_images_have_the_joint_distribution_of_the_definition() -> None:
-    model = make_toy(2, 2, vocabulary=3)
+def test_row_parallel_images_have_the_joint_distribution_of_the_simple_implementation() -> None:
+    model = make_row_model(2, 2, vocabulary=3)
     prompt = make_prompt(1)
     count = 6000
     expected = np.zeros((3,) * 4)
@@ -199,7 +208,7 @@ def test_images_have_the_joint_distribution_of_the_definition() -> None:
     st.integers(1, 7), st.integers(1, 9), st.integers(1, 10), st.integers(0, 4),
     st.sampled_from([1, 2, 5, 64]), st.integers(0, 2**32 - 1), st.booleans(),
 )  # fmt: skip
-def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
+def test_every_cell_is_generated_once_and_after_all_cells_to_which_the_cell_attends(
     rows: int, codes: int, window: int, max_drafts: int, max_nodes: int, seed: int, ends: bool
 ) -> None:
     grid = TokenGrid(raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
@@ -229,7 +238,7 @@ def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
         assert len(generate) + len(accepted) > 0  # every pass makes progress
         assert not known & {*generate.tolist()}
         for cell in generate.tolist():
-            assert {c for c in attended_cells(*divmod(cell, columns), columns, window) if c < cell} <= known | {
+            assert {c for c in find_attended_cells(*divmod(cell, columns), columns, window) if c < cell} <= known | {
                 *generate.tolist()
             }
         counts = [sum(grid.cells[row * columns + c] >= 0 for c in range(codes)) for row in range(rows)]
@@ -242,28 +251,32 @@ def test_every_cell_is_generated_once_after_the_cells_that_it_attends_to(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 5), st.booleans())
-def test_an_image_does_not_depend_on_the_number_of_drafts(drafts: int, window: int, ends: bool) -> None:
-    model = make_toy(4, 4, ends=ends)
+def test_a_row_parallel_image_does_not_depend_on_the_number_of_draft_tokens(
+    drafts: int, window: int, ends: bool
+) -> None:
+    model = make_row_model(4, 4, ends=ends)
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [5, 6, 7]
     expected = generate(model, prompts, window, seeds, GUIDED)
     method = RowParallel(window=window, drafts=drafts)
-    assert codes_of(decode(model, prompts, seeds, GUIDED, method, max_images=2), 3) == expected
+    assert collect_codes(decode(model, prompts, seeds, GUIDED, method, max_images=2), 3) == expected
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
-def test_a_window_as_wide_as_the_grid_generates_the_image_of_plain_decoding(ends: bool) -> None:
-    model = make_toy(3, 4, ends=ends)
+def test_row_parallel_decoding_with_a_window_of_all_columns_generates_the_image_of_method_ar(ends: bool) -> None:
+    model = make_row_model(3, 4, ends=ends)
     prompt = make_prompt(2)
-    plain = [
+    expected_codes = [
         code for step in decode(model, [prompt], [5], GUIDED, Autoregressive()) for code in step.parts[0].codes.tolist()
     ]
-    assert generate(model, [prompt], 4, [5], GUIDED) == [plain]
-    assert generate(model, [prompt], 1, [5], GUIDED) != [plain]
+    assert generate(model, [prompt], 4, [5], GUIDED) == [expected_codes]
+    assert generate(model, [prompt], 1, [5], GUIDED) != [expected_codes]
 
 
 @pytest.mark.parametrize("method", [SpeculativeJacobi(window=4), Eagle(tree="chain-2"), Autoregressive()])
-def test_requests_with_other_methods_in_the_batch_do_not_change_the_image(pipe: Pipeline, method: MethodConfig) -> None:
+def test_requests_with_other_methods_in_the_batch_do_not_change_a_row_parallel_image(
+    pipe: Pipeline, method: MethodConfig
+) -> None:
     alone = pipe("red cube", seed=9, method="rows:window=2").codes[0]
     with Service(pipe, max_images_per_pass=4) as service:
         news_queue: queue.Queue[StreamStep | BaseException] = queue.Queue()
@@ -275,7 +288,7 @@ def test_requests_with_other_methods_in_the_batch_do_not_change_the_image(pipe: 
     assert np.array_equal(news.codes[0], alone)
 
 
-def test_steps_show_every_generated_cell_and_return_tokens_in_raster_order(pipe: Pipeline) -> None:
+def test_row_parallel_steps_show_all_generated_cells_but_return_tokens_in_raster_order(pipe: Pipeline) -> None:
     steps = list(pipe.stream("red cube", seed=1, method="rows:window=2"))
     last_step = steps[-1]
     manifest = pipe.bundle.manifest

@@ -1,4 +1,4 @@
-"""Test the steps from logits to distributions and samples."""
+"""Sampling: guidance, temperature, top-k and top-p filters, and random choices of tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from guided_logits import guide
+from guided_logits import mix_guided_logits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import chisquare
-from toy_distributions import naive_distribution
+from toy_distributions import compute_naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
 from lantern_rt.runtime.sampling import choose_codes, compute_distribution, find_top_codes, sample_code, softmax
 
 DATA = Path(__file__).parent.parent / "data"
-ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
+FILTER_ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
 LOGITS = arrays(np.float32, st.integers(1, 12), elements=st.floats(-8, 8, width=16), unique=True)
 
 
@@ -37,7 +37,7 @@ class ConstantGenerator:
 
 @pytest.mark.parametrize("family", ["llamagen-c2i", "llamagen-t2i"])
 @pytest.mark.parametrize("setting", range(6))
-def test_llamagens_filters_are_reproduced(family: str, setting: int) -> None:
+def test_filters_give_the_probabilities_recorded_with_the_published_code_of_llamagen(family: str, setting: int) -> None:
     golden = np.load(DATA / family / "golden.npz")
     temperature, top_k, top_p = golden["filter_params"][setting]
     sampling = Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, filter_order="top-k, top-p")
@@ -45,48 +45,50 @@ def test_llamagens_filters_are_reproduced(family: str, setting: int) -> None:
         np.testing.assert_allclose(compute_distribution(logits, sampling), expected, atol=1e-6)
 
 
-@given(LOGITS, st.floats(0.3, 3), st.integers(0, 14), st.floats(0.05, 1), st.sampled_from(ORDERS))
-def test_filters_agree_with_a_plain_second_opinion(
+@given(LOGITS, st.floats(0.3, 3), st.integers(0, 14), st.floats(0.05, 1), st.sampled_from(FILTER_ORDERS))
+def test_filters_agree_with_a_simple_implementation(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, order: FilterOrder
 ) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
-    expected = naive_distribution(logits.astype(np.float64), sampling)
+    expected = compute_naive_distribution(logits.astype(np.float64), sampling)
     distribution = compute_distribution(logits, sampling)
-    sorted_probabilities = np.sort(naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature)))[
-        ::-1
-    ]
+    sorted_probabilities = np.sort(
+        compute_naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature))
+    )[::-1]
     if (
         np.abs(np.cumsum(sorted_probabilities) - top_p).min() > 1e-5 and order == "top-p, top-k"
-    ):  # otherwise rounding decides which tokens pass
+    ):  # otherwise rounding decides which tokens remain
         np.testing.assert_allclose(distribution, expected, atol=1e-6)
     assert distribution.sum() == pytest.approx(1)
-    assert logits[distribution.argmax()] == pytest.approx(logits.max(), abs=1e-6)  # rounding may make two equal
+    assert logits[distribution.argmax()] == pytest.approx(
+        logits.max(), abs=1e-6
+    )  # rounding may make two probabilities equal
     assert np.count_nonzero(distribution) <= (top_k or len(logits))
 
 
-def test_the_two_filter_orders_differ() -> None:
+def test_top_k_before_top_p_and_top_p_before_top_k_give_different_distributions() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    first_k = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
-    first_p = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
-    np.testing.assert_allclose(first_k, [1, 0, 0, 0], atol=1e-6)  # after top-k, 4/7 alone exceeds 0.5
-    np.testing.assert_allclose(first_p, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+    top_k_first = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
+    top_p_first = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
+    np.testing.assert_allclose(top_k_first, [1, 0, 0, 0], atol=1e-6)  # after top-k, the first token has 4/7 > top-p 0.5
+    np.testing.assert_allclose(top_p_first, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
 
 
-def test_all_tokens_tied_at_the_top_k_threshold_remain() -> None:
+def test_top_k_keeps_all_tokens_whose_logits_equal_the_threshold() -> None:
     distribution = compute_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
     assert np.count_nonzero(distribution) == 3
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+@pytest.mark.parametrize("invalid_logit", [np.nan, np.inf])
+def test_a_distribution_of_nan_or_infinite_logits_is_an_error(invalid_logit: float) -> None:
     with pytest.raises(EngineError, match="NaN or infinite"):
-        compute_distribution(np.array([0, bad], np.float32), Sampling())
+        compute_distribution(np.array([0, invalid_logit], np.float32), Sampling())
 
 
-def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
+def test_guidance_mixes_two_batch_rows_and_returns_a_single_row_unchanged() -> None:
     rows = np.array([[[1, 2]], [[0, 4]]], np.float32)
-    np.testing.assert_allclose(guide(rows, Sampling(cfg_scale=3)), [[3, -2]])
-    np.testing.assert_array_equal(guide(rows[:1], Sampling(cfg_scale=3)), rows[0])
+    np.testing.assert_allclose(mix_guided_logits(rows, Sampling(cfg_scale=3)), [[3, -2]])
+    np.testing.assert_array_equal(mix_guided_logits(rows[:1], Sampling(cfg_scale=3)), rows[0])
     assert not Sampling(cfg_scale=1).uses_guidance
     assert Sampling(cfg_scale=0).uses_guidance
 
@@ -95,44 +97,46 @@ def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
     arrays(np.float64, st.integers(1, 8), elements=st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 1.0])),
     st.sampled_from([0.0, 1e-17, 0.5, 1 - 2**-53]),
 )
-def test_a_sample_has_positive_probability_and_uses_one_random_number(weights: np.ndarray, number: float) -> None:
+def test_a_sampled_token_has_positive_probability_and_uses_one_random_number(
+    weights: np.ndarray, number: float
+) -> None:
     if weights.sum() == 0:
         weights[0] = 1
-    source = ConstantGenerator(number)
-    assert weights[sample_code(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
-    assert source.calls == 1
+    generator = ConstantGenerator(number)
+    assert weights[sample_code(weights / weights.sum(), generator)] > 0  # type: ignore[arg-type]
+    assert generator.calls == 1
 
 
-def gumbel(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+def make_gumbel_noise(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
     return rng.gumbel(size=size).astype(np.float32)
 
 
-def test_choices_follow_the_filtered_distribution() -> None:
+def test_the_best_token_with_gumbel_noise_is_a_sample_from_the_filtered_distribution() -> None:
     logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
     for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
-        noise = gumbel(np.random.default_rng(1), (10_000, 5))
+        noise = make_gumbel_noise(np.random.default_rng(1), (10_000, 5))
         counts = np.bincount(choose_codes(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
-        expected = naive_distribution(logits.astype(np.float64), sampling)
+        expected = compute_naive_distribution(logits.astype(np.float64), sampling)
         possible = expected > 1e-6
         assert counts[~possible].sum() == 0
         assert chisquare(counts[possible], 10_000 * expected[possible] / expected[possible].sum()).pvalue > 0.001
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_choice_among_logits_that_are_not_finite_is_an_error(bad: float, sampling: Sampling) -> None:
+@pytest.mark.parametrize("invalid_logit", [np.nan, np.inf])
+def test_choosing_a_token_from_nan_or_infinite_logits_is_an_error(invalid_logit: float, sampling: Sampling) -> None:
     noise = None if sampling.greedy else np.zeros((1, 3), np.float32)
     with pytest.raises(EngineError, match="NaN or infinite"):
-        choose_codes(np.array([[0, bad, 1]], np.float32), noise, sampling)
+        choose_codes(np.array([[0, invalid_logit, 1]], np.float32), noise, sampling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_the_best_codes_with_noise_are_successive_samples_without_replacement(count: int) -> None:
+def test_the_best_k_tokens_with_gumbel_noise_are_k_samples_without_replacement(count: int) -> None:
     distribution = np.array([0.45, 0.0, 0.3, 0.15, 0.1])
-    draws = 10_000
+    num_samples = 10_000
     with np.errstate(divide="ignore"):
         weights = np.log(distribution).astype(np.float32)
-    codes, scores = find_top_codes(weights + gumbel(np.random.default_rng(count), (draws, 5)), count)
+    codes, scores = find_top_codes(weights + make_gumbel_noise(np.random.default_rng(count), (num_samples, 5)), count)
     assert np.isfinite(scores).all()
     counts = dict.fromkeys(itertools.permutations([0, 2, 3, 4], count), 0)
     for sampled in codes.tolist():
@@ -144,12 +148,12 @@ def test_the_best_codes_with_noise_are_successive_samples_without_replacement(co
         for code in order:
             probability *= distribution[code] / remaining
             remaining -= distribution[code]
-        expected.append(draws * probability)
+        expected.append(num_samples * probability)
     assert chisquare(list(counts.values()), expected).pvalue > 0.001
 
 
 @pytest.mark.parametrize("vocabulary", [64, 4096, 16384])  # one block and many blocks
-def test_samples_from_a_large_vocabulary_agree_with_a_plain_cumulative_sum(vocabulary: int) -> None:
+def test_samples_from_a_large_codebook_agree_with_the_inverse_of_the_cumulative_distribution(vocabulary: int) -> None:
     weights = np.random.default_rng(0).random(vocabulary) ** 8
     weights[::3] = 0
     distribution = weights / weights.sum()
@@ -157,6 +161,7 @@ def test_samples_from_a_large_vocabulary_agree_with_a_plain_cumulative_sum(vocab
     for seed in range(300):
         number = np.random.default_rng(seed).random()
         token = sample_code(distribution, np.random.default_rng(seed))
+        # Rounding of the sums may move the boundary between two tokens.
         assert abs(int(np.searchsorted(cumulative, number, side="right")) - token) <= 1
         assert distribution[token] > 0
 
@@ -167,11 +172,11 @@ def test_samples_from_a_large_vocabulary_agree_with_a_plain_cumulative_sum(vocab
     ),
     count=st.integers(1, 9),
 )
-def test_the_best_codes_and_log_probabilities_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
+def test_the_best_k_tokens_and_their_log_probabilities_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
     codes, scores = find_top_codes(logits, count)
     num_best = min(count, logits.shape[1])
     assert codes.shape == scores.shape == (len(logits), num_best)
-    for row, chosen, score in zip(logits, codes, scores, strict=True):
-        assert len(set(chosen.tolist())) == num_best
-        np.testing.assert_array_equal(row[chosen], np.sort(row)[::-1][:num_best])
-        np.testing.assert_allclose(score, np.log(softmax(row))[chosen], rtol=1e-5, atol=1e-5)
+    for row, top_codes, score in zip(logits, codes, scores, strict=True):
+        assert len(set(top_codes.tolist())) == num_best
+        np.testing.assert_array_equal(row[top_codes], np.sort(row)[::-1][:num_best])
+        np.testing.assert_allclose(score, np.log(softmax(row))[top_codes], rtol=1e-5, atol=1e-5)

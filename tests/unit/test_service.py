@@ -1,4 +1,4 @@
-"""Requests of many callers share passes, and each gets the images that it would get alone."""
+"""The service: requests of many callers share forward passes, and each caller gets the images of a separate call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from idle_service import wait_until_idle
-from refusals import error_of
+from refusals import catch_error
 from tiny_bundle import CAPTION
 
 from lantern_rt import Pipeline, RequestError, prepared
@@ -36,8 +36,12 @@ def service(pipe: Pipeline) -> Iterator[Service]:
         yield running_service
 
 
-class Caller:
-    """A listener that records its news; while `busy()` is true, it blocks the service's thread, and so all passes."""
+class RecordingListener:
+    """A listener that records steps and errors of one request.
+
+    Args:
+        busy: while this function returns true, the listener blocks the thread of the service, and so all passes.
+    """
 
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
         self.busy = busy
@@ -56,18 +60,19 @@ class Caller:
         while self.busy() and time.monotonic() < self.deadline:
             time.sleep(0.001)
 
-    def last(self) -> StreamStep:
+    def wait_for_last_step(self) -> StreamStep:
+        """Wait until the request is finished; return the last step."""
         assert self.done.wait(60)
         assert self.error is None
         return self.steps[-1]
 
 
-def test_every_caller_gets_the_images_of_the_pipeline_alone(pipe: Pipeline, service: Service) -> None:
+def test_every_caller_gets_the_images_that_a_separate_pipeline_call_generates(pipe: Pipeline, service: Service) -> None:
     requests = [
         {"prompts": PROMPTS[i % 4], "seed": i, "num_images": 1 + i % 2, "method": method, "temperature": 0.7 + i % 2}
         for i, method in enumerate(METHODS)
     ]
-    callers = [Caller() for _ in requests]
+    callers = [RecordingListener() for _ in requests]
     for caller, request in zip(callers, requests, strict=True):
         while True:
             try:
@@ -76,7 +81,7 @@ def test_every_caller_gets_the_images_of_the_pipeline_alone(pipe: Pipeline, serv
             except BusyError:
                 time.sleep(0.01)
     for caller, request in zip(callers, requests, strict=True):
-        last = caller.last()
+        last = caller.wait_for_last_step()
         alone = pipe(**request)
         assert all(np.array_equal(*pair) for pair in zip(last.codes, alone.codes, strict=True))
         assert last.image(0).tobytes() == alone.images[0].tobytes()
@@ -86,123 +91,123 @@ def test_every_caller_gets_the_images_of_the_pipeline_alone(pipe: Pipeline, serv
             np.concatenate(parts) for parts in zip(*(step.new_codes for step in caller.steps), strict=True)
         ]
         assert all(np.array_equal(*pair) for pair in zip(streamed_codes, alone.codes, strict=True))
-        if request["method"] not in (None, "sjd:window=5"):  # their windows depend on the load
+        if request["method"] not in (None, "sjd:window=5"):  # the windows of these methods depend on the batch
             assert last.stats.per_image == alone.stats.per_image
     wait_until_idle(service)
 
 
-def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_different_callers_share_forward_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     batch_sizes: list[int] = []
     step = Batch.step
     monkeypatch.setattr(Batch, "step", lambda batch: (batch_sizes.append(len(batch.active_sequences)), step(batch))[1])
     with Service(pipe, max_images_per_pass=4) as service:
-        callers = [Caller(lambda: len(submitted) < 6) for _ in range(6)]
+        callers = [RecordingListener(lambda: len(submitted) < 6) for _ in range(6)]
         submitted: list[ServiceRequest] = []
         for i, caller in enumerate(callers):
             submitted.append(service.submit(caller, "red cube", seed=i, method="ar"))
         for caller in callers:
-            caller.last()
+            caller.wait_for_last_step()
     assert max(batch_sizes) == 4
 
 
-def seconds_until_retry(service: Service) -> int:
-    error = error_of(BusyError, service.submit, Caller(), "red cube")
+def get_retry_seconds(service: Service) -> int:
+    error = catch_error(BusyError, service.submit, RecordingListener(), "red cube")
     return error.retry_seconds
 
 
-def test_the_error_of_a_full_service_says_when_to_try_again(pipe: Pipeline) -> None:
+def test_the_error_of_a_full_queue_says_after_how_many_seconds_to_try_again(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=2, max_queued_images=1) as service:
         is_busy = True
-        callers = [Caller(lambda: is_busy) for _ in range(3)]
+        callers = [RecordingListener(lambda: is_busy) for _ in range(3)]
         for i, caller in enumerate(callers):
             service.submit(caller, "red cube", seed=i, method="ar")
         with pytest.raises(BusyError, match=r"found 3 images before this one; try again in about \d+ s") as busy:
-            service.submit(Caller(), "red cube")
+            service.submit(RecordingListener(), "red cube")
         assert busy.value.retry_seconds >= 1
         with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
-            service.submit(Caller(), "red cube", num_images=4)
+            service.submit(RecordingListener(), "red cube", num_images=4)
         assert service.capacity.seconds_per_image == 0.0
         service.capacity.seconds_per_image = 2.0
-        assert [seconds_until_retry(service) for _ in range(4)] == [2, 4, 6, 8], (
-            "each caller is told to come after the one before"
+        assert [get_retry_seconds(service) for _ in range(4)] == [2, 4, 6, 8], (
+            "each rejected caller has to wait longer than the caller before"
         )
-        assert max(seconds_until_retry(service) for _ in range(60)) <= 62
+        assert max(get_retry_seconds(service) for _ in range(60)) <= 62
         service.capacity.seconds_per_image = 0.0
         is_busy = False
         for caller in callers:
-            caller.last()
-        next_caller = Caller()
+            caller.wait_for_last_step()
+        next_caller = RecordingListener()
         service.submit(next_caller, "red cube", seed=9)
-        next_caller.last()
+        next_caller.wait_for_last_step()
         assert 0 < service.capacity.seconds_per_image < 10
 
 
-def test_wrong_requests_are_rejected_at_once_without_effect_on_others(service: Service) -> None:
-    caller = Caller()
+def test_wrong_requests_are_rejected_on_submission_and_do_not_affect_other_requests(service: Service) -> None:
+    caller = RecordingListener()
     service.submit(caller, "red cube", method="sjd")
-    wide = {"method": "sjd:window=128"}  # all requests in the pass would be padded to it
+    wide = {"method": "sjd:window=128"}  # all requests in the pass would be padded to this width
     for field, options in (("method", {"method": "magic"}), ("method", wide), ("prompts", {"class_ids": 3})):
-        assert error_of(RequestError, service.submit, Caller(), "red cube", **options).field == field
-    caller.last()
+        assert catch_error(RequestError, service.submit, RecordingListener(), "red cube", **options).field == field
+    caller.wait_for_last_step()
     wait_until_idle(service)
 
 
-def test_a_cancelled_request_ends_within_a_pass(service: Service) -> None:
+def test_a_cancelled_request_ends_after_the_current_forward_pass(service: Service) -> None:
     is_released = False
-    cancelled = Caller(lambda: not is_released)
-    staying = Caller()
+    cancelled = RecordingListener(lambda: not is_released)
+    running_listener = RecordingListener()
     request = service.submit(cancelled, "red cube", num_images=4, method="eagle:tree=chain-3")
-    service.submit(staying, "green cube", seed=1, method="ar")
+    service.submit(running_listener, "green cube", seed=1, method="ar")
     while not cancelled.steps:
         time.sleep(0.001)
     request.cancel()
     request.cancel()
     is_released = True
-    staying.last()
+    running_listener.wait_for_last_step()
     wait_until_idle(service)
     assert cancelled.steps[-1].stats is None
 
 
-def test_a_place_is_free_as_soon_as_its_request_is_cancelled(pipe: Pipeline) -> None:
+def test_a_full_service_accepts_a_new_request_after_another_request_is_cancelled(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=1, max_queued_images=0) as service:
         is_busy = True
-        cancelled = Caller(lambda: is_busy)
-        next_caller = Caller()
+        cancelled = RecordingListener(lambda: is_busy)
+        next_caller = RecordingListener()
         request = service.submit(cancelled, "red cube", method="ar")
         while not cancelled.steps:
             time.sleep(0.001)
         request.cancel()
         service.submit(next_caller, "red cube", seed=1)
         is_busy = False
-        next_caller.last()
+        next_caller.wait_for_last_step()
         wait_until_idle(service)
 
 
-def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
+def test_a_failed_forward_pass_ends_the_requests_in_the_pass_and_later_requests_succeed(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for error in (EngineError("the device is gone"), ZeroDivisionError("a bug")):
         with monkeypatch.context() as patch:
             patch.setattr(Batch, "step", lambda batch, error=error: (_ for _ in ()).throw(error))
-            callers = [Caller(), Caller()]
+            callers = [RecordingListener(), RecordingListener()]
             for caller in callers:
                 service.submit(caller, "red cube")
             assert all(caller.done.wait(30) for caller in callers)
             assert [str(caller.error) for caller in callers] == [str(error)] * 2
             assert callers[0].error is not callers[1].error
     assert "a pass failed" in caplog.text
-    caller = Caller()
+    caller = RecordingListener()
     service.submit(caller, "red cube", seed=3)
-    assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=3).codes[0])
+    assert np.array_equal(caller.wait_for_last_step().codes[0], pipe("red cube", seed=3).codes[0])
 
 
-def test_the_service_continues_after_any_failure(
+def test_the_service_still_works_after_an_error_in_prefill_adding_or_removing_a_request(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for owner, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
-            caller = Caller()
+            caller = RecordingListener()
             request = service.submit(caller, "red cube", method="ar")
             if name == "remove":
                 request.cancel()
@@ -210,58 +215,60 @@ def test_the_service_continues_after_any_failure(
             else:
                 assert caller.done.wait(30)
                 assert isinstance(caller.error, MemoryError)
-    caller = Caller()
+    caller = RecordingListener()
     service.submit(caller, "red cube", seed=4)
-    assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=4).codes[0])
+    assert np.array_equal(caller.wait_for_last_step().codes[0], pipe("red cube", seed=4).codes[0])
     wait_until_idle(service)
     with pytest.raises(RequestError, match="max_images_per_pass: found 0, expected a whole number 1"):
         Service(pipe, max_images_per_pass=0)
 
 
-def test_a_request_that_cannot_join_has_no_effect_on_others(
+def test_a_request_without_memory_for_a_kv_cache_fails_without_effect_on_other_requests(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staying = Caller()
-    joining = Caller()
-    service.submit(staying, "red cube", seed=6, num_images=2, method="ar")
-    while not staying.steps:
+    running_listener = RecordingListener()
+    new_listener = RecordingListener()
+    service.submit(running_listener, "red cube", seed=6, num_images=2, method="ar")
+    while not running_listener.steps:
         time.sleep(0.001)
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "empty", lambda *_: (_ for _ in ()).throw(EngineError("memory: found none")))
-        service.submit(joining, "green cube", num_images=2, method="ar")
-        assert joining.done.wait(30)
-    assert str(joining.error) == "memory: found none"
+        service.submit(new_listener, "green cube", num_images=2, method="ar")
+        assert new_listener.done.wait(30)
+    assert str(new_listener.error) == "memory: found none"
     expected = pipe("red cube", seed=6, num_images=2).codes
-    assert all(np.array_equal(*pair) for pair in zip(staying.last().codes, expected, strict=True))
+    assert all(
+        np.array_equal(*pair) for pair in zip(running_listener.wait_for_last_step().codes, expected, strict=True)
+    )
     wait_until_idle(service)
 
 
-def test_a_listener_that_fails_ends_only_its_request(service: Service) -> None:
-    def broken(news: object) -> None:
+def test_an_error_in_a_listener_ends_only_the_request_of_this_listener(service: Service) -> None:
+    def raise_error(news: object) -> None:
         raise ValueError("a listener's bug")
 
-    service.submit(broken, "red cube")
-    caller = Caller()
+    service.submit(raise_error, "red cube")
+    caller = RecordingListener()
     service.submit(caller, "red cube")
-    caller.last()
+    caller.wait_for_last_step()
     wait_until_idle(service)
 
 
-def test_closing_finishes_or_fails_requests_and_rejects_new_ones(pipe: Pipeline) -> None:
+def test_closing_the_service_finishes_or_fails_requests_and_rejects_new_requests(pipe: Pipeline) -> None:
     for drain in (True, False):
         service = Service(pipe, max_images_per_pass=1)
-        callers = [Caller(lambda service=service: service.is_open) for _ in range(3)]
+        callers = [RecordingListener(lambda service=service: service.is_open) for _ in range(3)]
         for caller in callers:
             service.submit(caller, "red cube", method="ar")
         service.close(drain)
         assert all(caller.done.is_set() for caller in callers)
         assert [caller.error is None for caller in callers] == [True] * 3 if drain else callers[2].error is not None
         with pytest.raises(RequestError, match="service: closed"):
-            service.submit(Caller(), "red cube")
+            service.submit(RecordingListener(), "red cube")
         assert not vars(service)["_thread"].is_alive()
 
 
-def test_the_example_of_the_page_on_services_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_docs_of_the_service_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/embedding.md").read_text("utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -270,7 +277,7 @@ def test_the_example_of_the_page_on_services_runs(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image-0.png", "image-1.png"]
 
 
-def test_a_service_whose_passes_all_fail_reports_that_it_is_not_open(
+def test_a_service_is_not_open_after_three_failed_passes_and_open_after_a_successful_pass(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Service(pipe, max_images_per_pass=2) as service:
@@ -278,28 +285,32 @@ def test_a_service_whose_passes_all_fail_reports_that_it_is_not_open(
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "append", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
             for _ in range(3):
-                caller = Caller()
+                caller = RecordingListener()
                 service.submit(caller, "red cube", method="ar")
                 assert caller.done.wait(30)
         assert not service.is_open
-        caller = Caller()
+        caller = RecordingListener()
         service.submit(caller, "red cube", method="ar")
-        caller.last()
+        caller.wait_for_last_step()
         assert service.is_open
 
 
-def test_only_the_request_whose_logits_overflow_fails_and_the_service_stays_open(embeddings_bundle: Path) -> None:
+def test_a_request_whose_logits_overflow_fails_and_other_requests_succeed(embeddings_bundle: Path) -> None:
     embeddings = np.random.default_rng(1).standard_normal((2, CAPTION)).astype(np.float32)
     with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, max_images_per_pass=8) as service:
-        others = [Caller() for _ in METHODS]
-        for seed, (caller, method) in enumerate(zip(others, METHODS, strict=True)):
+        valid_listeners = [RecordingListener() for _ in METHODS]
+        for seed, (caller, method) in enumerate(zip(valid_listeners, METHODS, strict=True)):
             service.submit(caller, embeddings=embeddings, method=method, seed=seed)
         for method in METHODS:
-            caller = Caller()
-            huge = {"embeddings": np.full_like(embeddings, 1e36), "cfg_scale": 1000.0, "temperature": 0.001}
+            caller = RecordingListener()
+            overflowing_request = {
+                "embeddings": np.full_like(embeddings, 1e36),
+                "cfg_scale": 1000.0,
+                "temperature": 0.001,
+            }
             while True:
                 try:
-                    service.submit(caller, method=method, num_images=2, **huge)
+                    service.submit(caller, method=method, num_images=2, **overflowing_request)
                     break
                 except BusyError:
                     time.sleep(0.01)
@@ -307,32 +318,38 @@ def test_only_the_request_whose_logits_overflow_fails_and_the_service_stays_open
             assert isinstance(caller.error, EngineError)
             assert "NaN or infinite" in str(caller.error)
             assert service.is_open
-        for seed, (caller, method) in enumerate(zip(others, METHODS, strict=True)):
+        for seed, (caller, method) in enumerate(zip(valid_listeners, METHODS, strict=True)):
             assert np.array_equal(
-                caller.last().codes[0], pipe(embeddings=embeddings, method=method, seed=seed).codes[0]
+                caller.wait_for_last_step().codes[0], pipe(embeddings=embeddings, method=method, seed=seed).codes[0]
             )
         wait_until_idle(service)
 
 
-def run_together(service: Service, requests_by_caller: dict[str, list[dict[str, Any]]]) -> dict[str, list[StreamStep]]:
-    """Submit all requests before the first pass; return the last step of each, by caller."""
-    blocker = Caller(lambda: not ready)
+def run_simultaneous_requests(
+    service: Service, requests_by_caller: dict[str, list[dict[str, Any]]]
+) -> dict[str, list[StreamStep]]:
+    """Submit all requests before the first of them runs; return the last step of each request, by caller.
+
+    Another request blocks the service until all requests are submitted.
+    """
+    blocker = RecordingListener(lambda: not ready)
     ready = False
     service.submit(blocker, "red cube", method="ar", caller="first")
     while not blocker.steps:
         time.sleep(0.001)
-    listeners: dict[str, list[Caller]] = {}
+    listeners: dict[str, list[RecordingListener]] = {}
     for caller, requests in requests_by_caller.items():
         for request in requests:
-            listeners.setdefault(caller, []).append(Caller())
+            listeners.setdefault(caller, []).append(RecordingListener())
             service.submit(listeners[caller][-1], "red sphere", caller=caller, **request)
     ready = True
     return {
-        caller: [listener.last() for listener in caller_listeners] for caller, caller_listeners in listeners.items()
+        caller: [listener.wait_for_last_step() for listener in caller_listeners]
+        for caller, caller_listeners in listeners.items()
     }
 
 
-def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_changing_images(
+def test_a_caller_with_many_requests_neither_delays_nor_changes_the_images_of_other_callers(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[tuple[dict[str, int], int]] = []
@@ -356,7 +373,7 @@ def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_cha
     requests_by_caller["greedy"] = [{"method": method, "seed": 9, "num_images": 5} for method in wide]
     with Service(pipe, max_images_per_pass=4, max_queued_images=40) as service, monkeypatch.context() as patch:
         patch.setattr(Batch, "step", record_pass)
-        last = run_together(service, requests_by_caller)
+        last = run_simultaneous_requests(service, requests_by_caller)
     for caller, requests in requests_by_caller.items():
         for request, step in zip(requests, last[caller], strict=True):
             alone = pipe("red sphere", **request)
@@ -367,40 +384,43 @@ def test_a_greedy_caller_leaves_others_their_places_and_small_passes_without_cha
     assert all(nodes < 25 for _, nodes in together), "wide relaxed drafts have separate passes, exact windows shrink"
 
 
-def test_a_caller_below_its_share_gets_a_place_in_a_full_queue(pipe: Pipeline) -> None:
+def test_a_caller_with_few_images_replaces_the_last_image_of_a_caller_with_many_in_a_full_queue(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=1, max_queued_images=3) as service:
         is_busy = True
-        greedy = [Caller(lambda: is_busy) for _ in range(4)]
+        greedy = [RecordingListener(lambda: is_busy) for _ in range(4)]
         for i, caller in enumerate(greedy):
             service.submit(caller, "red cube", seed=i, method="ar", caller="greedy")
-        other = Caller()
-        service.submit(other, "red cube", seed=9, method="ar", caller="other")
+        modest = RecordingListener()
+        service.submit(modest, "red cube", seed=9, method="ar", caller="modest")
         with pytest.raises(BusyError):
-            service.submit(Caller(), "red cube", caller="greedy")
+            service.submit(RecordingListener(), "red cube", caller="greedy")
         is_busy = False
-        other.last()
+        modest.wait_for_last_step()
         assert isinstance(greedy[-1].error, BusyError)
         for caller in greedy[:-1]:
-            caller.last()
+            caller.wait_for_last_step()
 
 
-def test_requests_that_would_miss_their_deadline_are_rejected(pipe: Pipeline) -> None:
+def test_requests_that_cannot_finish_before_their_deadline_are_rejected(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=2, max_queued_images=8) as service:
         is_busy = True
-        first = Caller(lambda: is_busy)
-        late = Caller()
-        last = Caller()
+        first = RecordingListener(lambda: is_busy)
+        late = RecordingListener()
+        last = RecordingListener()
         service.submit(first, "red cube", method="ar", deadline=0.001)
         while not first.steps:
             time.sleep(0.001)
         service.capacity.seconds_per_image = 1.0
         for deadline in (0.5, 2.3):
-            assert error_of(BusyError, service.submit, Caller(), "red cube", deadline=deadline).retry_seconds >= 1
+            assert (
+                catch_error(BusyError, service.submit, RecordingListener(), "red cube", deadline=deadline).retry_seconds
+                >= 1
+            )
         service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
         service.submit(last, "red cube", seed=3, deadline=8.0)
         service.capacity.seconds_per_image = 3.0  # the service becomes slower
         is_busy = False
         assert late.done.wait(30)
         assert isinstance(late.error, BusyError)
-        last.last()
-        first.last()
+        last.wait_for_last_step()
+        first.wait_for_last_step()

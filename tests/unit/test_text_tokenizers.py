@@ -1,4 +1,4 @@
-"""Prompts of any text as token ids: cleaned, truncated, and laid out as the condition graph reads them."""
+"""Text tokenizers: prompts are cleaned, truncated and converted to token ids; wrong prompts and files are rejected."""
 
 from __future__ import annotations
 
@@ -13,52 +13,60 @@ from lantern_rt.errors import BundleError, RequestError
 from lantern_rt.text.captions import clean_caption
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 
-FILE = Path(__file__).parent.parent / "data" / "tiny-text-tokenizer" / "tokenizer.json"
-MERGING_FILE = Path(__file__).parent.parent / "data" / "simplear" / "model" / "tokenizer.json"  # BPE
-END = 1
+TOKENIZER_FILE = Path(__file__).parent.parent / "data" / "tiny-text-tokenizer" / "tokenizer.json"
+BPE_TOKENIZER_FILE = Path(__file__).parent.parent / "data" / "simplear" / "model" / "tokenizer.json"  # BPE
+END_TOKEN = 1
 
 
 @pytest.fixture
 def tokenizer() -> CaptionTokenizer:
-    return CaptionTokenizer(load_tokenizer(FILE), "llamagen")
+    return CaptionTokenizer(load_tokenizer(TOKENIZER_FILE), "llamagen")
 
 
-def test_a_prompt_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
+def test_the_token_ids_of_a_prompt_end_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     ids = tokenizer.encode("a red cube", 120)
     assert ids.dtype == np.int64
-    assert ids.tolist() == [*tokenizer.hf_tokenizer.encode("a red cube", add_special_tokens=False).ids, END]
+    assert ids.tolist() == [*tokenizer.hf_tokenizer.encode("a red cube", add_special_tokens=False).ids, END_TOKEN]
 
 
 def test_a_long_prompt_is_truncated_and_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
-    whole = tokenizer.encode("a red cube on the snow, " * 20, 1000)
-    for slots in (1, 2, 7, 120, len(whole) - 1):
-        assert tokenizer.encode("a red cube on the snow, " * 20, slots).tolist() == [*whole[: slots - 1], END]
-    assert tokenizer.encode("a red cube on the snow, " * 20, len(whole)).tolist() == whole.tolist()
+    all_ids = tokenizer.encode("a red cube on the snow, " * 20, 1000)
+    for slots in (1, 2, 7, 120, len(all_ids) - 1):
+        assert tokenizer.encode("a red cube on the snow, " * 20, slots).tolist() == [*all_ids[: slots - 1], END_TOKEN]
+    assert tokenizer.encode("a red cube on the snow, " * 20, len(all_ids)).tolist() == all_ids.tolist()
 
 
-def test_prompts_are_cleaned_only_if_the_bundle_sets_it(tokenizer: CaptionTokenizer) -> None:
-    plain = CaptionTokenizer(load_tokenizer(FILE), None)
+def test_prompts_are_cleaned_only_if_the_bundle_names_a_cleaning_method(tokenizer: CaptionTokenizer) -> None:
+    tokenizer_without_cleaning = CaptionTokenizer(load_tokenizer(TOKENIZER_FILE), None)
     assert tokenizer.encode("A RED cube (c)", 120).tolist() == tokenizer.encode("a red cube c", 120).tolist()
-    assert plain.encode("A RED cube", 120).tolist() != plain.encode("a red cube", 120).tolist()
+    assert (
+        tokenizer_without_cleaning.encode("A RED cube", 120).tolist()
+        != tokenizer_without_cleaning.encode("a red cube", 120).tolist()
+    )
 
 
 def test_truncation_and_padding_stored_in_the_file_are_ignored(tmp_path: Path) -> None:
-    stored = tokenizers.Tokenizer.from_file(str(FILE))
-    stored.enable_truncation(3)
-    stored.enable_padding(length=50)
-    stored.save(str(tmp_path / "tokenizer.json"))
+    saved_tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER_FILE))
+    saved_tokenizer.enable_truncation(3)
+    saved_tokenizer.enable_padding(length=50)
+    saved_tokenizer.save(str(tmp_path / "tokenizer.json"))
     ids = CaptionTokenizer(load_tokenizer(tmp_path / "tokenizer.json"), None).encode("a red cube on the snow", 120)
-    assert ids.tolist() == CaptionTokenizer(load_tokenizer(FILE), None).encode("a red cube on the snow", 120).tolist()
+    assert (
+        ids.tolist()
+        == CaptionTokenizer(load_tokenizer(TOKENIZER_FILE), None).encode("a red cube on the snow", 120).tolist()
+    )
 
 
 def test_dropout_stored_in_the_file_is_ignored(tmp_path: Path) -> None:
-    stored = json.loads(MERGING_FILE.read_text("utf-8"))
-    stored["model"]["dropout"] = 0.5
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), "utf-8")
+    saved_tokenizer = json.loads(BPE_TOKENIZER_FILE.read_text("utf-8"))
+    saved_tokenizer["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved_tokenizer), "utf-8")
     prompts = [f"a red fox in deep snow {i}" for i in range(20)]
-    actual, expected = (TemplateTokenizer(load_tokenizer(path)) for path in (tmp_path / "tokenizer.json", MERGING_FILE))
-    assert [actual.encode(text, 120).tolist() for text in prompts] == [
-        expected.encode(text, 120).tolist() for text in prompts
+    tokenizer_with_dropout, tokenizer_without_dropout = (
+        TemplateTokenizer(load_tokenizer(path)) for path in (tmp_path / "tokenizer.json", BPE_TOKENIZER_FILE)
+    )
+    assert [tokenizer_with_dropout.encode(text, 120).tolist() for text in prompts] == [
+        tokenizer_without_dropout.encode(text, 120).tolist() for text in prompts
     ]
 
 
@@ -76,7 +84,8 @@ def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path: Path, content: byt
 
 
 @pytest.fixture
-def ids_file(tmp_path: Path) -> Path:
+def word_tokenizer_file(tmp_path: Path) -> Path:
+    """Return a tokenizer file with four words that also sets truncation, padding and a special token."""
     bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     tokenizer = {
         "version": "1.0",
@@ -97,19 +106,25 @@ def ids_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_ids_have_no_special_tokens_padding_or_truncation(ids_file: Path) -> None:
-    assert TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 8).tolist() == [1, 2, 3]
-    assert TemplateTokenizer(load_tokenizer(ids_file), "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
+def test_a_template_tokenizer_adds_no_special_tokens_or_padding_and_does_not_truncate(
+    word_tokenizer_file: Path,
+) -> None:
+    assert TemplateTokenizer(load_tokenizer(word_tokenizer_file)).encode("a red cube", 8).tolist() == [1, 2, 3]
+    assert TemplateTokenizer(load_tokenizer(word_tokenizer_file), "red {prompt} a").encode("cube", 8).tolist() == [
+        2,
+        3,
+        1,
+    ]
 
 
-def test_a_prompt_with_too_many_tokens_or_none_is_rejected(ids_file: Path) -> None:
+def test_a_prompt_with_too_many_tokens_or_without_tokens_is_rejected(word_tokenizer_file: Path) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2$"):
-        TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 2)
+        TemplateTokenizer(load_tokenizer(word_tokenizer_file)).encode("a red cube", 2)
     with pytest.raises(RequestError, match=r"^prompt: found no tokens, expected a few words$"):
-        TemplateTokenizer(load_tokenizer(ids_file)).encode("\u3000", 2)
+        TemplateTokenizer(load_tokenizer(word_tokenizer_file)).encode("\u3000", 2)
 
 
-def test_recorded_prompts_are_cleaned_as_in_the_published_code() -> None:
-    pairs = json.loads((FILE.parents[1] / "llamagen-captions/cleaned.json").read_text("utf-8"))
+def test_cleaned_prompts_equal_the_results_recorded_with_the_published_code() -> None:
+    pairs = json.loads((TOKENIZER_FILE.parents[1] / "llamagen-captions/cleaned.json").read_text("utf-8"))
     assert len(pairs) > 200
     assert [pair for pair in pairs if clean_caption(pair[0]) != pair[1]] == []

@@ -1,6 +1,7 @@
-"""Near-equal logits: a target that rounds differently in every pass generates the same tokens.
+"""Near-ties: a target whose logits have different rounding errors in each forward pass generates the same tokens.
 
-Choices that rounding could change are computed again, in a pass whose rounding does not depend on the batch.
+Where rounding could change the chosen token, the runtime computes the logits again, with rounding errors that do not
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyModel, ToyTarget, codes_of, decode, make_model, make_prompt, output_of, scramble
+from toy_engine import (
+    ToyModel,
+    ToyTarget,
+    collect_codes,
+    decode,
+    hash_integers,
+    make_model,
+    make_prompt,
+    make_target_output,
+)
 
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling, SpeculativeJacobi
 from lantern_rt.runtime.engine import PassInput, PassOutput
@@ -31,14 +41,24 @@ SAMPLINGS = [
     Sampling(cfg_scale=1.5, top_k=4, top_p=0.7),
     Sampling(temperature=0),
 ]
-WOBBLE = 0.05
+MAX_ROUNDING = 0.05  # maximum simulated change of the difference of two logits
 Logits = NDArray[np.float32]  # [rows, vocabulary]
 
 
-def choose_and_judge(
+def choose_and_check_tokens(
     logits: Logits, noise: Logits | None, sampling: Sampling, rounding_margin: float
 ) -> tuple[Any, Any]:
-    """Return the chosen token of every row, and whether it is decisive: further ahead than the tie margin."""
+    """Choose a token from each row of logits.
+
+    Args:
+        logits: logits, `[rows, vocabulary]`.
+        noise: Gumbel noise, `[rows, vocabulary]`; None for greedy sampling.
+        sampling: temperature and filters.
+        rounding_margin: maximum change of the difference of two scaled logits by rounding.
+
+    Returns:
+        Token of each row, and whether rounding cannot change the token; both `[rows]`.
+    """
     codes = choose_codes(logits, noise, sampling)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
@@ -47,22 +67,22 @@ def choose_and_judge(
     )
 
 
-class WobblyTarget(ToyTarget):
-    """Target whose logits change with the shape of a pass and the node: two logits move apart by up to WOBBLE."""
+class RoundingTarget(ToyTarget):
+    """Target with simulated rounding errors up to +-MAX_ROUNDING / 4, which depend on the shape of the pass."""
 
     def run(self, batch: PassInput, cache: Any) -> PassOutput:
         output = super().run(batch, cache)
         rows, nodes = batch.positions.shape
         indices = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
-        hashes = scramble(indices, rows, nodes, cache.lengths[:, None, None]) >> np.uint64(40)
-        rounding = WOBBLE / 2 * (hashes.astype(np.float64) / 2**24 - 0.5)
+        hashes = hash_integers(indices, rows, nodes, cache.lengths[:, None, None]) >> np.uint64(40)
+        rounding = MAX_ROUNDING / 2 * (hashes.astype(np.float64) / 2**24 - 0.5)
         return output._replace(logits=(output.logits + rounding).astype(np.float32))
 
 
-def wobbly_model(rounding_bound: float) -> ToyModel:
+def make_rounding_model(rounding_bound: float) -> ToyModel:
     model = make_model(vocabulary=5, codes=12)
     assert isinstance(model.target, ToyTarget)
-    return replace(model, target=WobblyTarget(**vars(model.target)), rounding_bound=rounding_bound)
+    return replace(model, target=RoundingTarget(**vars(model.target)), rounding_bound=rounding_bound)
 
 
 def generate(
@@ -74,27 +94,27 @@ def generate(
         batch_seeds = range(start, min(images, start + batch))
         prompts = [make_prompt(i, padding=i % 3) for i in batch_seeds]
         steps = list(decode(model, prompts, list(batch_seeds), sampling, method))
-        codes += codes_of(steps, len(batch_seeds))
+        codes += collect_codes(steps, len(batch_seeds))
         assert steps[-1].stats is not None
         stats.append(steps[-1].stats)
     return codes, stats
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_rounding_changes_no_token_with_any_method_and_batch_size(sampling: Sampling) -> None:
-    expected, _ = generate(wobbly_model(WOBBLE), sampling, Autoregressive(), 1)
-    assert generate(wobbly_model(WOBBLE), sampling, Autoregressive(), 5)[0] == expected
+def test_rounding_errors_change_no_token_with_any_method_and_batch_size(sampling: Sampling) -> None:
+    expected, _ = generate(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 1)
+    assert generate(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 5)[0] == expected
     for method in METHODS:
         for batch in (1, 4):
-            assert generate(wobbly_model(WOBBLE), sampling, method, batch)[0] == expected
+            assert generate(make_rounding_model(MAX_ROUNDING), sampling, method, batch)[0] == expected
     without_recomputation = [
-        generate(wobbly_model(0.0), sampling, method, 4)[0] for method in [Autoregressive(), *METHODS]
+        generate(make_rounding_model(0.0), sampling, method, 4)[0] for method in [Autoregressive(), *METHODS]
     ]
     assert any(codes != expected for codes in without_recomputation), "the rounding is too small for this test"
 
 
-def test_passes_that_decide_ties_are_counted() -> None:
-    model = wobbly_model(WOBBLE)
+def test_statistics_count_the_forward_passes_that_compute_near_ties_again() -> None:
+    model = make_rounding_model(MAX_ROUNDING)
     assert isinstance(model.target, ToyTarget)
     _, stats = generate(model, SAMPLINGS[0], Autoregressive(), 24)
     images = stats[0].per_image
@@ -104,31 +124,35 @@ def test_passes_that_decide_ties_are_counted() -> None:
     assert {image.target_passes - image.tie_passes for image in images} == {12}
     assert stats[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / image.target_passes for image in images]))
     assert not any(
-        image.tie_passes for image in generate(wobbly_model(0.0), SAMPLINGS[0], Autoregressive(), 24)[1][0].per_image
+        image.tie_passes
+        for image in generate(make_rounding_model(0.0), SAMPLINGS[0], Autoregressive(), 24)[1][0].per_image
     )
 
 
-@pytest.mark.parametrize(("count", "num_together"), [(1, 0), (2, 2), (200, 128)])
-def test_images_choose_in_one_call_as_each_would_alone_as_far_as_memory_allows(count: int, num_together: int) -> None:
+@pytest.mark.parametrize(("count", "num_in_one_call"), [(1, 0), (2, 2), (200, 128)])
+def test_choosing_tokens_for_many_images_in_one_call_gives_the_tokens_of_separate_calls(
+    count: int, num_in_one_call: int
+) -> None:
     logits = np.random.default_rng(0).normal(size=(count, 3, 5)).astype(np.float32)
     chain = DraftTree(np.arange(2), np.array([-1, 0])).tree_structure
-    rows_alone: list[int] = []
+    separate_rows: list[int] = []
 
     class CountedLayout(PassLayout):
         def logits(self, logits: Any, rows: slice, nodes: Any) -> Logits:
-            rows_alone.append(rows.start)
+            separate_rows.append(rows.start)
             return super().logits(logits, rows, nodes)
 
     layout = CountedLayout(np.arange(2), np.arange(4, 6), chain.ancestor_mask)
-    outputs = [output_of(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
+    outputs = [make_target_output(logits, chain, range(4, 6), layout, slice(i, i + 1), seed=i) for i in range(count)]
     choose_tokens_together(logits, outputs)
     expected = [choose_codes(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(count)]
     assert [[output.choose_token_without_recompute(node) for node in range(2)] for output in outputs] == expected
-    assert rows_alone == [*range(num_together, count)]
+    assert separate_rows == [*range(num_in_one_call, count)]
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, float, int]:
+def rounding_cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, float, int]:
+    """Generate logits `[3, vocabulary]`, noise, sampling settings, a rounding margin and a seed."""
     size = draw(st.integers(2, 40))
     seed = draw(st.integers(0, 2**32 - 1))
     sampling = Sampling(
@@ -148,37 +172,39 @@ def cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, float, int]
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases())
-def test_a_decisive_choice_stays_however_logits_move_within_the_margin(
+@given(rounding_cases())
+def test_a_token_that_is_robust_to_rounding_stays_the_same_for_changes_within_the_margin(
     case: tuple[Logits, Logits | None, Sampling, float, int],
 ) -> None:
     logits, noise, sampling, rounding_margin, seed = case
-    codes, decisive = choose_and_judge(logits, noise, sampling, rounding_margin)
-    max_move = (
+    codes, is_robust = choose_and_check_tokens(logits, noise, sampling, rounding_margin)
+    max_change = (
         0.49 * rounding_margin * (sampling.temperature or 1.0)
-    )  # two logits move apart by less than the tie_margin
+    )  # so the difference of two logits changes by less than the margin
     rng = np.random.default_rng(seed + 1)
     for _ in range(20):
-        moves = max_move * (
+        changes = max_change * (
             rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape)
         )
-        moved_codes = choose_codes((logits + moves).astype(np.float32), noise, sampling)
-        np.testing.assert_array_equal(moved_codes[decisive], codes[decisive])
+        changed_codes = choose_codes((logits + changes).astype(np.float32), noise, sampling)
+        np.testing.assert_array_equal(changed_codes[is_robust], codes[is_robust])
 
 
-def test_most_choices_are_decisive_and_ties_are_not() -> None:
+def test_most_choices_are_robust_to_rounding_and_ties_are_not() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(500, 64)).astype(np.float32)
     noise = rng.gumbel(size=(500, 64)).astype(np.float32)
     for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.9)):
-        _, decisive = choose_and_judge(logits, noise, sampling, 1e-3)
-        assert decisive.mean() > 0.95
-    equal = np.zeros((1, 8), np.float32)
-    assert not choose_and_judge(equal, None, Sampling(temperature=0), 1e-6)[1].any()
+        _, is_robust = choose_and_check_tokens(logits, noise, sampling, 1e-3)
+        assert is_robust.mean() > 0.95
+    equal_logits = np.zeros((1, 8), np.float32)
+    assert not choose_and_check_tokens(equal_logits, None, Sampling(temperature=0), 1e-6)[1].any()
     close_logits = np.array([400, 399.99], np.float32)
     gumbel = np.array([0, -5], np.float32)
     assert not is_robust_to_rounding(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
-    boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # either of two could be the second token of top-k 2
+    boundary_logits = np.array(
+        [[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32
+    )  # rounding decides whether token 1 or 2 is within top-k 2
     gumbel = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
-    assert not choose_and_judge(boundary, gumbel, Sampling(top_k=2), 1e-4)[1].any()
-    assert choose_and_judge(boundary, gumbel, Sampling(top_k=3), 1e-4)[1].all()
+    assert not choose_and_check_tokens(boundary_logits, gumbel, Sampling(top_k=2), 1e-4)[1].any()
+    assert choose_and_check_tokens(boundary_logits, gumbel, Sampling(top_k=3), 1e-4)[1].all()

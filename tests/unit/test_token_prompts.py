@@ -1,4 +1,4 @@
-"""Prompts as token ids: the layout of the conditional and the unconditional row."""
+"""Prompts as token ids: templates, the unconditional row, ids from the caller, and output of codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def manifest(words_bundle: Path) -> Manifest:
 
 
 class FixedTokenizer:
-    """A tokenizer that returns the same ids for every prompt, and records the number of slots."""
+    """A tokenizer that returns the same ids for every prompt, and records the maximum length that was requested."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = np.array(ids)
@@ -52,77 +52,77 @@ def make_requests(
     return request.images
 
 
-def test_conditional_and_unconditional_rows_may_differ_in_length(manifest: Manifest) -> None:
-    first, second = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
-    assert first.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
-    assert first.condition_inputs["uncond_ids"].tolist() == [[0, 133]]
-    assert tuple(real.tolist() for real in first.attention_masks) == ([True] * 6, [True] * 2)
-    assert first.condition_inputs is second.condition_inputs
-    assert (first.seed, second.seed) == (7, 8)
+def test_the_conditional_and_the_unconditional_row_may_have_different_lengths(manifest: Manifest) -> None:
+    first_image, second_image = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
+    assert first_image.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
+    assert first_image.condition_inputs["uncond_ids"].tolist() == [[0, 133]]
+    assert tuple(real.tolist() for real in first_image.attention_masks) == ([True] * 6, [True] * 2)
+    assert first_image.condition_inputs is second_image.condition_inputs
+    assert (first_image.seed, second_image.seed) == (7, 8)
 
 
-def test_the_unconditional_row_may_be_the_prompt_with_its_text_replaced(manifest: Manifest) -> None:
+def test_the_unconditional_row_may_be_the_template_with_a_fill_token_for_each_text_token(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, JANUS, [50, 51])
     assert request.condition_inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
     assert request.condition_inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
 
 
-def test_a_negative_prompt_replaces_the_unconditional_row(manifest: Manifest) -> None:
+def test_the_unconditional_row_of_a_request_with_a_negative_prompt_is_the_negative_prompt(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
     assert request.token_ids is not None
     assert request.token_ids[1].tolist() == [0, 50, 51, 140, 133]
     assert [len(real) for real in request.attention_masks] == [5, 5]
 
 
-def test_drafter_slots_read_the_next_token_of_their_row() -> None:
+def test_the_drafter_reads_the_token_after_each_position_of_the_prefix() -> None:
     rows = np.zeros((6, 4), np.float32)
     cond = np.array([0, 50, 51, 52, 140, 133])
     uncond = np.array([0, 133])
-    whole = np.ones(6, bool)
-    assert PrefixRow(rows, whole, cond).drafter_tokens(DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
-    assert PrefixRow(rows[:2], whole[:2], uncond).drafter_tokens(DrafterLayout()).tolist() == [133]
+    is_real_token = np.ones(6, bool)
+    assert PrefixRow(rows, is_real_token, cond).drafter_tokens(DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
+    assert PrefixRow(rows[:2], is_real_token[:2], uncond).drafter_tokens(DrafterLayout()).tolist() == [133]
     assert PrefixRow(rows, np.arange(6) > 1).drafter_tokens(DrafterLayout(prefix_token=3)).tolist() == [3] * 5
 
 
-def test_tokens_of_a_text_are_at_the_end_of_the_prefix_after_padding(manifest: Manifest) -> None:
+def test_a_text_shorter_than_the_prefix_is_padded_at_the_beginning(manifest: Manifest) -> None:
     text_manifest = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
-    (short,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert short.condition_inputs["token_ids"].tolist() == [[7, 1]]
-    assert short.condition_inputs["token_mask"].tolist() == [[1, 1]]
-    assert short.attention_masks[0].tolist() == [False] * 4 + [True] * 2
-    assert all(array.dtype == np.int64 for array in short.condition_inputs.values())
-    (full,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
-    assert full.attention_masks[0].all()
+    (short_image,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
+    assert short_image.condition_inputs["token_ids"].tolist() == [[7, 1]]
+    assert short_image.condition_inputs["token_mask"].tolist() == [[1, 1]]
+    assert short_image.attention_masks[0].tolist() == [False] * 4 + [True] * 2
+    assert all(array.dtype == np.int64 for array in short_image.condition_inputs.values())
+    (full_image,) = check_request(text_manifest, FixedTokenizer([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
+    assert full_image.attention_masks[0].all()
 
 
 # ---------------------------------------------------------------- ids from the caller
 
 
-def requests_of_ids(manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any) -> list[ImageRequest]:
+def make_requests_of_ids(manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
     text_manifest = manifest.model_copy(update={"condition": condition})
     return check_request(text_manifest, FixedTokenizer([50, 51]), token_ids=token_ids, **options).images  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [ANOLE, JANUS])
-def test_ids_from_the_caller_make_the_rows_of_the_prompt_with_these_ids(
+def test_token_ids_from_the_caller_give_the_same_batch_rows_as_the_prompt_text(
     manifest: Manifest, layout: TokenLayout
 ) -> None:
     (expected,) = make_requests(manifest, layout, [50, 51])
     (row,) = expected.condition_inputs["token_ids"].tolist()
-    first, second = requests_of_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
-    for image in (first, second):
+    first_image, second_image = make_requests_of_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
+    for image in (first_image, second_image):
         assert image.condition_inputs.keys() == expected.condition_inputs.keys()
         assert all(
             np.array_equal(image.condition_inputs[name], expected.condition_inputs[name])
             for name in expected.condition_inputs
         )
         assert image.prompt_or_class_id == tuple(row)
-    assert (first.seed, second.seed) == (7, 8)
+    assert (first_image.seed, second_image.seed) == (7, 8)
 
 
-def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manifest) -> None:
-    (image,) = requests_of_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
+def test_a_request_with_token_ids_may_have_a_negative_prompt(manifest: Manifest) -> None:
+    (image,) = make_requests_of_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
     assert image.negative_request is not None
     assert image.negative_request.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
 
@@ -131,10 +131,10 @@ def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manif
     ("ids", "field"),
     [
         ([0, 50, 140], "token_ids"),  # without the end of the template
-        ([50, 140, 133], "token_ids"),  # without its beginning
+        ([50, 140, 133], "token_ids"),  # without the beginning of the template
         ([0, 140, 133], "token_ids"),  # no text
-        ([0, *range(20, 30), 140, 133], "token_ids"),  # 13 of 12
-        ([0, 5000, 140, 133], "token_ids"),  # unknown
+        ([0, *range(20, 30), 140, 133], "token_ids"),  # 13 tokens, but the maximum is 12
+        ([0, 5000, 140, 133], "token_ids"),  # unknown token
         ([0, -1, 140, 133], "token_ids"),
         ([0, 1.5, 140, 133], "token_ids"),
         ([0, True, 140, 133], "token_ids"),
@@ -145,14 +145,16 @@ def test_a_negative_prompt_replaces_the_unconditional_row_of_ids(manifest: Manif
         ("0 50 140 133", "token_ids"),
     ],
 )
-def test_wrong_ids_are_rejected_by_name(manifest: Manifest, ids: Any, field: str) -> None:
+def test_wrong_token_ids_are_rejected(manifest: Manifest, ids: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        requests_of_ids(manifest, ANOLE, ids)
+        make_requests_of_ids(manifest, ANOLE, ids)
     assert caught.value.field == field
     assert caught.value.expected
 
 
-def test_ids_generate_the_image_of_their_words(words_bundle: Path, tmp_path: Path, program: Any) -> None:
+def test_token_ids_generate_the_image_of_the_prompt_with_these_tokens(
+    words_bundle: Path, tmp_path: Path, program: Any
+) -> None:
     bundle = open_bundle(words_bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     assert tokenizer is not None
@@ -178,7 +180,7 @@ def test_ids_generate_the_image_of_their_words(words_bundle: Path, tmp_path: Pat
         assert (code, "ids" in err.splitlines()[-1], len(err.splitlines())) == (2, True, 1)
 
 
-def test_codes_of_a_bundle_with_pixels_are_written_beside_the_image(
+def test_option_codes_writes_the_tokens_of_images_to_npz_files_instead_of_png_files(
     words_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
     command = ["run", words_bundle, "red cube", "--seed", 3, "--threads", 1]

@@ -1,4 +1,4 @@
-"""Captions as word ids, and the errors of captions and files that do not fit."""
+"""The word tokenizer: prompts of known words as token ids, and errors of wrong prompts and tokenizer files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import error_of
+from refusals import catch_error
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.files import EMBEDDED
@@ -18,8 +18,8 @@ from lantern_rt.text.words import WordTokenizer, read_word_tokenizer
 WORDS = ["<pad>", "<unk>", "a", "ball", "blue", "cube", "on", "red", "snow", "under"]
 
 
-def tokenizer_json(**model: Any) -> dict[str, Any]:
-    """Return the content of `tokenizer.json` in the layout of the `tokenizers` library."""
+def make_tokenizer_json(**model: Any) -> dict[str, Any]:
+    """Return the content of a `tokenizer.json` of the `tokenizers` library, with other fields of `model`."""
     defaults = {"type": "WordLevel", "unk_token": "<unk>", "vocab": {word: i for i, word in enumerate(WORDS)}}
     return {"version": "1.0", "added_tokens": [], "model": defaults | model}
 
@@ -31,11 +31,11 @@ def write_json(path: Path, data: Any) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> WordTokenizer:
-    return read_word_tokenizer(write_json(tmp_path / "tokenizer.json", tokenizer_json()))
+    return read_word_tokenizer(write_json(tmp_path / "tokenizer.json", make_tokenizer_json()))
 
 
-def encode_error(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
-    error = error_of(RequestError, tokenizer.encode, prompt, slots)
+def get_encode_error(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
+    error = catch_error(RequestError, tokenizer.encode, prompt, slots)
     assert "\n" not in str(error)
     return str(error)
 
@@ -49,31 +49,35 @@ def test_words_are_encoded_as_ids_padded_on_the_right(tokenizer: WordTokenizer) 
 
 
 def test_the_error_of_an_unknown_word_names_the_most_similar_known_word(tokenizer: WordTokenizer) -> None:
-    message = encode_error(tokenizer, "a rad ball under xylophones")
+    message = get_encode_error(tokenizer, "a rad ball under xylophones")
     assert "unknown words 'rad' (did you mean red?), 'xylophones', expected words among the 8" in message
-    assert "and 2 more" in encode_error(tokenizer, "zzz yyy xxx www vvv")
-    assert "did you mean" not in encode_error(tokenizer, "a bon")  # `on` is not similar enough
+    assert "and 2 more" in get_encode_error(tokenizer, "zzz yyy xxx www vvv")
+    assert "did you mean" not in get_encode_error(tokenizer, "a bon")  # `on` is not similar enough
 
 
-def test_all_words_are_listed_unless_there_are_examples(tokenizer: WordTokenizer) -> None:
-    assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in encode_error(tokenizer, "dragon")
+def test_the_error_of_an_unknown_word_lists_all_known_words_or_words_of_example_prompts(
+    tokenizer: WordTokenizer,
+) -> None:
+    assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in get_encode_error(tokenizer, "dragon")
     with_examples = replace(tokenizer, example_prompts=("a blue ball under snow",))
-    assert "this model knows, such as blue, ball, under;" in encode_error(with_examples, "dragon")
+    assert "this model knows, such as blue, ball, under;" in get_encode_error(with_examples, "dragon")
 
 
 @pytest.mark.parametrize("prompt", ["<pad>", "a <unk>", "3 ball", "a café ball", "球"])
-def test_special_tokens_digits_and_foreign_letters_are_unknown_words(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert "unknown word" in encode_error(tokenizer, prompt)
+def test_special_tokens_digits_and_letters_other_than_a_to_z_are_unknown_words(
+    tokenizer: WordTokenizer, prompt: str
+) -> None:
+    assert "unknown word" in get_encode_error(tokenizer, prompt)
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n", "?!...", "🙂"])
 def test_a_prompt_without_words_is_rejected(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert encode_error(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
+    assert get_encode_error(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
 
 
-def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
-    assert len(encode_error(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
-    assert encode_error(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; remove 3"
+def test_the_error_of_a_prompt_with_too_many_words_says_how_many_to_remove(tokenizer: WordTokenizer) -> None:
+    assert len(get_encode_error(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
+    assert get_encode_error(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; remove 3"
 
 
 @pytest.mark.parametrize(
@@ -82,15 +86,15 @@ def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
         (None, "expected a tokenizer"),
         (b"\xff{", "expected a tokenizer"),
         ([], "expected a tokenizer"),
-        (tokenizer_json(type="BPE"), "`model.type`.*WordLevel"),
-        (tokenizer_json(unk_token="?"), "`model.unk_token`.*<unk>"),
-        (tokenizer_json(vocab=None), "`model.vocab`"),
-        (tokenizer_json(vocab={"<pad>": 0, "<unk>": "1"}), "`model.vocab.<unk>`.*whole number"),
-        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "a": 3}), "`model.vocab`.*each once"),
-        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "a": 1}), "`model.vocab`.*each once"),
-        (tokenizer_json(vocab={"a": 0, "<unk>": 1, "<pad>": 2}), "`model.vocab`.*<pad> with id 0"),
-        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1}), "`model.vocab`.*then words"),
-        (tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "Red\n": 2}), "`model.vocab`.*letters a to z"),
+        (make_tokenizer_json(type="BPE"), "`model.type`.*WordLevel"),
+        (make_tokenizer_json(unk_token="?"), "`model.unk_token`.*<unk>"),
+        (make_tokenizer_json(vocab=None), "`model.vocab`"),
+        (make_tokenizer_json(vocab={"<pad>": 0, "<unk>": "1"}), "`model.vocab.<unk>`.*whole number"),
+        (make_tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "a": 3}), "`model.vocab`.*each once"),
+        (make_tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "a": 1}), "`model.vocab`.*each once"),
+        (make_tokenizer_json(vocab={"a": 0, "<unk>": 1, "<pad>": 2}), "`model.vocab`.*<pad> with id 0"),
+        (make_tokenizer_json(vocab={"<pad>": 0, "<unk>": 1}), "`model.vocab`.*then words"),
+        (make_tokenizer_json(vocab={"<pad>": 0, "<unk>": 1, "Red\n": 2}), "`model.vocab`.*letters a to z"),
     ],
 )
 def test_a_file_that_is_not_a_word_tokenizer_is_rejected(tmp_path: Path, data: Any, expected: str) -> None:
@@ -103,7 +107,7 @@ def test_a_file_that_is_not_a_word_tokenizer_is_rejected(tmp_path: Path, data: A
         read_word_tokenizer(path)
 
 
-def test_the_tokenizers_library_encodes_the_same_ids() -> None:
+def test_the_word_tokenizer_returns_the_same_ids_as_the_tokenizers_library() -> None:
     path = EMBEDDED / "scenes" / "tokenizer.json"
     words = read_word_tokenizer(path)
     library = Tokenizer.from_file(str(path))

@@ -1,4 +1,4 @@
-"""Shapes of draft trees, draft trees with tokens, names of trees, and the published static trees."""
+"""Draft trees: shapes, attention masks, names, and the published static trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import error_of
+from refusals import catch_error
 
 from lantern_rt.errors import TreeError
 from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
@@ -31,14 +31,14 @@ OUR_NAMES = {
 
 @st.composite
 def parent_lists(draw: st.DrawFn) -> np.ndarray:
-    """Generate the parents of a random tree whose nodes are numbered in order of creation."""
+    """Generate the parent of each node of a random tree; the root is node 0 with parent -1."""
     count = draw(st.integers(1, 20))
     return np.array([-1] + [draw(st.integers(0, node - 1)) for node in range(1, count)], np.int64)
 
 
 @st.composite
 def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
-    """Generate the paths of a random valid tree, shuffled."""
+    """Generate the paths of a random static tree in random order; a path has a child index for each level."""
     paths: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 20))):
         parent = draw(st.sampled_from([(), *paths]))
@@ -51,7 +51,7 @@ def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("published", OUR_NAMES)
-def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(published: str) -> None:
+def test_a_published_tree_has_the_recorded_paths_masks_depths_leaves_and_siblings(published: str) -> None:
     golden = GOLDEN[published]
     shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
@@ -66,17 +66,17 @@ def test_a_published_tree_has_its_nodes_masks_depths_leaves_and_siblings(publish
     )
     ordered = DraftTree(np.arange(shape.num_nodes), shape.parents, leaf_order=[path[-1] for path in leaves])
     assert ordered.tree_structure.children == tree.tree_structure.children, (
-        "leaf order and node order try siblings alike"
+        "siblings have the same order by leaves and by node numbers"
     )
-    for path, earlier in zip(verify["retrieve_indices"], verify["b_indices"], strict=True):
-        for node, siblings in zip(path[1:], earlier[1:], strict=True):
+    for path, earlier_siblings in zip(verify["retrieve_indices"], verify["b_indices"], strict=True):
+        for node, siblings in zip(path[1:], earlier_siblings[1:], strict=True):
             if node > 0:
                 assert siblings == [n for n in shape.children[shape.parents[node]].tolist() if n < node]
 
 
 @pytest.mark.parametrize("published", OUR_NAMES)
-def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) -> None:
-    """Check which of the ten candidates per node are expanded, and which nodes each of them attends to."""
+def test_the_drafter_expands_a_published_tree_as_the_published_code_does(published: str) -> None:
+    """Check which of the ten candidates of each node are expanded, and to which nodes each expanded node attends."""
     draft = GOLDEN[published]["draft"]
     shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTree)
@@ -84,10 +84,10 @@ def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) 
     assert len(levels) - 1 == len(draft["tree_indices"])
     expanded: list[int] = []
     mask = DraftTree(np.zeros(shape.num_nodes, np.int64), shape.parents).tree_structure.ancestor_mask
-    for above, level, indices, attended in zip(
+    for parent_level, level, indices, attended in zip(
         levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False
     ):
-        slots = {int(node): slot for slot, node in enumerate(above)}
+        slots = {int(node): slot for slot, node in enumerate(parent_level)}
         ranks = [shape.paths[node - 1][-1] for node in level]
         assert indices == [slots[int(shape.parents[n])] * 10 + rank for n, rank in zip(level, ranks, strict=True)]
         expanded += level.tolist()
@@ -98,7 +98,7 @@ def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) 
 
 
 @given(path_sets())
-def test_a_static_tree_numbers_nodes_by_length_and_path_whatever_order_they_are_given_in(
+def test_a_static_tree_sorts_paths_by_length_and_then_by_child_index(
     paths: list[tuple[int, ...]],
 ) -> None:
     shape = StaticTree(tuple(paths))
@@ -112,7 +112,9 @@ def test_a_static_tree_numbers_nodes_by_length_and_path_whatever_order_they_are_
 
 
 @given(path_sets())
-def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, ...]]) -> None:
+def test_the_levels_of_a_static_tree_contain_every_inner_node_once_at_the_right_depth(
+    paths: list[tuple[int, ...]],
+) -> None:
     shape = StaticTree(tuple(paths))
     assert len(shape.levels) == max(map(len, paths))
     assert sorted(np.concatenate(shape.levels).tolist()) == sorted(set(shape.parents[1:].tolist()))
@@ -121,22 +123,22 @@ def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("paths", "fault"),
+    ("paths", "expected_fault"),
     [
         ((), "no paths"),
         (((0,), (0,)), "a path twice"),
-        (((0,), (1, 0)), "path [1, 0]"),  # without its parent
+        (((0,), (1, 0)), "path [1, 0]"),  # the parent path [1] is missing
         (((0, 0),), "path [0, 0]"),
-        (((0,), (2,)), "path [2]"),  # without its sibling
+        (((0,), (2,)), "path [2]"),  # the sibling path [1] is missing
         (((1,),), "path [1]"),
         (((),), "path []"),
         (((-1,),), "path [-1]"),
         (tuple((n,) for n in range(513)), "514 nodes"),
     ],
 )
-def test_a_malformed_static_tree_is_rejected(paths: Any, fault: str) -> None:
-    error = error_of(TreeError, StaticTree, paths)
-    assert (error.field, error.found) == ("tree", fault)
+def test_a_malformed_static_tree_is_rejected(paths: Any, expected_fault: str) -> None:
+    error = catch_error(TreeError, StaticTree, paths)
+    assert (error.field, error.found) == ("tree", expected_fault)
 
 
 @pytest.mark.parametrize("sizes", [(1, 5, 10), (10, 0, 10), (10, 5, 0), (5, 1, 3), (59, 2, 5), (129, 5, 10)])
@@ -149,7 +151,7 @@ def test_a_dynamic_tree_with_impossible_sizes_is_rejected(sizes: tuple[int, int,
 
 
 @given(parent_lists())
-def test_the_ancestor_mask_holds_exactly_the_path_to_every_node(parents: np.ndarray) -> None:
+def test_the_ancestor_mask_of_a_node_contains_exactly_the_path_from_the_root(parents: np.ndarray) -> None:
     tree = DraftTree(np.arange(len(parents)), parents)
     for node in range(tree.num_nodes):
         path = tree.path_to(node)
@@ -160,22 +162,24 @@ def test_the_ancestor_mask_holds_exactly_the_path_to_every_node(parents: np.ndar
 
 
 @given(parent_lists(), st.randoms(use_true_random=False))
-def test_a_nodes_leaf_rank_is_that_of_the_first_leaf_below_and_orders_siblings(
+def test_the_leaf_rank_of_a_node_is_the_rank_of_its_first_leaf_and_orders_siblings(
     parents: np.ndarray, random: Any
 ) -> None:
-    plain = DraftTree(np.arange(len(parents)), parents)
-    leaves = [node for node in range(plain.num_nodes) if not plain.tree_structure.children[node]]
+    tree_without_order = DraftTree(np.arange(len(parents)), parents)
+    leaves = [
+        node for node in range(tree_without_order.num_nodes) if not tree_without_order.tree_structure.children[node]
+    ]
     random.shuffle(leaves)
     tree = DraftTree(np.arange(len(parents)), parents, leaf_order=leaves)
     for node in range(tree.num_nodes):
         ranks_below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
         assert tree.tree_structure.leaf_rank[node] == min(ranks_below)
-        assert tuple(sorted(tree.tree_structure.children[node])) == plain.tree_structure.children[node]
+        assert tuple(sorted(tree.tree_structure.children[node])) == tree_without_order.tree_structure.children[node]
         ranks = [int(tree.tree_structure.leaf_rank[child]) for child in tree.tree_structure.children[node]]
         assert ranks == sorted(ranks)
 
 
-def test_a_cached_tree_structure_is_one_object_for_the_garbage_collector() -> None:
+def test_a_cached_tree_structure_adds_at_most_two_objects_to_the_garbage_collector() -> None:
     def count_objects() -> int:
         gc.collect()
         return len(gc.get_objects())
@@ -191,7 +195,7 @@ def test_a_cached_tree_structure_is_one_object_for_the_garbage_collector() -> No
 # ---------------------------------------------------------------- names and files
 
 
-def test_names_describe_chains_and_dynamic_trees_with_defaults() -> None:
+def test_tree_names_describe_chains_and_dynamic_trees_and_may_omit_sizes() -> None:
     chain = parse_tree("chain-3")
     assert isinstance(chain, StaticTree)
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
@@ -202,11 +206,11 @@ def test_names_describe_chains_and_dynamic_trees_with_defaults() -> None:
 @pytest.mark.parametrize(
     "name", ["", "oak", "chain", "chain-0", "chain--1", "dynamic", "dynamic-1", "dynamic-9-9", "tree-2-1", "oak.json"]
 )
-def test_other_names_are_rejected(name: str) -> None:
+def test_invalid_tree_names_are_rejected(name: str) -> None:
     with pytest.raises(TreeError):
         parse_tree(name)
 
 
-def test_a_static_tree_is_named_by_digits_for_each_level() -> None:
+def test_the_name_of_a_static_tree_has_a_digit_for_the_children_of_each_node() -> None:
     assert parse_tree("tree-2-10-1") == StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
     assert parse_tree("tree-a") == StaticTree(tuple((rank,) for rank in range(10)))

@@ -1,4 +1,4 @@
-"""Running methods in turns: the requests, their order, and the results."""
+"""Comparison of methods: the requests, the order in which methods run, and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("turns") / "tiny"), threads=1)
 
 
-def test_requests_repeat_all_prompts_with_new_seeds() -> None:
+def test_a_batch_takes_the_next_prompts_and_repeats_prompts_with_new_seeds() -> None:
     prompts = Prompts("prompts", PROMPTS)
     red, green, snow = PROMPTS
     assert prompts.request(0, 2) == {"prompts": [red, green], "seed": [10_000, 10_001]}
@@ -32,7 +32,7 @@ def test_requests_repeat_all_prompts_with_new_seeds() -> None:
 
 @pytest.mark.parametrize("images", [1, 2, 3, 4, 7, 100])
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_every_prompt_is_requested_with_every_seed_once(images: int, seeds: int) -> None:
+def test_the_batches_contain_every_prompt_once_with_every_seed(images: int, seeds: int) -> None:
     pairs = []
     for request in Prompts("prompts", PROMPTS).requests(images, seeds, 100):
         assert len(request["prompts"]) <= images
@@ -40,25 +40,25 @@ def test_every_prompt_is_requested_with_every_seed_once(images: int, seeds: int)
     assert pairs == [(prompt, 100 + seeds * i + k) for i, prompt in enumerate(PROMPTS) for k in range(seeds)]
 
 
-def test_prompts_come_from_a_file_the_bundle_classes_or_embeddings(tmp_path: Path) -> None:
+def test_prompts_are_read_from_a_file_or_from_the_bundle_or_are_class_ids_or_embeddings(tmp_path: Path) -> None:
     text = tmp_path / "prompts.txt"
     text.write_text("\n".join(PROMPTS) + "\n\n")
-    words = open_bundle(make_tiny_bundle(tmp_path / "words"))
-    assert read_bundle_prompts(words, text, 2) == Prompts("prompts", list(PROMPTS[:2]))
-    classes = open_bundle(make_tiny_bundle(tmp_path / "classes", "class"))
-    assert read_bundle_prompts(classes, None, 3) == Prompts("class_ids", [0, 3, 6])
-    assert read_bundle_prompts(classes) == Prompts("class_ids", list(range(10)))
-    scenes = open_bundle("scenes")
-    assert read_bundle_prompts(scenes).items == scenes.path("prompts").read_text().splitlines()
-    taking_embeddings = open_bundle(make_tiny_bundle(tmp_path / "embeddings", "embeddings"))
+    text_bundle = open_bundle(make_tiny_bundle(tmp_path / "words"))
+    assert read_bundle_prompts(text_bundle, text, 2) == Prompts("prompts", list(PROMPTS[:2]))
+    class_bundle = open_bundle(make_tiny_bundle(tmp_path / "classes", "class"))
+    assert read_bundle_prompts(class_bundle, None, 3) == Prompts("class_ids", [0, 3, 6])
+    assert read_bundle_prompts(class_bundle) == Prompts("class_ids", list(range(10)))
+    scenes_bundle = open_bundle("scenes")
+    assert read_bundle_prompts(scenes_bundle).items == scenes_bundle.path("prompts").read_text().splitlines()
+    embeddings_bundle = open_bundle(make_tiny_bundle(tmp_path / "embeddings", "embeddings"))
     np.savez(tmp_path / "texts.npz", embeddings=np.ones((2, 3, CAPTION), np.float32))
-    request = read_bundle_prompts(taking_embeddings, tmp_path / "texts.npz").request(0, 2)
+    request = read_bundle_prompts(embeddings_bundle, tmp_path / "texts.npz").request(0, 2)
     assert [part.shape for part in request["embeddings"]] == [(2, 3, CAPTION), (2, 3)]
     for bundle, path, count, field in (
-        (classes, text, None, "prompts"),
-        (words, None, None, "prompts"),
-        (words, text, 0, "count"),
-        (taking_embeddings, None, None, "prompts"),
+        (class_bundle, text, None, "prompts"),
+        (text_bundle, None, None, "prompts"),
+        (text_bundle, text, 0, "count"),
+        (embeddings_bundle, None, None, "prompts"),
     ):
         with pytest.raises(RequestError) as error:
             read_bundle_prompts(bundle, path, count)
@@ -66,7 +66,7 @@ def test_prompts_come_from_a_file_the_bundle_classes_or_embeddings(tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["bench", "train-drafter data"])
-def test_every_prompt_is_checked_before_loading_and_the_error_names_file_and_line(
+def test_a_wrong_prompt_in_a_file_is_rejected_before_loading_with_file_and_line(
     program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     if command == "train-drafter data":
@@ -79,20 +79,20 @@ def test_every_prompt_is_checked_before_loading_and_the_error_names_file_and_lin
     assert err.startswith("lantern-rt: prompts.txt:4: found unknown word 'zebra'")
 
 
-def test_every_turn_begins_with_another_method_and_likelihoods_come_last(
+def test_each_batch_runs_the_methods_in_rotated_order_and_then_computes_likelihoods(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
-    def recording(name: str, function: Any) -> Any:
-        def record(*arguments: Any, **options: Any) -> Any:
+    def make_recorder(name: str, function: Any) -> Any:
+        def record_call(*arguments: Any, **options: Any) -> Any:
             calls.append(f"{name} {options['method']}")
             return function(*arguments, **options)
 
-        return record
+        return record_call
 
     for name in ("stream", "likelihoods"):
-        monkeypatch.setattr(pipeline, name, recording(name, getattr(pipeline, name)))
+        monkeypatch.setattr(pipeline, name, make_recorder(name, getattr(pipeline, name)))
     methods = parse_methods(["sjd", "eagle"], {}, pipeline.bundle)
     requests = [Prompts("prompts", PROMPTS).request(i, 1) for i in range(3)]
     turns = list(run_methods_in_turns(pipeline, methods, requests))
@@ -102,7 +102,7 @@ def test_every_turn_begins_with_another_method_and_likelihoods_come_last(
     assert [call.split()[0] for call in calls] == (["stream"] * 3 + ["likelihoods"] * 3) * 3
 
 
-def test_a_run_has_the_result_of_the_pipeline_without_unrequested_work(pipeline: Pipeline) -> None:
+def test_running_a_method_gives_the_result_of_the_pipeline_and_omits_unrequested_work(pipeline: Pipeline) -> None:
     request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
     method = ComparedMethod("relaxed", {"method": "lantern++", "temperature": 0.9})
     run_result = run_method(pipeline, method, request)
@@ -117,11 +117,11 @@ def test_a_run_has_the_result_of_the_pipeline_without_unrequested_work(pipeline:
         result.codes, **request, temperature=0.9
     )
     assert run_method(pipeline, method, request, make_images=False).images == []
-    ((unscored,),) = run_methods_in_turns(pipeline, [method], [request], with_likelihoods=False)
-    assert (len(unscored.images), unscored.likelihoods) == (2, [])
+    ((result_without_likelihoods,),) = run_methods_in_turns(pipeline, [method], [request], with_likelihoods=False)
+    assert (len(result_without_likelihoods.images), result_without_likelihoods.likelihoods) == (2, [])
 
 
-def test_parameters_of_a_method_string_are_settings_and_ar_comes_first(pipeline: Pipeline) -> None:
+def test_methods_are_parsed_with_their_parameters_and_ar_is_the_first_method(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=3:tree=chain-3", " sjd"], {"temperature": 0.5}, pipeline.bundle)
     assert [method.label for method in methods] == ["ar", "lantern++:lambda=3:tree=chain-3", "sjd"]
     settings = pipeline(PROMPTS[0], **methods[1].options).settings.as_dict()

@@ -1,4 +1,4 @@
-"""Types reach a user's program, also from an editable install: mypy finds a misspelt option."""
+"""Type annotations of the package: mypy finds misspelt options in the program of a user."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ async def main() -> None:
             print(step.done / step.totl)
     await AsyncPipeline.from_bundle("scenes", thread=1)
 """
-MISSPELT = {5: "widow", 11: "temprature", 12: "sed", 13: "totl", 14: "thread"}
+MISSPELT_NAMES = {5: "widow", 11: "temprature", 12: "sed", 13: "totl", 14: "thread"}
 
 
-def test_mypy_finds_what_is_misspelt_in_a_users_program_and_nothing_else(tmp_path: Path) -> None:
+def test_mypy_reports_exactly_the_misspelt_names_in_a_program_that_uses_the_package(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--strict", "--hide-error-context", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    errors = [line.split(":", 2) for line in done.stdout.splitlines() if ": error: " in line]
-    assert [int(line) for _, line, _ in errors] == list(MISSPELT), done.stdout + done.stderr
-    for (_, _, text), word in zip(errors, MISSPELT.values(), strict=True):
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    errors = [line.split(":", 2) for line in process.stdout.splitlines() if ": error: " in line]
+    assert [int(line) for _, line, _ in errors] == list(MISSPELT_NAMES), process.stdout + process.stderr
+    for (_, _, text), word in zip(errors, MISSPELT_NAMES.values(), strict=True):
         assert f'"{word}"' in text

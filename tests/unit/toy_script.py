@@ -1,4 +1,4 @@
-"""Replaces random streams in a run, and runs every combination of random choices with its probability."""
+"""Scripted random numbers: run a function once for every combination of random choices, with the probability."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from lantern_rt.runtime.sampling import Probabilities
 
 @dataclass
 class Script:
-    """Makes every random choice of a run by plan; `runs` goes through all plans.
+    """Replacement of a random generator, which makes every choice by a plan. `runs` tries all plans.
 
-    Choices made before `armed` is set come from `seed`, the same in every run.
+    Choices before `follows_plan` is set are random with a fixed seed, and so the same in every run.
 
     Attributes:
-        seed: seed of the choices made before `armed`.
-        plan: number of the option that each choice takes, in order; later choices take option 0.
+        seed: seed of the choices before `follows_plan` is set.
+        plan: index of the chosen option of each choice, in order; later choices take option 0.
     """
 
     seed: int
     plan: list[int] = field(default_factory=list)
 
     def runs(self) -> Iterator[Script]:
-        """Yield this script once for each plan; `weight` is then the probability of the run."""
+        """Yield this script once for each plan. After a run, `weight` is the probability of its choices."""
         while True:
             self.rng = np.random.default_rng(self.seed)
-            self.armed = False
+            self.follows_plan = False
             self.weight: float = 1.0
             self.num_choices: int = 0
             self.option_counts: list[int] = []
-            self.bounds: dict[int, tuple[float, float]] = {}  # of the uniform number of each position
+            # interval that contains the uniform number of each position, by the comparisons so far
+            self.bounds: dict[int, tuple[float, float]] = {}
             yield self
             plan = [*self.plan, *[0] * (self.num_choices - len(self.plan))]
             while plan and plan[-1] + 1 == self.option_counts[len(plan) - 1]:
@@ -43,10 +44,10 @@ class Script:
             self.plan = [*plan[:-1], plan[-1] + 1]
 
     def choose(self, weights: NDArray[np.float64]) -> int:
-        """Choose an option with positive weight, by plan."""
+        """Return the index of an option with positive weight: the option of the plan, or a random option."""
         possible = np.flatnonzero(weights > 0)
         probabilities = weights[possible] / weights.sum()
-        if not self.armed:
+        if not self.follows_plan:
             return int(possible[self.rng.choice(len(possible), p=probabilities)])
         option = self.plan[self.num_choices] if self.num_choices < len(self.plan) else 0
         self.option_counts.append(len(possible))
@@ -55,7 +56,10 @@ class Script:
         return int(possible[option])
 
     def below(self, position: int, threshold: float) -> bool:
-        """Choose whether the uniform number of a position is below `threshold`, consistently with earlier choices."""
+        """Choose whether the uniform number of a position is below `threshold`.
+
+        The choice does not contradict earlier comparisons of the same number.
+        """
         low, high = self.bounds.get(position, (0.0, 1.0))
         middle = min(max(threshold, low), high)
         is_below = self.choose(np.array([middle - low, high - middle])) == 0
@@ -63,24 +67,24 @@ class Script:
         return is_below
 
     def at(self, position: int) -> PositionStream:
-        """Return a stream whose every number is the uniform number of `position`."""
+        """Return a stream that returns the uniform number of `position` at each call."""
         return PositionStream(self, position)
 
     def random(self) -> LazyUniform:
-        """Stand in for `Generator.random`."""
+        """Replace `Generator.random`: return a number that is chosen when it is compared."""
         return LazyUniform(self)
 
     def draw(self, distribution: Probabilities, rng: object) -> int:
-        """Stand in for `runtime.sampling.sample`."""
+        """Replace `runtime.sampling.sample_code`: return a token of `distribution` by the plan."""
         return self.choose(distribution)
 
 
 @dataclass(frozen=True)
 class LazyUniform:
-    """A uniform number that is not drawn yet: a comparison chooses on which side of the threshold it lies."""
+    """A uniform number whose value is not chosen yet. A comparison chooses whether it is below the threshold."""
 
     script: Script
-    position: int | None = None  # position that the number belongs to; None: a new number for each comparison
+    position: int | None = None  # position of the number in the sequence; None: a new number for each comparison
 
     def __le__(self, threshold: float) -> bool:
         if self.position is not None:
@@ -92,7 +96,7 @@ class LazyUniform:
 
 @dataclass(frozen=True)
 class PositionStream:
-    """A random stream that repeats the uniform number of one position."""
+    """A random stream that returns the uniform number of one position at each call."""
 
     script: Script
     position: int

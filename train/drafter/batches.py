@@ -1,4 +1,7 @@
-"""Training batches: the tokens and hidden states that the drafter reads, and the slots of its image predictions."""
+"""Training batches: the tokens and hidden states that the drafter reads, and the slots that predict image tokens.
+
+Slot p of a drafter's sequence reads the target's hidden state at position p and the token at position p + 1.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class TrainingBatch(NamedTuple):
     """Sequences of several images, padded on the right; the rows of one image follow each other.
 
     Args:
-        tokens: int64 `[rows, slots]`.
+        tokens: token ids that the drafter reads, int64 `[rows, slots]`.
         states: the target's hidden states at all positions, float32 `[rows, slots + 1, width]`.
         first_image_slots: int64 `[rows]`, the slot of each row that reads the first image token. The loss at depth `d`
             begins `d` slots later.
@@ -46,8 +49,11 @@ class TrainingBatch(NamedTuple):
         return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 
     def select_target_states(self, depth: int) -> Tensor:
-        """Select the target's hidden states that `predictions` of this depth should equal; the same shape."""
-        return self.select_predictions(self.states[:, 1:], depth)
+        """Select the target's hidden states that the drafter should predict at a depth.
+
+        The shape is that of `select_predictions` for the same depth.
+        """
+        return self.select_predictions(self.states[:, 1:], depth)  # slot p predicts the state at position p + 1
 
 
 def make_training_batch(
@@ -68,6 +74,7 @@ def make_training_batch(
         image, source = shards.read_image(index)
         for row in range(rows_per_image):
             prefix = int(image.prefix_lengths[0, row])
+            # The last image token predicts nothing, so neither the token nor its state is needed.
             tokens.append(np.concatenate([image.tokens[0, row, : prefix - 1], image.codes[0, :-1] + code_offset]))
             states.append(image.states[0, row, : prefix + source.num_cells - 1])
     slots = max(map(len, tokens))
@@ -87,6 +94,7 @@ def select_shuffled_images(image_indices: list[int], seed: int, start: int, coun
 
     Args:
         image_indices: indices of all training images.
+        seed: seed of the shuffling.
         start: number of images that earlier steps used.
         count: number of images to select.
     """

@@ -1,9 +1,9 @@
 """Generation of training data: images that a bundle's target generates, written as shards.
 
-In decoding, a drafter only reads tokens that the target generates under guidance, so it is trained on generated images.
-If a bundle has several image sizes, each shard has images of one size.
-They are generated exactly, with windows (`sjd`); unaccepted drafts of the windows are stored for training draft heads.
-Hidden states are computed by the bundle's engine, as in decoding.
+In decoding, a drafter reads only tokens that the target samples with guidance, so it is trained on generated images.
+If a bundle has several image sizes, each shard has images of one size. The images are generated with speculative Jacobi
+decoding (`sjd`), which does not change the target's distribution. Its unaccepted draft tokens are stored for training
+draft heads. The bundle's engine computes the hidden states, as in decoding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...runtime.state import Prompt
 from .shards import Shard, TrainingImages, describe_shard_source, shard_path, write_shard
 
 IMAGES_PER_SHARD = 64  # maximum number
-_SHARD_BYTES = 2 << 30  # maximum size of a shard with several images; training data are made in memory
+_SHARD_BYTES = 2 << 30  # maximum size of a shard with several images, since a shard is built in memory
 FIRST_SEED = 700_000  # `bench` uses other seeds
 _METHOD = "sjd:window=7"
 _MAX_UNACCEPTED = 2  # unaccepted drafts stored per forward pass: the first after the accepted tokens
@@ -39,20 +39,23 @@ Codes = NDArray[np.integer[Any]]
 
 
 def estimate_shard_bytes(manifest: Manifest, num_images: int, image_sizes: Sequence[Size]) -> int:
-    """Return an upper bound of the shards' bytes on disk, for prefixes of the maximum length.
+    """Return an upper bound of the bytes that shards need on disk, with prefixes of the maximum length.
 
     Args:
-        image_sizes: image sizes; the largest counts.
+        manifest: manifest of the bundle that generates the images.
+        num_images: number of images in all shards.
+        image_sizes: sizes of the images; the largest determines the result.
     """
     num_cells = max(size.codes for size in image_sizes)
     prefix = manifest.condition.prefix
+    # Per image: int32 tokens, prefix tokens, cells and codes; then float16 hidden states of two rows.
     numbers = 4 * (num_cells + 2 * prefix) + 8 * num_cells
     return num_images * (numbers + 2 * 2 * (prefix + 2 * num_cells) * manifest.target.hidden_size)
 
 
 def choose_images_per_shard(manifest: Manifest, image_sizes: Sequence[Size]) -> int:
     """Return the number of images per shard, 1 .. `IMAGES_PER_SHARD`."""
-    # hidden states of two rows in float16, after the tokens and after unaccepted drafts
+    # Hidden states dominate: 2 bytes (float16) x 2 rows x 2 kinds (after image tokens, after unaccepted drafts).
     image_bytes = 2 * 2 * 2 * max(size.codes for size in image_sizes) * manifest.target.hidden_size
     return max(1, min(IMAGES_PER_SHARD, _SHARD_BYTES // image_bytes))
 
@@ -72,7 +75,7 @@ def generate_shards(
         prompts: prompts, repeated with new seeds as often as necessary.
         min_images: minimum number of images; it is rounded up to whole shards.
         output_folder: folder of the shards.
-        image_sizes: image sizes, in turn for each shard; none: all sizes of the bundle.
+        image_sizes: image sizes, which the shards take in turn; empty: all sizes of the bundle.
         images_per_shard: number of images per file; None: `choose_images_per_shard`.
 
     Yields:
@@ -124,9 +127,8 @@ def compute_hidden_states(
     layout = manifest.layout(manifest.size(size))
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
-    sampled = np.array(
-        [layout.token_position(cell) - 1 for cell in range(layout.num_codes)]
-    )  # position before each cell
+    # The state at the position before a token predicts the token.
+    sampled = np.array([layout.token_position(cell) - 1 for cell in range(layout.num_codes)])
     states = compute_sequence_states(model, layout, rows, known)
     return [
         np.concatenate([row_states[: len(row.embeds) - 1], row_states[len(row.embeds) + sampled]])
@@ -135,7 +137,13 @@ def compute_hidden_states(
 
 
 class _UnacceptedDrafts:
-    """Stores the first unaccepted draft tokens of each pass and the target's hidden states after them."""
+    """Buffer for the first unaccepted draft tokens of each forward pass and the target's hidden states after them.
+
+    Args:
+        num_images: number of images that are generated.
+        cells: maximum number of stored drafts per image, the number of cells of the image grid.
+        hidden_size: size of hidden states.
+    """
 
     def __init__(self, num_images: int, cells: int, hidden_size: int) -> None:
         self.counts = [0] * num_images
@@ -170,7 +178,7 @@ def _generate_codes(pipeline: Pipeline, request: dict[str, Any], progress: Progr
     drafts = _UnacceptedDrafts(num_images, num_codes, pipeline.bundle.manifest.target.hidden_size)
     codes = np.zeros((num_images, num_codes), np.int32)
     filled = [0] * num_images
-    # states of both rows are stored
+    # `cfg_tokens` would stop computing unconditional rows after some tokens, but the states of both rows are stored.
     plan = replace(plan, sampling=plan.sampling.model_copy(update={"cfg_tokens": None}))
     steps = decode(
         prepared.model(), plan, prepared.prompts(), prepared.seeds, prepared.max_images, on_commit=drafts.store_drafts
@@ -221,7 +229,7 @@ def _add_hidden_states(
 
 
 def _to_float16(states: NDArray[np.float32]) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # values above the float16 maximum are reported below
         half = states.astype(np.float16)
     if not np.isfinite(half).all():
         maximum = f"{np.abs(states).max():.0f}"

@@ -1,4 +1,4 @@
-"""Training of a drafter with Muon, AdamW and averaged weights, with a state file to continue from.
+"""Training of a drafter with Muon, AdamW and averaged weights. A state file allows training to continue later.
 
 All random numbers depend on the seed and the step only, so an interrupted and continued run ends with the same weights
 as an uninterrupted run.
@@ -35,7 +35,7 @@ from .model import make_drafter, predict_draft_states
 from .shards import ShardFolder
 from .target import TrainingTarget
 
-DEPTHS = 3  # draft depths that are trained; deeper than 0 the drafter reads its previous predictions
+DEPTHS = 3  # number of draft depths that are trained; at depths 1 and 2 the drafter reads its previous predictions
 _NOISE = 0.1  # amplitude of noise on hidden states, as a share of their standard deviation
 _MUON_RATE = 0.01
 _ADAM_RATE = 1e-3
@@ -54,7 +54,7 @@ class TrainingOptions:
         steps: number of updates.
         batch: number of images per update.
         cfg_scale: guidance scale of the distributions; 1 uses conditional rows only.
-        seed: seed of the weights, the order of images and the noise.
+        seed: seed of the weights, the sequence of images and the noise.
     """
 
     steps: int
@@ -82,16 +82,19 @@ def training_state_path(output: Path) -> Path:
 
 
 class DrafterTrainer:
-    """Training run of a drafter; `run` trains and writes it. A state file beside the output is continued.
+    """Training run of a drafter; the method `run` trains the drafter and writes it to a folder.
+
+    If the output folder has a state file beside it, training continues from this state.
 
     Args:
-        data: folder of shards; each is checked once.
+        data: folder of shards. All shards are checked when the trainer is made.
         target: frozen weights of the target.
         options: options that determine the weights.
         output: folder to write. An existing folder is replaced only if its state file exists.
+        device: PyTorch device.
 
     Raises:
-        CheckpointError: data or state are damaged, or of another target or run.
+        CheckpointError: the data or the state file are damaged, or belong to another target or run.
         OutputError: `output` exists without a state file.
     """
 
@@ -107,7 +110,7 @@ class DrafterTrainer:
         self.head = target.head.to(device)
         self.drafter = make_drafter(target, options.seed).to(device)
         self.average = copy.deepcopy(self.drafter)
-        self.average.head = self.drafter.head
+        self.average.head = self.drafter.head  # frozen, so one copy suffices
         self.training_indices = self.data.training_indices
         self.step = 0
         matrices: list[torch.nn.Parameter] = []
@@ -130,10 +133,10 @@ class DrafterTrainer:
             report_seconds: seconds between two reports, and between two saved states.
 
         Returns:
-            The drafter's figures on validation images; see `compute_validation_metrics`.
+            The metrics of `compute_validation_metrics`.
 
         Raises:
-            CheckpointError: the loss or a figure is NaN or infinite.
+            CheckpointError: the loss or a metric is NaN or infinite.
         """
         steps = self.options.steps
         last = time.monotonic()
@@ -165,7 +168,7 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def compute_validation_metrics(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
-        """Compare the drafter with averaged weights with the target, on validation images.
+        """Compare the distributions of the drafter (with averaged weights) and of the target, on validation images.
 
         Args:
             max_images: maximum number of images.
@@ -203,6 +206,7 @@ class DrafterTrainer:
         self.muon.param_groups[0]["lr"] = _MUON_RATE * rate
         self.adam.param_groups[0]["lr"] = _ADAM_RATE * rate
         indices = select_shuffled_images(self.training_indices, options.seed, self.step * options.batch, options.batch)
+        # Each step has a new generator, so that a continued run has the same noise as an uninterrupted run.
         generator = torch.Generator(self.device).manual_seed(options.seed * 1_000_003 + self.step)
         self.muon.zero_grad(set_to_none=True)
         self.adam.zero_grad(set_to_none=True)
@@ -212,6 +216,7 @@ class DrafterTrainer:
         self.muon.step()
         self.adam.step()
         self.step += 1
+        # Early averages forget faster, because the first weights are far from the trained weights.
         decay = min(0.99, (self.step + 1) / (self.step + 20))
         with torch.no_grad():
             for mean, weight in zip(self.average.parameters(), self.drafter.parameters(), strict=True):
@@ -221,6 +226,7 @@ class DrafterTrainer:
     def _compute_loss(self, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
         """Return the divergence of distributions plus the distance of hidden states, averaged over depths."""
         states = batch.states[:, :-1]
+        # In decoding the drafter reads inexact predictions of states; noise prepares it for them.
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
         noisy = states + noise * _NOISE * states.std()
         with torch.no_grad():
@@ -263,14 +269,14 @@ class DrafterTrainer:
             self.adam.load_state_dict(state["adam"])
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return options, target and data, which must not change in a continued run; only `steps` may."""
+        """Return the options (without `steps`), target and data, which must be the same in a continued run."""
         options = asdict(self.options)
         del options["steps"]
         return {**options, "target": self.target.shard_source.weights, "data": self.data.digest}
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Format figures as one line."""
+    """Format metrics as one line, such as `overlap 0.512, top-1 0.430`."""
     return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 

@@ -19,11 +19,12 @@ MARKER = "config.json"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
-    """Write a drafter's folder, completely or not at all.
+    """Write a drafter as a folder, completely or not at all.
 
     Args:
+        drafter: trained drafter.
         output: path of the folder.
-        config_fields: fields of config.json, without sizes.
+        config_fields: fields of config.json that do not describe sizes.
         force: whether to replace an existing drafter folder.
 
     Raises:
@@ -53,7 +54,10 @@ def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any
 
 
 def convert_to_lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
-    """Return weights by LANTERN's names, float32, without the output layer, which belongs to the target."""
+    """Return the weights of a drafter as float32 tensors, by LANTERN's names.
+
+    The output layer is left out, because it is the target's.
+    """
     weights: dict[str, Tensor] = {}
     sizes = drafter.config
     for name, weight in drafter.state_dict().items():
@@ -65,7 +69,7 @@ def convert_to_lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
             weights[name.replace("embed.", "embed_tokens.")] = stored
             continue
         number, _, part = rest.partition(".")
-        if part == "attention.qkv.weight":
+        if part == "attention.qkv.weight":  # LANTERN stores queries, keys and values in separate matrices
             heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
             rows = stored.split([count * sizes.head_dim for count in heads])
             for projection, matrix in zip(("query", "key", "value"), rows, strict=True):

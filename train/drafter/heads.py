@@ -1,8 +1,9 @@
-"""Training of draft heads, which correct logits for another token on the left and predict the tokens of the next row.
+"""Training of draft heads, two small networks that propose tokens without a drafter.
 
-The tables of tokens are computed from the target's embeddings, and the outputs change the target's hidden state. Freely
-trained tables of the same size fitted training images better and validation images worse. Training takes minutes, so no
-state is saved.
+The first corrects logits that the target computed after an unaccepted draft token, for the token that replaced the
+draft. The second predicts the tokens of the next grid row from the row above. Both compute their token tables from the
+target's embeddings, and their outputs are changes of the target's hidden state. Tables that were trained freely fitted
+training images better and validation images worse. Training takes minutes, so no state is saved.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .losses import compute_kl_loss, compute_overlap
 from .shards import ShardFolder
 from .target import HeadTrainingTarget, OutputLayer
 
-RANK = 48  # rank of corrections; twice as much gained less than a percent
-UNITS = 96  # hidden units of predictions; twice as many gained less than a percent
+RANK = 48  # rank of the corrections; twice the rank gained less than a percent
+UNITS = 96  # number of hidden units of the predictions; twice as many gained less than a percent
 _BATCH_IMAGES = 24
 _BATCH_CELLS = 16  # maximum number of cells per image of a batch
 _RATE = 3e-3
@@ -34,15 +35,16 @@ _VALIDATION_CELLS = 32  # maximum number per image
 
 @dataclass(frozen=True)
 class HeadSamples:
-    """Guided hidden states of the target for some cells, with the tokens before them.
+    """Training samples of draft heads: guided hidden states of the target and tokens, for n grid cells.
 
     Args:
-        inputs: inputs of the output layer's matrix that predict each cell, `[n, inputs]`.
+        inputs: inputs of the output layer's matrix that give the true logits of each cell, `[n, inputs]`.
         left_tokens: token before each cell, int64 `[n]`.
-        context_states: states that predicted the cell above and the cell after that, `[2, n, width]`; zeros in the
-            first row of a grid.
-        unaccepted_states: state that predicted the cell after an unaccepted draft token, `[n, width]`.
-        unaccepted_inputs: inputs of the output layer's matrix from that state, `[n, inputs]`.
+        context_states: hidden states that predicted the cell above and the cell after the cell above, `[2, n, width]`;
+            zeros in the first row of a grid.
+        unaccepted_states: hidden state that predicted each cell after an unaccepted draft token, `[n, width]`.
+        unaccepted_inputs: inputs of the output layer's matrix that are computed from `unaccepted_states`,
+            `[n, inputs]`.
         unaccepted_tokens: unaccepted draft token before each cell, int64 `[n]`.
     """
 
@@ -55,7 +57,12 @@ class HeadSamples:
 
 
 class TrainableDraftHeads(nn.Module):
-    """Trainable form of `DraftHeads`."""
+    """Draft heads as a PyTorch module for training; `export_tables` returns the tables of the runtime's `DraftHeads`.
+
+    Args:
+        target: embeddings and output layer of the target.
+        seed: seed of the initial weights.
+    """
 
     embeddings: Tensor
 
@@ -80,21 +87,25 @@ class TrainableDraftHeads(nn.Module):
         self.output_bias = nn.Parameter(self.output_layer.bias.clone())
 
     def correct_logits(self, samples: HeadSamples) -> Tensor:
-        """Compute logits `[n, codes]` from the states after unaccepted draft tokens."""
+        """Compute corrected logits `[n, codes]` from the hidden states after unaccepted draft tokens.
+
+        The correction depends on the difference between the true token on the left and the unaccepted draft token.
+        """
         change = (self.embeddings[samples.left_tokens] - self.embeddings[samples.unaccepted_tokens]) @ self.change
         gate = torch.sigmoid(samples.unaccepted_states @ self.gate + self.gate_bias)
         return self.output_layer.compute_logits(samples.unaccepted_inputs + (change * gate) @ self.correct)
 
     def predict_logits(self, samples: HeadSamples) -> Tensor:
-        """Compute logits `[n, codes]` from the neighbouring tokens."""
+        """Predict logits `[n, codes]` from the token on the left and the hidden states of the row above."""
         states = samples.context_states[0] @ self.states[0] + samples.context_states[1] @ self.states[1]
         sums = self.embeddings[samples.left_tokens] @ self.left + states
         return nn.functional.silu(sums) @ self.output @ self.output_layer.weight.T + self.output_bias
 
     @torch.no_grad()
     def export_tables(self) -> dict[str, NDArray[np.float16]]:
-        """Return the tables of `DraftHeads`."""
+        """Return the float16 tables of the runtime's `DraftHeads`, by name."""
         tables = {
+            # Products with the frozen embeddings and output matrix are computed once, so decoding only looks them up.
             "change": self.embeddings @ self.change,
             "gate": self.gate,
             "gate_bias": self.gate_bias,
@@ -119,18 +130,21 @@ def train_draft_heads(
     """Train draft heads.
 
     Args:
-        data_folder: folder of shards; each is checked once.
+        data_folder: folder of shards.
         target: sizes and frozen weights of the target.
         cfg_scale: guidance scale of the distributions.
         steps: number of updates, at least 1.
-        seed: seed of the weights and of the order of images.
+        progress: progress callback.
+        device: PyTorch device.
+        seed: seed of the weights and of the sequence of images.
 
     Returns:
-        The tables, and metrics on validation images: the overlap with the target's distributions (0 .. 1) of the logits
-        after unaccepted drafts, of the corrected logits and of the predicted logits.
+        The tables by name, and metrics on validation images. The metrics are the overlap with the target's
+        distributions, 0 .. 1, of three distributions: `uncorrected` logits after unaccepted drafts, `corrected` logits
+        and `predicted` logits.
 
     Raises:
-        CheckpointError: the data are damaged or of another target.
+        CheckpointError: the data are damaged or belong to another target.
     """
     torch.set_flush_denormal(True)  # denormal weights would slow training down a hundred times
     shards = ShardFolder(data_folder, target.shard_sources)
@@ -173,9 +187,11 @@ def read_head_samples(
     rng: np.random.Generator,
     device: str,
 ) -> HeadSamples:
-    """Read cells after unaccepted drafts.
+    """Read training samples at cells that follow an unaccepted draft token.
 
     Args:
+        shards: folder of shards.
+        image_indices: indices of the images in `shards`.
         output_layer: output layer of the target, on `device`.
         cfg_scale: guidance scale of the hidden states.
         max_cells: maximum number of cells per image.
@@ -193,14 +209,16 @@ def read_head_samples(
         above = np.array([source.raster_layout.code_above(cell) for cell in cells.tolist()], np.int64)
         rows: list[NDArray[np.float32]] = []
         for row in range(1 if cfg_scale == 1 else 2):
-            predicting = image.states[0, row, image.prefix_lengths[0, row] - 1 :]  # states that predict each cell
+            # The state at the last prefix position predicts cell 0, the next state cell 1, and so on.
+            predicting = image.states[0, row, image.prefix_lengths[0, row] - 1 :]
             context_states = [np.where(above[:, None] >= 0, predicting[np.maximum(above + i, 0)], 0) for i in (0, 1)]
             unaccepted = image.unaccepted_states[0, row, drafts]
             rows.append(np.stack([predicting[cells], *context_states, unaccepted]).astype(np.float32))
         states.append(np.stack(rows))
         left_tokens.append(image.codes[0][cells - 1])
         unaccepted_tokens.append(image.unaccepted_codes[0][drafts])
-    joined = torch.from_numpy(np.concatenate(states, 2)).to(device)
+    joined = torch.from_numpy(np.concatenate(states, 2)).to(device)  # [rows, 4, n, width]
+    # Without guidance there is one row, and the difference of the first and last row is zero.
     guided = joined[-1] + cfg_scale * (joined[0] - joined[-1])
     inputs = output_layer.inputs(joined[:, [0, 3]])
     guided_inputs = inputs[-1] + cfg_scale * (inputs[0] - inputs[-1])

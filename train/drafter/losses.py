@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def compute_guided_logits(hidden_states: Tensor, head_weights: Tensor, cfg_scale: float) -> Tensor:
-    """Compute logits and apply classifier-free guidance.
+    """Compute logits from hidden states and apply classifier-free guidance.
 
     Args:
         hidden_states: hidden states `[images, rows, n, width]`, the conditional row first.
@@ -15,7 +15,7 @@ def compute_guided_logits(hidden_states: Tensor, head_weights: Tensor, cfg_scale
         cfg_scale: guidance scale; no effect with one row per image.
 
     Returns:
-        float32 `[images, n, codes]`.
+        Guided logits, float32 `[images, n, codes]`.
     """
     logits = (hidden_states @ head_weights.T.to(hidden_states.dtype)).float()
     if logits.shape[1] == 1:
@@ -26,7 +26,7 @@ def compute_guided_logits(hidden_states: Tensor, head_weights: Tensor, cfg_scale
 
 
 def compute_kl_loss(target_probs: Tensor, draft_logits: Tensor) -> Tensor:
-    """Compute the mean divergence of the drafter's distributions from the target's, in nats.
+    """Compute the mean Kullback-Leibler divergence of the drafter's distributions from the target's, in nats.
 
     Args:
         target_probs: the target's distributions `[..., codes]`, without gradient.
@@ -37,5 +37,12 @@ def compute_kl_loss(target_probs: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def compute_overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Compute sum(min(p, q)) over the last axis, the rate at which exact acceptance accepts drafts from q."""
+    """Compute sum(min(p, q)) over the last axis.
+
+    This is the probability with which lossless speculative sampling accepts a draft token.
+
+    Args:
+        p: the target's distributions, `[..., codes]`.
+        q: the drafter's distributions, `[..., codes]`.
+    """
     return torch.minimum(p, q).sum(-1)

@@ -1,8 +1,8 @@
 """Forward pass of the drafter for training, at all depths of a draft (training-time test, EAGLE-3, arXiv 2503.01840).
 
-At depth 0 each slot reads the target's hidden state, like slots of committed tokens. At depth d it reads the prediction
-of the slot before it at depth d - 1. As in decoding a chain of draft tokens, it attends to the d slots before it at
-depths d - 1 to 0. It attends to all earlier slots at depth 0.
+The forward pass imitates decoding a chain of draft tokens. At depth 0 each slot reads the target's hidden state, as
+after accepted tokens. At depth d a slot reads the prediction that the previous slot made at depth d - 1. The slot then
+attends to the d slots before it at depths d - 1 to 0, and to all earlier slots at depth 0.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
 def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
-    """Create an untrained drafter, which nearly returns its input state. Its output layer is the target's, frozen."""
+    """Create an untrained drafter with the frozen output layer of the target.
+
+    Its initial weights nearly copy the input state to the output, because consecutive hidden states are similar.
+
+    Args:
+        target: sizes and weights of the target.
+        seed: seed of the weights.
+    """
     config = target.config
     width = config.hidden_size
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         head = nn.Linear(width, config.vocab_size, bias=False)
         drafter = EagleDrafter(config, head, bias=True, num_tokens=len(target.embeddings))
         for name, weight in drafter.layers.named_parameters():
             if weight.ndim == 2 and "norm" not in name:
+                # Layers that write to the residual stream start smaller, so that an untrained layer changes little.
                 spread = weight.shape[1] ** -0.5
                 nn.init.normal_(weight, std=spread * (0.3 if name.endswith(("out.weight", "down.weight")) else 1.0))
         nn.init.uniform_(drafter.fc.weight, -((2 * width) ** -0.5), (2 * width) ** -0.5)
@@ -50,8 +58,10 @@ def predict_draft_states(
     """Predict hidden states depth by depth. Gradients do not flow from one depth to the previous.
 
     Args:
-        tokens: `[rows, slots]`; slot p reads the token at position p + 1.
+        drafter: drafter that predicts.
+        tokens: token ids, int64 `[rows, slots]`; slot p reads the token at position p + 1.
         target_states: the target's hidden states `[rows, slots, width]`; slot p reads the state at position p.
+        num_depths: number of depths, at least 1.
 
     Yields:
         Predictions of each depth, `[rows, slots, width]`; slot p predicts the state at position p + 1. At depth d the
@@ -71,12 +81,12 @@ def predict_draft_states(
             x = x + layer.attention.out(_compute_attention(query, layer_cache).flatten(2))
             x = x + layer.ffn(layer.ffn_norm(x))
         yield x
-        inputs = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))
+        inputs = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))  # each slot reads the prediction of the slot before it
 
 
 def _compute_attention(query: Tensor, cache: KeysAndValues) -> Tensor:
     depth = len(cache) - 1
-    group = query.shape[2] // cache[0][0].shape[2]
+    group = query.shape[2] // cache[0][0].shape[2]  # number of query heads per key head
     wide = [tuple(part.repeat_interleave(group, 2) if group > 1 else part for part in pair) for pair in cache]
     key, value = (part.transpose(1, 2) for part in wide[0])  # [rows, heads, slots, head_dim]
     if not depth:

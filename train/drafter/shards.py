@@ -1,7 +1,7 @@
-"""Files of training images: their tokens, their prefixes and the target's hidden states.
+"""Shards: files of training images with image tokens, prefixes and the target's hidden states.
 
-A shard is one safetensors file, written completely or not at all, so an interrupted run continues with the shards that
-do not exist yet. Its metadata identify the target and the prompts. The module uses NumPy only.
+A shard is one safetensors file. It is written completely or not at all, so an interrupted run continues with the shards
+that do not exist yet. Its metadata identify the target and the prompts. The module uses NumPy, not PyTorch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REMEDY = "make the data again"
 
 @dataclass(frozen=True)
 class ShardSource:
-    """The target model and the array sizes of a shard. Shards of a folder may differ in their grids.
+    """Target model and array sizes of a shard. The shards of a folder may have different image grids.
 
     Args:
         weights: sha256 of the target's weights.
@@ -43,8 +43,8 @@ class ShardSource:
         codes: size of the codebook.
         width: size of hidden states.
         prefix: maximum number of positions before the first image token.
-        first_rows: number of rows of a smaller grid, whose image tokens come first; 0 without the grid.
-        first_columns: number of columns of the smaller grid.
+        first_rows: number of rows of a smaller grid whose image tokens come first; 0 if there is no smaller grid.
+        first_columns: number of columns of the smaller grid; 0 if there is none.
     """
 
     weights: str
@@ -59,7 +59,7 @@ class ShardSource:
 
     @property
     def num_cells(self) -> int:
-        """Number of image tokens."""
+        """Number of image tokens per image."""
         return self.raster_layout.num_codes
 
     @property
@@ -70,7 +70,11 @@ class ShardSource:
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
-    """Return the source of shards that a bundle generates in an image size, by default its default size.
+    """Return the source of shards with images that a bundle generates.
+
+    Args:
+        manifest: manifest of the bundle.
+        size: image size; None: the bundle's default size.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -94,7 +98,7 @@ def describe_shard_source(manifest: Manifest, size: Size | None = None) -> Shard
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """Images of one shard. The conditional row of each comes first, the unconditional row second.
+    """Images of one shard. In an axis of two rows, the conditional row comes first, the unconditional row second.
 
     Args:
         prompts: text prompts, class ids or indices of embeddings.
@@ -120,7 +124,7 @@ class TrainingImages:
     unaccepted_states: NDArray[np.float16]
 
 
-# Fields of `TrainingImages` by their names in the file.
+# Names of the arrays in the file, with their fields of `TrainingImages`.
 _ARRAYS = {
     "image_tokens": "codes",
     "prefix_lengths": "prefix_lengths",
@@ -131,7 +135,7 @@ _ARRAYS |= {f"late_{name}": f"unaccepted_{name}" for name in ("cells", "codes", 
 
 
 def shard_path(folder: Path, index: int) -> Path:
-    """Return the path of a shard."""
+    """Return the path of shard `index` in a folder, such as `shard-00003.safetensors`."""
     return folder / f"shard-{index:05d}.safetensors"
 
 
@@ -141,6 +145,7 @@ def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None
     Args:
         path: file to write.
         source: target and sizes of the shard.
+        images: contents of the shard.
 
     Raises:
         OutputError: the file exists already or cannot be written.
@@ -155,11 +160,11 @@ def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None
 
 
 class Shard:
-    """File of training images, read image by image. `digest` identifies its contents.
+    """File of training images, read image by image. The attribute `digest` is a hash of the images.
 
     Args:
         path: file to read.
-        vocab_size: number of token ids that a prefix may have.
+        vocab_size: number of token ids; all token ids of the prefixes must be smaller.
 
     Raises:
         CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
@@ -181,12 +186,13 @@ class Shard:
             self.digest = self._check_and_hash_arrays(vocab_size)
 
     def read_images(self, image_slice: slice) -> TrainingImages:
-        """Return the images of a slice. Their arrays are mapped: only the numbers in use are read."""
+        """Return some images of the shard. Their arrays are memory-mapped, so a number is only read when it is used."""
         return TrainingImages(
             self.prompts[image_slice], **{field: array[image_slice] for field, array in self._arrays.items()}
         )
 
     def _map_arrays(self) -> dict[str, NDArray[Any]]:
+        # A safetensors file has the length of its JSON header (8 bytes), the header, and then the arrays.
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
@@ -233,6 +239,7 @@ class Shard:
                 if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
                     raise ValueError(f"{name} outside {low} .. {high} in image {index}")
             for name, states in (("hidden_states", image.states), ("late_states", image.unaccepted_states)):
+                # A float16 number is NaN or infinite if all five exponent bits are 1; the test on bits is faster.
                 if (states.view(np.uint16) & 0x7C00 == 0x7C00).any():
                     raise ValueError(f"{name} that are NaN or infinite in image {index}")
             for name in _ARRAYS.values():
@@ -241,12 +248,12 @@ class Shard:
 
 
 class ShardFolder:
-    """The shards of a folder as one sequence of images. `digest` identifies their contents.
+    """Sequence of all images in the shards of a folder. The attribute `digest` is a hash of the images.
 
     Args:
         folder: folder with the shards.
-        sources: allowed sources, which differ in their grids only.
-        vocab_size: number of token ids that a prefix may have.
+        sources: sources that shards may have; they differ in their grids only.
+        vocab_size: number of token ids; all token ids of the prefixes must be smaller.
 
     Raises:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
@@ -275,7 +282,7 @@ class ShardFolder:
 
     @property
     def validation_indices(self) -> list[int]:
-        """Indices of the validation images; they do not change when images are added."""
+        """Indices of the images that are not trained on. They stay the same when shards are added."""
         return list(range(_HELD_OUT - 1, len(self), _HELD_OUT)) or [0]
 
     @property
@@ -285,7 +292,7 @@ class ShardFolder:
         return [i for i in range(len(self)) if i not in held_out]
 
     def read_image(self, index: int) -> tuple[TrainingImages, ShardSource]:
-        """Read one image and the source of its shard."""
+        """Read image `index` of all shards; return it with the source of its shard."""
         shard = int(np.searchsorted(self._starts, index, "right")) - 1
         start = index - self._starts[shard]
         return self.shards[shard].read_images(slice(start, start + 1)), self._sources[shard]

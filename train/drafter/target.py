@@ -19,7 +19,7 @@ from ...errors import CheckpointError
 from ...export.models.decoder import DecoderConfig
 from .shards import ShardSource, describe_shard_source
 
-# Differences of each family's drafters from the target; llamagen and anole follow LANTERN.
+# Fields of `DecoderConfig` in which a family's drafter differs from the target; llamagen and anole follow LANTERN.
 _DIFFERENCES: dict[str, dict[str, Any]] = {
     "llamagen": {"norm_eps": 1e-6, "input_norm": False},
     "scenes": {"input_norm": False},
@@ -29,9 +29,10 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """Frozen target weights for drafter training.
+    """Frozen weights of a target and sizes for training a drafter.
 
     Args:
+        name: name of the bundle.
         shard_source: target and sizes that the training images must have.
         config: configuration of the drafter.
         head: weights of the output layer, float32 `[codes, width]`.
@@ -84,16 +85,20 @@ class OutputLayer(nn.Module):
         return F.gelu(states @ self.hidden_weight + self.hidden_bias)
 
     def compute_logits(self, inputs: Tensor) -> Tensor:
-        """Compute logits, `[..., codes]`. Guided inputs give guided logits."""
+        """Compute logits `[..., codes]` from inputs of the matrix, `[..., inputs]`.
+
+        The layer is affine, so guidance may be applied to its inputs instead of the logits.
+        """
         return inputs @ self.weight.T + self.bias
 
 
 @dataclass(frozen=True)
 class HeadTrainingTarget:
-    """Target of draft heads.
+    """Frozen weights of a target for training draft heads.
 
     Args:
-        shard_sources: target and sizes that training images may have.
+        shard_sources: sources that the shards of training images may have, one per image size.
+        output_layer: output layer of the target.
         embeddings: input embeddings of the codes, float32 `[codes, width]`.
     """
 
@@ -103,7 +108,7 @@ class HeadTrainingTarget:
 
 
 def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
-    """Read sizes and weights that training draft heads needs, from a bundle of any family but PAR and NAR.
+    """Read the weights and sizes for training draft heads. PAR and NAR bundles are rejected, as they use no drafts.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -116,7 +121,7 @@ def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
 
 
 def read_training_target(bundle: Bundle) -> TrainingTarget:
-    """Read sizes and weights that training a drafter needs.
+    """Read the weights and sizes of a bundle's target for training a drafter.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -158,7 +163,7 @@ def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
         intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,
         grid=manifest.grid_rows,
-        prefix=prefix - 1,
+        prefix=prefix - 1,  # the drafter's sequence begins with the token at position 1
         norm_eps=architecture.norm_eps,
         rope_base=architecture.rope_base,
         rotary=architecture.rotary,
@@ -172,6 +177,7 @@ def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
 
 
 def _find_code_offset(bundle: Bundle, token_table: Tensor, code_embeddings: Tensor) -> int:
+    # The token table may be stored in float16 while the code embeddings are float32.
     rounded = (
         code_embeddings.to(torch.float16).float()
         if not (token_table == code_embeddings[0]).all(1).any()
