@@ -1,1 +1,4 @@
-"""Engines that run graphs in ONNX Runtime or TensorRT, behind the `Engine` protocol of `runtime`."""
+"""Engines that run the ONNX graphs of a bundle in ONNX Runtime or TensorRT.
+
+Target and drafter implement the protocol `runtime.engine.Engine`.
+"""

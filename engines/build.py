@@ -1,4 +1,4 @@
-"""Build TensorRT engines of a bundle into an engine folder, which is written whole or not at all."""
+"""Build TensorRT engines of a bundle into an engine folder. If a build fails, no folder is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..bundle.files import Bundle
 from ..errors import EngineError
 from ..output.files import check_new_folder, write_folder_atomically
 from .contracts import Progress
-from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltEngine, EngineManifest, file_blake2b
+from .engine_folder import ENGINE_FILE, FORMAT_VERSION, BuiltEngine, EngineManifest, compute_blake2b
 from .gpu import find_gpu
 from .precisions import check_matmul_support
 from .profiles import RTX, BuildOptions, profiles
@@ -28,26 +28,27 @@ def build_engines(
     progress: Progress,
     dry_run: bool = False,
 ) -> tuple[EngineManifest, list[str]]:
-    """Build a TensorRT engine of every graph that the backend supports, and write an engine folder.
+    """Build a TensorRT engine for every graph that the backend supports, and write an engine folder.
 
     Args:
         bundle: bundle with the graphs.
         bundle_name: name or path that the user gave, for the command that rebuilds the engines.
         options: backend, GPUs, and maximum sizes of a forward pass.
-        output: engine folder to write.
+        output: path of the engine folder to write.
         force: whether to replace an existing engine folder.
-        dry_run: whether to write the graphs only, which needs neither the library nor a GPU.
+        progress: progress callback.
+        dry_run: whether to write only the ONNX graphs. A dry run needs neither TensorRT nor a GPU.
 
     Returns:
-        Contents of `engine.json`, and command lines with which the user can build and compare each engine.
+        Contents of `engine.json`, and shell commands with which a user can rebuild an engine and check its outputs.
 
     Raises:
-        EngineError: the library is missing, or rejects a graph.
-        RequestError: the library cannot build for a requested GPU, or lacks the matmul of the bundle.
-        OutputError: the folder cannot be written.
+        EngineError: TensorRT is not installed, or rejects a graph.
+        RequestError: TensorRT cannot build for a requested GPU, or lacks the quantized matmul of the bundle.
+        OutputError: the engine folder cannot be written.
     """
     backend = options.backend
-    gpu = None if backend == RTX else find_gpu()
+    gpu = None if backend == RTX else find_gpu()  # TensorRT-RTX builds for compute capabilities, not for a GPU model
     check_matmul_support(bundle, backend)
     capabilities = options.compute_capabilities if dry_run else choose_compute_capabilities(options)
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend]
@@ -63,7 +64,7 @@ def build_engines(
             start = time.perf_counter()
             shapes = profiles(bundle.manifest, role, options)
             inputs = write_device_graph(bundle, role, shapes, folder)
-            if inputs is None:
+            if inputs is None:  # no engine: ONNX Runtime runs this graph on the CPU
                 continue
             lines += format_build_commands(backend, bundle, role, inputs, capabilities, output)
             if dry_run:
@@ -72,9 +73,9 @@ def build_engines(
             engine = build_engine_file(backend, graph, inputs, capabilities, progress)
             graphs[role] = BuiltEngine(
                 path=engine.name,
-                blake2b=file_blake2b(engine),
+                blake2b=compute_blake2b(engine),
                 bytes=engine.stat().st_size,
-                onnx=file_blake2b(graph),
+                onnx=compute_blake2b(graph),
                 profiles=shapes,
                 seconds=time.perf_counter() - start,
             )
@@ -96,7 +97,10 @@ def build_engines(
 
 
 def choose_compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
-    """Return the requested compute capabilities; by default, that of this host's GPU. Raises: EngineError: no GPU."""
+    """Return the requested compute capabilities in upper case; by default, the compute capability of this host's GPU.
+
+    Raises: EngineError: none were requested, and this host has no GPU.
+    """
     if options.compute_capabilities:
         return tuple(name.upper() for name in options.compute_capabilities)
     if gpu := find_gpu():

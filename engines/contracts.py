@@ -1,4 +1,4 @@
-"""Types that engines and backends share: tensors of graphs, and calls."""
+"""Types that all engines share: declarations of graph tensors, views of device memory, and callbacks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ Array = NDArray[Any]
 DTypes = Mapping[str, type[np.generic]]  # types of a graph's tensors by name
 # NumPy has no bfloat16: its bits are stored and copied as float16.
 STORAGE_DTYPES = {"bfloat16": "float16"}
-Progress = Callable[[str, int, int], None]  # description, steps done, total steps
-Function = Callable[[Mapping[str, Array]], list[Array]]  # returns the outputs in the declared order
+Progress = Callable[
+    [str, int, int], None
+]  # progress callback: description, number of steps done, total number of steps
+Function = Callable[
+    [Mapping[str, Array]], list[Array]
+]  # takes inputs by name, and returns outputs in the declared order
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,9 @@ class TensorSpec:
     """Declaration of an input or output of a graph.
 
     Attributes:
-        name: name in the graph.
-        dtypes: allowed types; a graph that is written has the first.
-        shape: sizes; a name or None for a size that may differ from pass to pass.
+        name: name of the tensor in the graph.
+        dtypes: allowed types. When this project writes a graph, the tensor gets the first type.
+        shape: size of each axis; a name or None for a size that may differ between passes (a free size).
     """
 
     name: str
@@ -34,7 +38,7 @@ class TensorSpec:
     shape: tuple[int | str | None, ...]
 
     def matches_shape(self, shape: Sequence[int]) -> bool:
-        """Return whether an array of this shape conforms."""
+        """Return whether `shape` has the declared number of axes and all declared sizes."""
         return len(shape) == len(self.shape) and all(
             expected == size or not isinstance(expected, int) for size, expected in zip(shape, self.shape, strict=True)
         )
@@ -49,34 +53,43 @@ def check_graph_tensors(
     make_error: Callable[[str, str, str], LanternError],
     reject_undeclared: bool,
 ) -> DTypes:
-    """Return the NumPy types of a graph's tensors after comparing them with their declarations.
+    """Compare the tensors of a graph with their declarations, and return their NumPy types by name.
 
     Args:
-        actual: type and sizes of the graph's tensors by name; free sizes are not integers.
-        make_error: function that makes an error of a tensor's name, its actual form and its expected form.
-        reject_undeclared: whether the graph must have no other tensors.
+        actual: type and sizes of the tensors of the graph, by name; free sizes are not integers.
+        expected: declarations of the tensors.
+        make_error: function that returns an error, given the name of a tensor and descriptions of its actual and
+            expected type and shape.
+        reject_undeclared: whether a tensor without a declaration is an error.
 
     Raises:
-        LanternError: error made by `make_error` for the first tensor that differs.
+        LanternError: a tensor differs from its declaration; `make_error` made the error.
     """
     declared = {tensor.name: tensor for tensor in expected}
     for name in [*declared, *(sorted(actual.keys() - declared.keys()) if reject_undeclared else ())]:
         tensor = declared.get(name)
         dtype, sizes = actual.get(name, ("", ()))
-        # A declared free size must be free in the graph; a declared number must be equal or free there.
+        # A size that is declared free must be free in the graph; a declared number must be equal or free in the graph.
         if (
             tensor is None
             or dtype not in tensor.dtypes
             or len(sizes) != len(tensor.shape)
             or any(isinstance(size, int) and size != axis for size, axis in zip(sizes, tensor.shape, strict=True))
         ):
-            form = f"{dtype} [{', '.join(map(str, sizes))}]" if name in actual else "none"
-            raise make_error(name, form, str(tensor or "none"))
+            actual_form = f"{dtype} [{', '.join(map(str, sizes))}]" if name in actual else "none"
+            raise make_error(name, actual_form, str(tensor or "none"))
     return {name: np.dtype(STORAGE_DTYPES.get(actual[name][0], actual[name][0])).type for name in declared}
 
 
 class TensorView(NamedTuple):
-    """Tensor in the device buffer `buffer`, from byte `byte_offset` on, with the methods of an OrtValue."""
+    """Tensor that is a part of a larger device buffer. It has the methods `shape` and `data_ptr` of an OrtValue.
+
+    Attributes:
+        buffer: OrtValue that contains the tensor.
+        byte_offset: offset of the first byte of the tensor in the buffer.
+        dims: shape of the tensor.
+        dtype: NumPy name of the type of the tensor.
+    """
 
     buffer: Any
     byte_offset: int
@@ -84,23 +97,24 @@ class TensorView(NamedTuple):
     dtype: str
 
     def shape(self) -> list[int]:
-        """Return the shape."""
+        """Return the shape of the tensor."""
         return self.dims
 
     def data_ptr(self) -> int:
-        """Return the address."""
+        """Return the address of the first byte in device memory."""
         return int(self.buffer.data_ptr()) + self.byte_offset
 
 
 class ExecutableGraph(Protocol):
-    """A graph that a library loaded to run on device memory."""
+    """Graph that ONNX Runtime or TensorRT has loaded and that runs on tensors in device memory."""
 
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
-        """Return a function that runs the graph on inputs and outputs, and keeps their memory.
+        """Bind tensors, and return a function that runs the graph on them.
 
-        The function may return before the device is done.
+        The function keeps the memory of the tensors. It may return before the device is done.
 
         Args:
-            values: inputs and outputs by name: values on the device, or views into values.
-            capture_graph: whether the function will be called often enough to record the pass as a graph.
+            values: inputs and outputs by name: OrtValues in device memory, or `TensorView`s.
+            capture_graph: whether the function will be called often, so that recording the pass as a CUDA graph, or as
+                another provider's equivalent, saves time.
         """

@@ -1,4 +1,4 @@
-"""Tensors of target and drafter graphs: names, types and shapes, and their values for a forward pass."""
+"""Declarations of the inputs and outputs of target and drafter graphs, and the input values of a forward pass."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from .graph_writer import choose_column_parts
 from .kv_cache import BaseKVCache
 
 _FLOATS = ("float32", "float16")
-# Added to scores of masked columns: finite, so that softmax never meets inf - inf; large enough to swallow any score.
+# Numbers that attention adds to the scores of masked columns. They are finite, as softmax of a row of infinities is
+# NaN, and so large that the weight of a masked column is 0.
 _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
 def decoder_tensors(spec: DecoderSpec | DrafterSpec, is_drafter: bool) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return the inputs and outputs of a bundle's graph; keys and values come last, by layer.
+    """Return declarations of the inputs and outputs of a decoder graph of a bundle; keys and values come last.
 
     Args:
         spec: sizes of the decoder.
-        is_drafter: whether the graph is the drafter, not the target.
+        is_drafter: whether the decoder is the drafter, not the target.
+
+    Returns:
+        The inputs, and the outputs.
     """
     kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
-    entry = (None, None, spec.num_kv_heads, spec.head_dim)
+    entry = (None, None, spec.num_kv_heads, spec.head_dim)  # [columns or nodes, rows, heads, width]
     inputs = [
         *([TensorSpec("input_ids", ("int64",), (None, None))] if is_drafter else []),
         TensorSpec("target_hidden" if is_drafter else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
@@ -42,25 +46,28 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, is_drafter: bool) -> tuple[
 def declare_device_tensors(
     spec: DecoderSpec | DrafterSpec, is_drafter: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return the inputs and outputs of a `make_device_graph`.
+    """Return declarations of the inputs and outputs of the graph that `make_device_graph` returns.
 
     Args:
         spec: sizes of the decoder.
         is_drafter: whether the decoder is the drafter, not the target.
-        dtypes: allowed types of caches, and, after `get_hidden_dtype`, of hidden states.
-        capacity: columns of a cache in order; None: columns in any order.
+        dtypes: allowed types of the cache; `get_hidden_dtype` of each is an allowed type of hidden states.
+        capacity: number of columns of a cache with entries in order; None: entries are in any order.
+
+    Returns:
+        The inputs, and the outputs.
     """
-    rows = tuple(map(get_hidden_dtype, dtypes))
-    states = TensorSpec("hidden_states", rows, (None, None, spec.hidden_size))
+    hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
+    states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
     cache: tuple[int | None, ...] = (None, None, *choose_column_parts(spec.num_kv_heads * spec.head_dim))
-    write: tuple[int | None, ...] = (None, None, 1, 3)
+    write: tuple[int | None, ...] = (None, None, 1, 3)  # [rows, nodes, 1, 3]: row, column and first part of each node
     if capacity is not None:
         cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
-        write = (None,)
+        write = (None,)  # [rows]: first column that a pass writes
     inputs = [
-        TensorSpec("hidden", rows, states.shape)
+        TensorSpec("hidden", hidden_dtypes, states.shape)
         if is_drafter
-        else TensorSpec("embeddings", rows, (None, spec.hidden_size)),
+        else TensorSpec("embeddings", hidden_dtypes, (None, spec.hidden_size)),
         TensorSpec("token_ids", ("int32",), (None, None)),
         *([TensorSpec("hidden_ids", ("int32",), (None, None))] if is_drafter else []),
         TensorSpec("position_ids", ("int64",), (None, None)),
@@ -73,7 +80,10 @@ def declare_device_tensors(
 
 
 def get_hidden_dtype(compute_dtype: str) -> str:
-    """Return the NumPy dtype of hidden states for a decoder that computes in `compute_dtype`; NumPy has no bfloat16."""
+    """Return the type of hidden states of a decoder that computes in `compute_dtype`: float32 in place of bfloat16.
+
+    NumPy, which holds hidden states on the host, has no bfloat16.
+    """
     return "float32" if compute_dtype == "bfloat16" else compute_dtype
 
 
@@ -85,29 +95,45 @@ def _declare_key_values(
 
 
 def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
-    """Return the type of all keys and values. Raises: BundleError: they have two types."""
-    kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}
-    if len(kinds) > 1:
-        both = "keys and values of both float16 and float32"
-        raise BundleError(field=str(graph_path), found=both, expected="one type", remedy="export the bundle again")
-    return np.float16 if np.float16 in kinds else np.float32
+    """Return the one type of all keys and values of a graph.
+
+    Args:
+        graph_path: path of the graph file, for the error.
+        dtypes: types of the tensors of the graph, by name.
+
+    Raises:
+        BundleError: some keys or values are float16 and others float32.
+    """
+    kv_dtypes = {dtype for name, dtype in dtypes.items() if "key_values." in name}
+    if len(kv_dtypes) > 1:
+        actual = "keys and values of both float16 and float32"
+        raise BundleError(field=str(graph_path), found=actual, expected="one type", remedy="export the bundle again")
+    return np.float16 if np.float16 in kv_dtypes else np.float32
 
 
 def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
-    """Return the number of past columns of a pass. Raises: ValueError: it is not that of `padded_past_length`."""
+    """Return the number of cache columns in the attention mask of a pass.
+
+    Raises: ValueError: the number is less than `cache.past_length()`, or more than the cache has.
+    """
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
     if not expected <= past <= cache.num_columns:
-        raise ValueError(f"a pass over {past} past columns, expected {expected}, as `next_past_length` says")
+        raise ValueError(f"a pass over {past} past columns, expected {expected}, as `padded_past_length` returns")
     return past
 
 
 def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
-    """Return a graph's inputs without the past, contiguous: tokens or embeddings, positions and attention mask.
+    """Return the inputs of a decoder graph except keys and values, as contiguous arrays by name.
 
     Args:
-        embedding_table: embeddings of tokens, for targets; None: a drafter, which reads tokens and hidden states.
+        batch: pass to run.
+        embedding_table: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter, which reads
+            tokens and hidden states.
         dtypes: types of the inputs by name.
+
+    Raises:
+        ValueError: `batch` lacks an input that the decoder reads, or has both tokens and embeddings.
     """
     if embedding_table is None:
         if batch.tokens is None or batch.hidden is None:

@@ -1,8 +1,8 @@
-"""Decoders whose keys and values, logits and hidden states stay on a device, for every library that runs them.
+"""Decoder engines whose keys, values, logits and hidden states stay in the memory of a GPU or other device.
 
-Token ids, positions, masks and noise are uploaded; sampled tokens are copied to the host. ONNX Runtime allocates the
-memory and does all work besides decoding (`ort/device.py`); decoders are its graphs or TensorRT engines. Several
-threads may use an engine, each with its caches.
+Token ids, positions, masks and noise are uploaded, and sampled tokens are copied to the host. ONNX Runtime or TensorRT
+runs the decoder. ONNX Runtime allocates the device memory and does all other work on the device (`ort/device.py`).
+Several threads may use an engine if each thread has separate caches.
 """
 
 from __future__ import annotations
@@ -21,45 +21,52 @@ from .columns import CacheColumnMap, pad_nodes
 from .contracts import STORAGE_DTYPES, Array, ExecutableGraph, TensorSpec
 from .decoder_tensors import check_past_length, get_hidden_dtype
 from .ort.cache_pool import BlockHandle, BoundForwardPass, CachePool
-from .ort.device import OrtDevice, dtype_of
+from .ort.device import OrtDevice, get_value_dtype
 from .sampling_head import SamplingHead
 
-MAX_BOUND_NODES = 64  # maximum number of nodes per row in passes whose shapes recur
+# Passes with more nodes per row are bound for a single run, as their shapes hardly recur.
+MAX_BOUND_NODES = 64
 
 
 class DeviceCache(CacheColumnMap):
-    """Keys and values on a device, in a cache block.
+    """KV cache of an engine in device memory, which a block of a `CachePool` provides.
 
     Args:
-        pool: pool of cache blocks.
+        pool: pool that provides the block.
         num_rows: number of batch rows.
         capacity: maximum number of entries of a row.
-        num_columns: number of columns of a cache in order; None: columns in any order.
+        num_columns: number of columns, for entries in order; None: entries are in any order.
     """
 
     def __init__(self, pool: CachePool, num_rows: int, capacity: int, num_columns: int | None = None) -> None:
         super().__init__(np.zeros(num_rows, np.int64), capacity, num_columns)
         self.pool = pool
         self.block_handle = pool.acquire_block(num_rows, self.num_columns)
-        self.bound_pass: BoundForwardPass | None = None  # the last pass
+        self.bound_pass: BoundForwardPass | None = None  # the last pass on this cache
 
     def run_queued_pass(self) -> None:
-        """Run the last pass if it is still queued."""
+        """Run the last pass on this cache, if it has not run yet."""
         if self.bound_pass is not None:
             self.bound_pass.run_queued_pass()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes like `CacheColumnMap.accept_nodes`, and move entries on the device if necessary."""
+        """Append accepted nodes to the entries of their rows. Entries are moved on the device if their columns change.
+
+        Args:
+            new_kv: columns that the last pass wrote.
+            accepted_indices: indices of the accepted nodes of each row.
+        """
         moves = self.accept_nodes(new_kv, accepted_indices)
         if len(moves):
             self.run_queued_pass()
             block = self.block_handle.block
+            # Each head has `num_columns` columns of the block, so the moves are repeated for every head.
             self.pool.move_entries(
                 block, moves[:, [0, 1]], moves[:, [0, 2]], np.arange(0, block.shape[1], self.num_columns)
             )
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only the given rows, in the given order, by a copy on the device."""
+        """Keep only the given rows, in the given order, by copying them to another block on the device."""
         self.run_queued_pass()
         previous = self.block_handle  # not released before it has been copied
         self.select_rows(rows)
@@ -67,7 +74,7 @@ class DeviceCache(CacheColumnMap):
         self.pool.gather_rows([(previous.block, rows)], self.block_handle.block)
 
     def extend(self, cache: Cache) -> None:
-        """Append the rows of another cache by a copy on the device."""
+        """Append the rows of another cache, by copying all rows to another block on the device."""
         added = type(self).require_instance(cache)
         previous = self.block_handle  # not released before it has been copied
         self.run_queued_pass()
@@ -80,34 +87,39 @@ class DeviceCache(CacheColumnMap):
         self.pool.gather_rows(sources, self.block_handle.block)
 
     def forbid_memory_reuse(self) -> None:
-        """Keep the block from later caches, as it may contain NaN."""
+        """Keep the block of this cache from later caches, as it may contain NaN, which masks do not hide."""
         self.block_handle.block.is_reusable = False
 
 
 class DeviceOutputTensor:
-    """An output of a pass, `[rows, nodes, width]`; indexing the first two axes copies vectors to the host, as float32.
+    """Output of a pass on the device, `[rows, nodes, width]`.
+
+    Indexing the first two axes copies vectors to the host, as float32.
 
     Args:
-        block_handle: handle of the pass's cache block, kept so that no other cache runs the bound pass. None: the pass
-            is bound for a single run.
+        bound_pass: pass that computes the output.
+        name: name of the output, `logits` or `hidden_states`.
+        block_handle: handle of the cache block that the pass is bound to. Keeping the handle prevents another cache
+            from running the bound pass, which would overwrite the output. None: the pass is bound for a single run.
     """
 
     def __init__(self, bound_pass: BoundForwardPass, name: str, block_handle: BlockHandle | None = None) -> None:
         self.bound_pass = bound_pass
         self.block_handle = block_handle
         self._value = bound_pass.outputs[name]
-        self.dtype = dtype_of(self._value)
-        self.stride = self._value.shape()[1]
+        self.dtype = get_value_dtype(self._value)
+        self.stride = self._value.shape()[1]  # number of nodes per row, with padding
         bound_pass.output_owners.add(self)
 
     @property
     def device_value(self) -> Any:
-        """The output as a value on the device, after running the pass."""
+        """OrtValue of the output. The pass is run first if it is still queued."""
         self.bound_pass.run_queued_pass()
         return self._value
 
     def __getitem__(self, key: Any) -> Floats:
         rows, nodes, _ = self._value.shape()
+        # NumPy applies `key` to an array of the indices of all vectors, [rows, nodes].
         indices: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
         return self.bound_pass.device.read_vectors(self.device_value, indices)
 
@@ -116,13 +128,20 @@ class DeviceLogitsTensor(DeviceOutputTensor, DeviceLogits):
     """Logits of a pass, from which tokens are sampled on the device."""
 
     def supports_sampling(self, sampling: Sampling) -> bool:
-        """Return whether there is a sampling graph for these settings."""
+        """Return whether tokens can be sampled on the device with these settings."""
         return SamplingHead.supports(sampling)
 
     def sample_top_codes(self, samples: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
-        """Return the tokens of highest score, as `find_top_codes` does on the host up to rounding.
+        """Return the tokens of highest score of each node, and their scores.
 
-        Requests with the same filters are sampled together.
+        On the host, `find_top_codes` computes the same except for rounding.
+
+        Args:
+            samples: nodes to sample for, and sampling settings, of each image.
+            count: number of tokens to return per node.
+
+        Returns:
+            Tokens and scores of each image, `[nodes, count]`.
         """
         vocab_size = self._value.shape()[2]
         heads = [
@@ -130,7 +149,7 @@ class DeviceLogitsTensor(DeviceOutputTensor, DeviceLogits):
             for sample in samples
         ]
         results: dict[int, tuple[Ints, Floats]] = {}
-        for head in dict.fromkeys(heads):
+        for head in dict.fromkeys(heads):  # requests with equal heads are sampled by one run of a graph
             indices = [i for i, requested in enumerate(heads) if requested == head]
             codes, scores = self.bound_pass.sample(head, [samples[i] for i in indices])
             for row, i in enumerate(indices):
@@ -140,13 +159,16 @@ class DeviceLogitsTensor(DeviceOutputTensor, DeviceLogits):
 
 
 class DeviceEngine(ABC):
-    """A decoder in the device layout: a target if it has token embeddings, else a drafter.
+    """Base class of engines that run a decoder in the device layout (`device_graph.py`).
 
     Args:
+        graph: loaded graph of the decoder.
+        inputs: declared inputs of the graph.
         spec: sizes of the decoder.
-        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`; None: a drafter.
+        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
+        device: device that the decoder runs on.
         dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
-        num_cache_heads: number of separate heads of a cache, as for `CachePool`.
+        num_cache_heads: number of heads, if a cache stores each head separately; None: all heads are in one column.
     """
 
     def __init__(
@@ -166,7 +188,7 @@ class DeviceEngine(ABC):
         table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
         self._embedding_table = None if table is None else device.upload(table)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
-        width = spec.head_dim * (1 if num_cache_heads else spec.num_kv_heads)
+        width = spec.head_dim * (1 if num_cache_heads else spec.num_kv_heads)  # width of a column
         self._pool = CachePool(device, len(self._past), STORAGE_DTYPES.get(dtype, dtype), width, num_cache_heads)
 
     @abstractmethod
@@ -175,18 +197,32 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
-        """Return the number of nodes of a pass with padding. Raises: EngineError: the pass has too many nodes."""
+        """Return the number of nodes, with padding, of a pass over `num_nodes` nodes per row.
+
+        Raises: EngineError: the engine does not support a pass of this size.
+        """
 
     def padded_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the length of the longest row, rounded up. Raises: EngineError: the pass has too many nodes."""
+        """Return the number of cache columns in a pass's attention mask: the longest row, rounded up.
+
+        Args:
+            cache: cache that the pass reads.
+            nodes: number of nodes per row of the pass.
+
+        Raises:
+            EngineError: the engine does not support a pass of this size.
+        """
         device_cache = DeviceCache.require_instance(cache)
-        self.padded_node_count(device_cache, nodes)
+        self.padded_node_count(device_cache, nodes)  # raises early if the pass is too large
         return device_cache.past_length()
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
-        """Queue a pass, which runs when its logits, hidden states or cache are first used."""
+        """Queue a pass, which runs when its logits, hidden states or cache are first used.
+
+        If tokens are sampled first, the pass and the sampling need only one upload.
+        """
         device_cache = DeviceCache.require_instance(cache)
-        device_cache.run_queued_pass()
+        device_cache.run_queued_pass()  # the previous pass: its inputs are replaced below
         check_past_length(batch, device_cache)
         padded = self.padded_node_count(device_cache, batch.positions.shape[1])
         feeds = {**device_cache.encode_pass_inputs(batch, padded), **self._build_token_inputs(batch, padded)}
@@ -201,16 +237,17 @@ class DeviceEngine(ABC):
         )
 
     def _build_token_inputs(self, batch: PassInput, num_nodes: int) -> dict[str, Any]:
-        """Return token ids with embeddings or hidden states, padded to `num_nodes` nodes.
+        """Return the inputs for tokens, embeddings and hidden states, padded to `num_nodes` nodes per row.
 
-        Hidden states of a pass on the same device are not copied to the host.
+        Hidden states that a pass on the same device computed are not copied to the host.
         """
         if self._embedding_table is not None:
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("a target reads either `tokens` or `embeds`")
             if batch.tokens is not None:
                 return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, num_nodes, np.int32)}
-            prefix, ids = _flatten_hidden_states(batch.embeds, self._dtype)  # used instead of the table
+            # A prefix has embeddings instead of tokens. They replace the table, and each node looks up one of them.
+            prefix, ids = _flatten_hidden_states(batch.embeds, self._dtype)
             return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": pad_nodes(ids, num_nodes, np.int32)}
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
@@ -234,7 +271,10 @@ class DeviceEngine(ABC):
     def _bind_pass(
         self, cache: DeviceCache, batch: PassInput, feeds: Mapping[str, Any]
     ) -> tuple[BoundForwardPass, BlockHandle | None]:
-        """Return a bound pass and the handle of its cache block; no handle (None) if it is bound for a single run."""
+        """Return a pass that is bound to a cache, and the handle of the cache's block.
+
+        The handle is None if the pass is bound for a single run.
+        """
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden
         block = cache.block_handle.block
@@ -246,6 +286,7 @@ class DeviceEngine(ABC):
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
             return BoundForwardPass(self._graph, self.device, feeds, placed, is_recurring)
 
+        # Hidden states from a pass that recurs stay at one address. Others have a new address in every pass.
         is_recurring = hidden is None or (
             isinstance(hidden, HiddenStateView) and getattr(hidden.source, "block_handle", None) is not None
         )
@@ -256,6 +297,9 @@ class DeviceEngine(ABC):
 
 
 def _flatten_hidden_states(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
-    """Return the states as a contiguous array, and their indices in its flattened first two axes, `[rows, nodes]`."""
+    """Return the states as a contiguous array of type `dtype`, and the index of each state.
+
+    Indices count along the flattened first two axes of the array, and have the shape `[rows, nodes]`.
+    """
     rows = np.ascontiguousarray(states, dtype)
     return rows, np.arange(rows.shape[0] * rows.shape[1]).reshape(rows.shape[:2])

@@ -1,13 +1,18 @@
-"""Decoder graphs for accelerators (the device layout), made from a bundle's graphs when they are loaded.
+"""Writer of decoder graphs for GPUs and other devices (the device layout), from the graphs in a bundle.
 
-A bundle's graph is made for CPUs: inputs are embeddings, a mask and the past, and outputs include new keys and values.
-The device layout differs: inputs are token ids, and the graph looks up embeddings. The graph unpacks the mask from one
-bit per column. It writes keys and values of new nodes into the caches, as outputs are bound to the memory of inputs.
-Attention, norms and rotation are one op each. Weights come from the bundle's files, under the names that
-`export/graph/decoder_graph.py` gives them.
+The decoder graphs in a bundle are made for CPUs. They read embeddings, an attention mask, and past keys and values, and
+return new keys and values. When a bundle is loaded for a device, its graphs are rewritten as follows:
+
+- Inputs are token ids, and the graph looks up their embeddings.
+- The attention mask has one bit per column, and the graph unpacks it.
+- The graph writes new keys and values to the KV cache. For this, outputs are bound to the memory of inputs.
+- Attention, norms and rotary embeddings are one operator each.
+
+Weights stay in the files of the bundle, under the names that `export/graph/decoder_graph.py` gives them.
 
 The columns of a cache may be filled in any order: inputs contain the column of each new node, and the columns that the
-node attends to. Accepted nodes therefore stay where they were written.
+node attends to. Accepted nodes therefore stay where they were written. TensorRT engines are an exception: their entries
+are in order (`capacity` of `make_device_graph`).
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from .decoder_tensors import declare_device_tensors, get_hidden_dtype
 from .graph_writer import DecoderGraphWriter, GraphWriter, choose_column_parts
 from .kv_cache import round_up
 
-MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # finite, added to scores of masked columns
+# Numbers that attention adds to the scores of masked columns; finite, as the softmax of infinities is NaN.
+MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}
 
 
 class DeviceGraph(NamedTuple):
@@ -39,7 +45,7 @@ class DeviceGraph(NamedTuple):
         model_bytes: serialized ONNX model.
         inputs: inputs of the model.
         outputs: outputs of the model.
-        dtype: type of caches and hidden states.
+        dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
     """
 
     model_bytes: bytes
@@ -58,33 +64,36 @@ def make_device_graph(
     max_nodes: int | None = None,
     use_multi_head_op: bool = False,
 ) -> DeviceGraph:
-    """Return the device layout of a target or drafter graph.
+    """Convert a target or drafter graph of a bundle to the device layout.
 
     The inputs are:
-        token_ids: int32 `[rows, nodes]`. For a target, indices in the input `embeddings [entries, hidden_size]`; for a
-            drafter, indices in its embedding weights.
-        hidden_ids: int32 `[rows, nodes]`, indices in the flattened first two axes of the input
-            `hidden [any, any, hidden_size]`. Only a drafter has both inputs.
+        token_ids: int32 `[rows, nodes]`. For a target, indices of rows of the input `embeddings`; for a drafter,
+            indices of rows of the embedding weight.
+        embeddings: `[entries, hidden_size]`; only a target has this input.
+        hidden: `[any, any, hidden_size]`, hidden states of the target; only a drafter has this input.
+        hidden_ids: int32 `[rows, nodes]`, index of each node's hidden state in the flattened first two axes of
+            `hidden`; only a drafter has this input.
         position_ids: int64 `[rows, nodes]`.
         seen: int32 `[rows, nodes, words]`, attention mask; bit c of word w is 1 if a node attends to column 16 w + c.
-        write: int64, columns of new nodes (see `capacity`).
+        write: int64, columns of new nodes; `capacity` determines the shape.
         past_key_values.{i}.key, past_key_values.{i}.value: caches of layer i.
 
-    The outputs are `logits` float32, `hidden_states`, and `present_key_values`: the caches with the new nodes, to be
-    bound to the memory of the inputs.
+    The outputs are `logits` in float32, `hidden_states`, and the caches `present_key_values`, which contain the new
+    nodes. The caller binds `present_key_values` to the memory of `past_key_values`.
 
     Args:
         path: graph file in a bundle, in the folder of its weights.
         spec: sizes and architecture of the decoder.
         is_drafter: whether the decoder is a drafter.
-        dtype: type that the bundle's decoders compute in: float32, float16, or bfloat16, which `basic_ops_only`
-            replaces by float32.
-        basic_ops_only: whether to avoid ops for attention, bfloat16, and float16 tables in computations with float32.
-        capacity: None: columns are written in any order, `write [rows, nodes, 1, 3]` is row, column and first part (0)
-            of each node, `seen` covers all columns, and caches are `[rows, columns, parts, part]`, see
-            `choose_column_parts`. A number of columns: nodes of a row are written to consecutive columns, `write
-            [rows]` is the first of them, `seen` may cover fewer columns, and caches are `[rows, num_kv_heads, capacity,
-            head_dim]`.
+        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16. With `basic_ops_only`, float32
+            replaces bfloat16.
+        basic_ops_only: whether to avoid the operators for attention, the type bfloat16, and embedding tables in float16
+            when the graph computes in float32.
+        capacity: number of columns of a cache with entries in order; None: entries are in any order.
+            With a number, the nodes of a row are written to consecutive columns, and `write [rows]` is the first of
+            these columns. `seen` may cover fewer columns. Caches are `[rows, num_kv_heads, capacity, head_dim]`.
+            With None, `write [rows, nodes, 1, 3]` is row, column and first part (0) of each node. `seen` covers all
+            columns. Caches are `[rows, columns, parts, part]`, with the sizes of `choose_column_parts`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
         use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.
 
@@ -101,6 +110,12 @@ def make_device_graph(
 
 
 class _DeviceGraphWriter(DecoderGraphWriter):
+    """Writer of a decoder graph in the device layout; `make_device_graph` describes the parameters.
+
+    Graphs for TensorRT, which have a capacity, use opset 24 for the operator TensorScatter. Graphs for ONNX Runtime use
+    operators of the domain `com.microsoft`.
+    """
+
     weights: StoredWeights
 
     def __init__(
@@ -125,12 +140,15 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         self.use_multi_head_op = use_multi_head_op and self.half
         self.parts = choose_column_parts(spec.num_kv_heads * spec.head_dim)
         self.decoded_weights: dict[str, str] = {}
-        # TensorRT's Attention takes float16 only.
+        # TensorRT supports the operator Attention in float16 only. Other types use MatMul and Softmax.
         self.has_matmul_attention = basic_ops_only or (capacity is not None and not self.half)
         self.interleaved = int(self.architecture.rope_style == "interleaved")
 
     def write_graph(self, is_drafter: bool) -> DeviceGraph:
-        """Write the whole graph of a target or, if `is_drafter` is set, of a drafter."""
+        """Write the whole graph: of a drafter if `is_drafter`, otherwise of a target.
+
+        A drafter reads embeddings of tokens, joined with hidden states of the target.
+        """
         graph = self.graph
         spec = self.spec
         if is_drafter:
@@ -147,21 +165,29 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
-        """Split and rotate like the base class, to tensors `[rows, nodes, num_heads * head_dim]`."""
+        """Write the head norm and the rotary embedding of queries and keys.
+
+        Args:
+            qkv: name of the joint projection to queries, keys and values.
+            layer_name: prefix of the names of the layer's weights.
+
+        Returns:
+            The names of queries, keys and values, `[rows, nodes, num_heads * head_dim]` each.
+        """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
-        parts = self.kv_group_size + 2  # queries, in parts as wide as the keys; keys; values
+        parts = self.kv_group_size + 2  # queries, in `kv_group_size` parts as wide as the keys; keys; values
         epsilon = self.architecture.head_norm_eps
         if epsilon is not None:
             sizes = graph.int_vector((parts - 1) * width, width)
-            both, value = graph.add_node(
+            query_key, value = graph.add_node(
                 "Split", [qkv, sizes], [f"{layer_name}.unturned", f"{layer_name}.value"], axis=-1
             )
             norm_name = f"{layer_name}.attention.head_norm"
-            both = self.normalize_heads(both, norm_name, self.num_heads + num_kv_heads, epsilon)
-            qkv = graph.op("Concat", both, value, axis=-1)
-        # Parts become nodes, [rows, nodes * parts, width], so that one op rotates all. Values are rotated by no angle.
+            query_key = self.normalize_heads(query_key, norm_name, self.num_heads + num_kv_heads, epsilon)
+            qkv = graph.op("Concat", query_key, value, axis=-1)
+        # Parts become nodes, [rows, nodes * parts, width], so that one op rotates all parts. The angle of values is 0.
         split = graph.reshape(qkv, 0, -1, width)
         for rotation in self.rotations:
             split = graph.op("RotaryEmbedding", split, *rotation, interleaved=self.interleaved, num_heads=num_kv_heads)
@@ -172,11 +198,11 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return query, key, value
 
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write attention, and store new keys and values in the cache.
+        """Write the storing of new keys and values in the cache, and then attention, as new nodes attend to each other.
 
-        With a capacity, nodes are written to consecutive columns, for which TensorRT has kernels. TensorRT's op
-        Attention copies the cache if it has a `scale`. Therefore queries are scaled instead; without a scale, the op
-        divides scores by sqrt(head_dim).
+        With a capacity, nodes are written to consecutive columns, as TensorRT has kernels for these. TensorRT copies
+        the cache if the operator Attention has a `scale`. Therefore the scale is applied to the queries instead.
+        Without a `scale`, the operator divides scores by sqrt(head_dim).
 
         Args:
             query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
@@ -189,7 +215,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         num_kv_heads = self.spec.num_kv_heads
         present_kv: list[str] = []
         cache = layer_name.replace("layers", "key_values")
-        for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):  # before attention: nodes attend to them
+        for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
                 present = graph.scatter_column_parts(
                     f"past_{name}", self.column_part_indices, new, self.parts, f"present_{name}"
@@ -198,6 +224,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             else:
                 columns = self.split_heads(new, num_kv_heads)
                 present = graph.op("TensorScatter", f"past_{name}", columns, "write", name=f"present_{name}", axis=2)
+                # Attention reads only the columns that the mask covers; `span` is their number.
                 present_kv.append(graph.op("Slice", present, graph.int_vector(0), "span", graph.int_vector(2)))
         scale = self.architecture.attention_scale
         if self.has_matmul_attention:
@@ -205,19 +232,20 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         if self.capacity is None:
             return self.write_fused_attention(query, present_kv, scale)
         query = self.split_heads(query, self.num_heads)
-        if scale == 1.0:
+        if scale == 1.0:  # cancels the division by sqrt(head_dim) of the operator
             query = graph.op("Mul", query, self.add_scalar_constant(width**0.5))
         return self.join_heads(graph.op("Attention", query, *present_kv, self.attention_mask))
 
     def write_fused_attention(self, query: str, present_kv: list[str], scale: float) -> str:
-        """Write the op Attention or MultiHeadAttention.
+        """Write the operator Attention or MultiHeadAttention.
 
-        Query heads that share keys become further nodes, as CUDA would otherwise copy the keys for every query head.
+        Query heads that share keys become further nodes. Otherwise ONNX Runtime on CUDA would copy the keys for every
+        query head.
 
         Args:
             query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
-            present_kv: names of all keys and of all values.
-            scale: factor of the scores.
+            present_kv: name of all keys in the cache, and name of all values.
+            scale: factor that scores are multiplied by.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
@@ -239,13 +267,13 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return mixed
 
     def write_matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
-        """Write attention as matmuls. Query heads that share keys are joined along the axis of nodes.
+        """Write attention as two matmuls and a softmax. Query heads that share keys are joined along the axis of nodes.
 
         Args:
             query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
-            keys: name of all keys.
-            values: name of all values.
-            scale: factor of the scores.
+            keys: name of all keys in the cache.
+            values: name of all values in the cache.
+            scale: factor that scores are multiplied by.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
@@ -255,33 +283,36 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         if self.capacity is None:
             keys = self.split_heads(keys, num_kv_heads)
             values = self.split_heads(values, num_kv_heads)
-        # scores: [rows, num_kv_heads, group * nodes, columns]
+        # scores: [rows, num_kv_heads, group * nodes, columns]; group is `kv_group_size`
         query = graph.reshape(query, 0, num_kv_heads, -1, self.spec.head_dim)
         scores = graph.op("MatMul", query, graph.transpose(keys, 0, 1, 3, 2))
         mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, self.attention_mask), axis=-1), values)
         return self.join_heads(graph.reshape(mixed, 0, self.num_heads, -1, self.spec.head_dim))
 
     def split_heads(self, x: str, num_heads: int) -> str:
-        """Return `x` as `[rows, num_heads, nodes, head_dim]`."""
+        """Write a change of `x` from `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
         return self.graph.transpose(self.graph.reshape(x, 0, 0, num_heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def join_heads(self, x: str) -> str:
-        """Return `x [rows, num_heads, nodes, head_dim]` as `[rows, nodes, num_heads * head_dim]`."""
+        """Write a change of `x` from `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.num_heads * self.spec.head_dim)
 
     def normalize_heads(self, x: str, weight_prefix: str, num_heads: int, epsilon: float) -> str:
-        """Normalize every head of queries and keys separately, in float32.
+        """Write the norm of each head of queries and keys, in float32.
+
+        The weight differs between heads, but the operator has one scale vector for all heads. Therefore the operator
+        gets a scale filled with 1, and a Mul applies the weight.
 
         Args:
             x: name of the queries and keys, `[rows, nodes, num_heads * head_dim]`.
-            weight_prefix: prefix of the names of the norm's weight and, in layer norms, bias.
+            weight_prefix: prefix of the names of the weight and, for a layer norm, the bias.
             num_heads: number of heads of queries and keys together.
-            epsilon: number added to the variance.
+            epsilon: number added to the variance or, for an RMS norm, to the mean square.
         """
         graph = self.graph
         spec = self.spec
         x = self.to_float32(graph.reshape(x, 0, 0, num_heads, spec.head_dim))
-        ones = graph.add_constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
+        ones = graph.add_constant(np.ones(spec.head_dim, np.float32))
         op = "RMSNormalization" if self.architecture.rms_head_norm else "LayerNormalization"
         normed = graph.op(op, x, ones, axis=-1, epsilon=epsilon)
         scaled = graph.op("Mul", normed, self.write_weight(f"{weight_prefix}.weight"))
@@ -307,44 +338,51 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.graph.op("Gelu", x)
 
     def look_up_embeddings(self) -> str:
-        """Look up the drafter's token embeddings, in the type that the graph computes in."""
-        if self.basic_ops_only and not self.half:
+        """Write the look-up of the drafter's token embeddings, in the type that the graph computes in."""
+        if self.basic_ops_only and not self.half:  # decodes the whole table, as float16 tables must be avoided
             return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
         stored_weight = self.weights["embed.weight"]
         rows = self.graph.op("Gather", self.add_weight(stored_weight), "token_ids")
         return rows if stored_weight.dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
     def cast_input(self, x: str) -> str:
-        """Cast an input of the graph to the type that the graph computes in."""
+        """Cast the graph input `x` to the type that the graph computes in, which differs for bfloat16 only."""
         return x if get_hidden_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
     def add_scalar_constant(self, value: float) -> str:
-        """Return a constant number in the type that the graph computes in."""
+        """Add a number as a constant of the type that the graph computes in, and return its name."""
         return self.to_dtype(self.graph.add_constant(np.array(value, np.float32)))
 
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.op("MatMul", x, self.write_weight(weight), name=output)
 
     def write_weight(self, name: str) -> str:
-        """Add a weight and decode it if it is stored in another type; a weight stored as float32 stays float32."""
+        """Add a weight, with ops that decode it if it is stored in another type, and return the name of the result.
+
+        A weight that is stored as float32 stays float32.
+        """
         stored_weight = self.weights[name]
-        if stored_weight.name == name:
+        if stored_weight.name == name:  # an encoded weight is stored under another name
             return self.add_weight(stored_weight)
-        if name not in self.decoded_weights:
-            is_integer = stored_weight.dtype in INTEGERS
-            scales = self.weights[f"{name}.scales"] if is_integer else None
+        if name not in self.decoded_weights:  # each weight is decoded once, even if several ops read it
+            scales = self.weights[f"{name}.scales"] if stored_weight.dtype in INTEGERS else None
             self.decoded_weights[name] = (
                 self.add_float_weight(stored_weight) if scales is None else self.write_dequantize(stored_weight, scales)
             )
         return self.decoded_weights[name]
 
     def write_dequantize(self, stored_weight: StoredTensor, stored_scale: StoredTensor) -> str:
-        """Dequantize an integer weight, which has a scale per block of inputs or per output.
+        """Write the dequantization of an integer weight and return its name.
 
-        With scales per output, ONNX Runtime multiplies when it loads the graph, unless the op is DequantizeLinear.
+        For scales per output, ONNX Runtime gets Cast and Mul, which it computes once when it loads the graph. It would
+        run DequantizeLinear in every pass.
+
+        Args:
+            stored_weight: integers, `[inputs, outputs]`.
+            stored_scale: scales, `[blocks of inputs, outputs]` or `[outputs]`.
         """
         inputs, _ = stored_weight.shape
-        count, *blocks = stored_scale.shape
+        count, *blocks = stored_scale.shape  # `count` is the number of blocks if the scales have two axes
         integers = self.add_weight(stored_weight)
         scales = self.add_float_weight(stored_scale)
         if blocks:
@@ -359,24 +397,30 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return name if stored_weight.dtype == self.dtype else self.graph.cast(name, self.dtype)
 
     def add_weight(self, stored_weight: StoredTensor) -> str:
-        """Add a weight as it is stored, and return its name."""
+        """Add a weight as it is stored, without decoding, and return its name."""
         self.graph.weights[stored_weight.name] = stored_weight.tensor_message
         return stored_weight.name
 
     def write_rotary_operands(self) -> list[list[str]]:
-        """Write the operands of the rotary embedding; with two grids, also of a rotation that moves positions back.
+        """Write the operands of the operators RotaryEmbedding.
 
-        The file's tables contain each cosine and sine twice, the first sine negated. A node has `kv_group_size + 2`
-        parts as wide as its keys: queries, keys, values. Values are rotated by an additional angle of 0. ONNX Runtime
-        requires at least as many angles as the longest pass has parts.
+        The tables in the file contain each cosine and sine twice, with the first sine negated. A node has
+        `kv_group_size + 2` parts as wide as its keys: queries, keys and values. Values are rotated by an angle of 0,
+        which is added to the tables. ONNX Runtime requires at least as many angles as the longest pass has parts.
+
+        For models with two grids, a position id is `shift * positions + row`, where `positions` is the number of rows
+        of the table. The first rotation uses the angle of `row`. The second rotation turns back by the angle of row
+        `shift`, as its sines are negated.
 
         Returns:
-            For each embedding the names of cosines and sines, `[angles, head_dim / 2]`, and of the angle of each node's
-            parts, `[rows, nodes * parts]`.
+            For each rotation, the names of three tensors: cosines and sines, `[angles, head_dim / 2]`, and the index of
+            the angle of each part, `[rows, nodes * parts]`. There is one rotation; models with two
+            grids have two rotations.
         """
         graph = self.graph
         width = self.spec.head_dim
-        second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
+        # Start, end and step of the table columns for the second number of each pair, whose sines are not negated.
+        second = (1, width, 2) if self.interleaved else (width // 2, width, 1)
         slices = [graph.int_vector(number) for number in second]
         positions = self.weights["rotary.cos"].shape[0]
         parts = self.kv_group_size + 2
@@ -385,11 +429,11 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             table = graph.op(
                 "Slice", self.to_float32(self.write_weight(name)), *slices[:2], graph.int_vector(1), slices[2]
             )
-            # At least one row is added behind the table, for the angle 0: cosine 1 and sine 0.
+            # At least one row is added after the table, for the angle 0: cosine 1 and sine 0.
             pads = graph.int_vector(0, 0, max(1, parts * round_up(self.max_nodes or positions) - positions), 0)
             tables.append(self.to_dtype(graph.op("Pad", table, pads, graph.add_constant(np.array(fill, np.float32)))))
         is_value = graph.add_constant(np.arange(parts) == parts - 1)  # values are the last part of a node
-        no_angle = graph.int_vector(positions)  # the first row behind the table
+        no_angle = graph.int_vector(positions)  # the first row after the table
 
         def repeat_angles_per_part(angle_ids: str) -> str:  # [rows, nodes] to [rows, nodes * parts]
             angles = graph.op("Where", is_value, no_angle, graph.op("Unsqueeze", angle_ids, graph.int_vector(-1)))
@@ -398,15 +442,15 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         if self.architecture.rotary != "grids":
             return [[*tables, repeat_angles_per_part("position_ids")]]
         cos, sin = tables
-        # position = shift * positions + row; the second rotation, with -sin, turns back by the angle of row `shift`.
         shift = graph.op("Div", "position_ids", no_angle)
         rows = graph.op("Sub", "position_ids", graph.op("Mul", shift, no_angle))
         return [[cos, sin, repeat_angles_per_part(rows)], [cos, graph.op("Neg", sin), repeat_angles_per_part(shift)]]
 
     def write_attention_mask(self) -> str:
-        """Unpack `seen` to the mask that is added to scores, `[rows, 1, nodes, columns]`.
+        """Write the unpacking of `seen` to numbers that are added to scores, `[rows, 1, nodes, columns]`.
 
-        The mask is tiled for query heads that share keys, except for TensorRT's op Attention.
+        Query heads that share keys become further nodes, so the mask is repeated for them. The operator Attention of
+        TensorRT is an exception, as it reads separate query heads.
         """
         graph = self.graph
         addend = write_mask_unpacking(graph, "seen", MASKED[self.dtype])

@@ -1,4 +1,4 @@
-"""The report of this host that `lantern-rt doctor` prints."""
+"""Report on the hardware and installed packages of this host, which `lantern-rt doctor` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .host import (
     count_usable_cores,
     find_onnxruntime_conflict,
     import_onnxruntime,
-    installed_distributions,
+    list_installed_packages,
     read_cpu_quota,
 )
 from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, detect_provider
@@ -22,16 +22,16 @@ from .ort.session import check_provider
 from .system import read_host_memory
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
-_ACCELERATOR_PACKAGES = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of distributions
+_ACCELERATOR_PACKAGES = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of names of packages
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """Facts and problems of a host.
+    """Properties of a host, and problems that prevent generation.
 
     Args:
-        facts: facts by name, as text.
-        problems: messages with remedies.
+        facts: values of properties such as `cores` or `gpu`, as text, by name.
+        problems: messages that state a problem and how to solve it.
     """
 
     facts: dict[str, str]
@@ -39,7 +39,7 @@ class HostReport:
 
 
 def make_host_report() -> HostReport:
-    """Return the report of this host. Failing queries are reported as problems."""
+    """Make a report on this host. A query that fails becomes a problem in the report."""
     conflict = find_onnxruntime_conflict()
     problems = [str(conflict)] if conflict else []
     providers: list[str] = []
@@ -49,12 +49,12 @@ def make_host_report() -> HostReport:
         providers = runtime.get_available_providers()
         main = detect_provider(runtime)
     except EngineError as error:
-        problems = problems or [str(error)]
+        problems = problems or [str(error)]  # a conflict of packages already explains the error
     versions = _list_package_versions()
     gpu = find_gpu()
     quota = read_cpu_quota()
     cores = count_usable_cores()
-    if not problems:
+    if not problems:  # otherwise every check would repeat that ONNX Runtime cannot be imported
         for provider in PROVIDERS.values():
             if not provider.rounds_to_bfloat16 and provider.package.partition("[")[0] in versions:
                 try:
@@ -73,7 +73,7 @@ def make_host_report() -> HostReport:
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed_distributions(*RUNTIMES))
+        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in list_installed_packages(*RUNTIMES))
         or "none installed",
         "providers": ", ".join(providers) or "none",
         "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),

@@ -1,7 +1,7 @@
-"""Engine folders: `engine.json` and the TensorRT engines that it lists, checked before an engine is loaded.
+"""Engine folders: the file `engine.json` and the TensorRT engines that it lists, checked before an engine is loaded.
 
-TensorRT engines are code for one version of one library and some GPUs. `engine.json` records the bundle, the library
-and the GPUs that they were built for, and the command that rebuilds them.
+A TensorRT engine is code for one version of TensorRT or TensorRT-RTX and for certain GPUs. `engine.json` records the
+bundle, the library version and the GPUs that the engines were built for, and the command that rebuilds the engines.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from .profiles import BACKENDS, ShapeProfile
 
 ENGINE_FILE = "engine.json"
 FORMAT_VERSION = "5.0"
-_MAX_JSON_BYTES = 1 << 20  # maximum size of engine.json, which has a few thousand bytes
+_MAX_JSON_BYTES = 1 << 20  # maximum size of engine.json, far above the usual few thousand bytes
 _BUILD_AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# Form of the command that errors recommend: a hostile file must not choose the program or where it writes.
+# Pattern of `EngineManifest.command`, with arguments separated by NUL. Error messages recommend the command, so a
+# malicious engine.json must not choose the program to run or the path that it writes to.
 _COMMAND_PATTERN = (
     r"lantern-rt\0build-engine\0[^\0-][^\0]*(\0--(backend|max-rows|max-nodes|compute-capability)\0\w[\w-]*)*"
 )
@@ -40,12 +41,12 @@ class BuiltEngine(FrozenModel):
 
     Attributes:
         path: file name of the engine in the engine folder.
-        blake2b: 32-byte BLAKE2b hash of the engine, in hexadecimal digits. Hashing takes most of the time of loading,
-            and BLAKE2b is 1.8 times as fast as SHA-256 on processors without instructions for SHA-256.
-        bytes: size of the engine.
-        onnx: BLAKE2b hash of the graph that it was built from, `<role>.onnx` in the same folder.
+        blake2b: 32-byte BLAKE2b hash of the engine, in hexadecimal digits. Hashing takes most of the loading time.
+            BLAKE2b is 1.8 times as fast as SHA-256 on processors without instructions for SHA-256.
+        bytes: size of the engine in bytes.
+        onnx: BLAKE2b hash of `<role>.onnx` in the same folder, the graph that the engine was built from.
         profiles: ranges of shapes that the engine accepts.
-        seconds: build time.
+        seconds: build time in seconds.
     """
 
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
@@ -60,14 +61,17 @@ class EngineManifest(FrozenModel):
     """Contents of `engine.json`.
 
     Attributes:
+        format_version: version of the format of engine folders, `FORMAT_VERSION`.
+        backend: library that runs the engines, `tensorrt` or `tensorrt-rtx`.
+        builder_version: version of the library that built the engines; `none` after a dry run.
         compute_capabilities: compute capabilities of the GPUs that can run the engines, such as `SM89`.
-        gpu: name of the only GPU model that can run the engines; None: any GPU of those compute capabilities.
-        precision: type that the target computes in.
-        bundle: name of the bundle.
-        bundle_sha256: digest of the bundle.
-        command: command that rebuilds the folder, without `--output`.
+        gpu: name of the only GPU model that can run the engines; None: any GPU with a listed compute capability.
+        precision: type that the target computes in, such as `float16`.
+        bundle: name of the bundle that the engines were built from.
+        bundle_sha256: digest of this bundle.
+        command: arguments of the command that rebuilds the folder, without `--output`.
         built: time of the build, in ISO 8601.
-        graphs: engines by role of the graph; empty after a dry run.
+        graphs: engines by role of the graph, such as `target`; empty after a dry run.
     """
 
     format_version: str
@@ -92,33 +96,33 @@ class EngineFolder:
 
     @property
     def rebuild_command(self) -> str:
-        """Command that rebuilds this folder."""
+        """Shell command that builds the engines again and replaces this folder."""
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
     def make_mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
-        """Return the error for engines that do not fit this host or bundle.
+        """Return the error for engines that were built for another host or bundle, with the rebuild command as remedy.
 
         Args:
             actual: property of the engines.
             expected: property that the host or bundle requires.
-            path: file at fault; None: the folder.
+            path: file to name in the message; None: the folder.
         """
         remedy = f"rebuild with `{self.rebuild_command}`"
         return EngineError(field=str(path or self.folder), found=actual, expected=expected, remedy=remedy)
 
     def list_replaced_files(self) -> frozenset[str]:
-        """Return the roles of the bundle's files that engines replace and that are therefore not read."""
+        """Return the roles of the bundle's files that are not needed, as TensorRT engines replace them."""
         return frozenset(name for role in self.manifest.graphs for name in (role, f"{role}.data"))
 
     def check_compatibility(self, bundle: Bundle, library_version: str) -> None:
-        """Check that the engines fit a bundle and library, and were not altered.
+        """Check that the engines were built from a bundle by the installed library version, and are unaltered.
 
         Args:
             bundle: bundle to generate images with.
-            library_version: installed version of the library that runs the engines.
+            library_version: installed version of TensorRT or TensorRT-RTX.
 
         Raises:
-            EngineError: another bundle or version built the engines, or a file is missing or altered.
+            EngineError: the bundle or version is another, or an engine file is missing or altered.
         """
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
@@ -130,14 +134,18 @@ class EngineFolder:
         self.check_files()
 
     def check_files(self) -> None:
-        """Compare the files with their hashes. Raises: EngineError: a file is missing or altered."""
-        with ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter lock
+        """Compare all engine files with the hashes in `engine.json`.
+
+        Raises: EngineError: a file is missing or altered.
+        """
+        with ThreadPoolExecutor(4) as pool:  # threads help, as hashing releases the global interpreter lock
+            # The largest file comes first, as it takes longest.
             list(
                 pool.map(self._check_engine_file, sorted(self.manifest.graphs.values(), key=lambda entry: -entry.bytes))
             )
 
     def engine_path(self, role: str) -> Path:
-        """Return the path of the engine of a graph."""
+        """Return the path of the engine of the graph `role`, such as `target`."""
         return self.folder / self.manifest.graphs[role].path
 
     def _check_engine_file(self, engine: BuiltEngine) -> None:
@@ -145,7 +153,7 @@ class EngineFolder:
         try:
             if not path.is_file() or path.is_symlink():
                 raise self.make_mismatch_error("no file", "a TensorRT engine", path)
-            actual = file_blake2b(path)
+            actual = compute_blake2b(path)
         except OSError as error:
             raise EngineError(f"cannot be read ({format_error(error)})", field=str(path)) from error
         if actual != engine.blake2b:
@@ -153,7 +161,7 @@ class EngineFolder:
             raise self.make_mismatch_error(f"hash {actual[:12]}...", expected, path)
 
 
-def file_blake2b(path: Path) -> str:
+def compute_blake2b(path: Path) -> str:
     """Return the BLAKE2b hash of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
@@ -161,11 +169,12 @@ def file_blake2b(path: Path) -> str:
 
 def is_engine_folder(path: str | Path) -> bool:
     """Return whether a path is a folder with an `engine.json`."""
-    return os.path.isfile(os.path.join(path, ENGINE_FILE))  # False, too, for text that cannot be a path
+    # `os.path.isfile` returns False for text that cannot be a path, where `Path.is_file` may raise.
+    return os.path.isfile(os.path.join(path, ENGINE_FILE))
 
 
 def open_engine_folder(path: str | Path) -> EngineFolder:
-    """Open an engine folder without reading its engines, which `EngineFolder.check_compatibility` does.
+    """Read and check the `engine.json` of an engine folder. The engines themselves are not read.
 
     Raises:
         EngineError: `engine.json` is missing, unreadable or invalid.

@@ -1,4 +1,4 @@
-"""Queries of the first NVIDIA GPU through its driver."""
+"""Name, compute capability and CUDA version of the first NVIDIA GPU, read from its driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import NamedTuple
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-# CUDA version, and its oldest driver, for the packages of the extras gpu, tensorrt and tensorrt-rtx.
+# CUDA version that the packages of the extras gpu, tensorrt and tensorrt-rtx need, and the oldest driver that has it.
 CUDA = 13
 OLDEST_DRIVER = 580
 _MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
@@ -16,10 +16,10 @@ _MINOR = 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 
 
 class Gpu(NamedTuple):
-    """A GPU.
+    """Properties of an NVIDIA GPU and its driver.
 
     Attributes:
-        cuda_version: CUDA version that its driver supports, such as `13.0`.
+        cuda_version: CUDA version that the driver supports, such as `13.0`.
         compute_capability: compute capability, such as `SM89`.
         name: product name.
     """
@@ -30,10 +30,10 @@ class Gpu(NamedTuple):
 
 
 def find_gpu() -> Gpu | None:
-    """Return the first GPU, without allocating memory on it.
+    """Find the first NVIDIA GPU, without allocating memory on it.
 
     Returns:
-        The GPU; None without a driver or device, and, after a warning, if the driver fails.
+        The GPU; None if there is no driver or no GPU. If the driver fails, a warning is logged and None is returned.
     """
     try:
         driver = ctypes.CDLL(DRIVER)
@@ -41,7 +41,8 @@ def find_gpu() -> Gpu | None:
         return None
     version, device, major, minor = (ctypes.c_int() for _ in range(4))
     name = ctypes.create_string_buffer(256)
-    failed = (  # each call returns 0 for success
+    # Each call returns 0 for success, otherwise an error number. `or` stops at the first error.
+    failed = (
         driver.cuInit(0)
         or driver.cuDriverGetVersion(ctypes.byref(version))
         or driver.cuDeviceGet(ctypes.byref(device), 0)
@@ -49,11 +50,11 @@ def find_gpu() -> Gpu | None:
         or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
         or driver.cuDeviceGetName(name, len(name), device)
     )
-    if failed not in (0, 100):  # CUDA_ERROR_NO_DEVICE
+    if failed not in (0, 100):  # 100 is CUDA_ERROR_NO_DEVICE, which needs no warning
         problem = "no GPU can be used, NVIDIA's driver fails with CUDA error %d: see what `nvidia-smi` says"
         logging.getLogger(__name__).warning(problem, failed)
     if failed:
         return None
-    number = version.value
+    number = version.value  # 1000 * major + 10 * minor
     capability = f"SM{major.value}{minor.value}"
     return Gpu(f"{number // 1000}.{number % 1000 // 10}", capability, name.value.decode())

@@ -1,7 +1,7 @@
-"""A writer of ONNX graphs that does not need the onnx package, and the part of a decoder that all layouts share.
+"""Writer of ONNX graphs that does not need the onnx package, and base class of all writers of decoder graphs.
 
-Exporters use the writer, and so do engines, which make graphs when a bundle is loaded. Methods take and return names of
-tensors.
+Exporters use the writer. Engines use it, too, as they make graphs when a bundle is loaded. Methods take names of
+tensors as operands, and return the names of results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ..bundle.decoder import Architecture
 from .contracts import TensorSpec
 
-_IR_VERSION = 11
+_IR_VERSION = 11  # version of the ONNX file format
+# Numbers of `TensorProto.DataType`.
 TYPES = {
     "float32": 1,
     "uint8": 2,
@@ -32,8 +33,8 @@ TYPES = {
     "bfloat16": 16,
     "int4": 22,
 }
-_MAX_PART = 8
-# AttributeProto.AttributeType
+_MAX_PART = 8  # maximum width of a part of a column
+# Numbers of `AttributeProto.AttributeType`.
 _FLOAT = 1
 _INT = 2
 _STRING = 3
@@ -44,12 +45,12 @@ Attribute = int | float | str | Sequence[int] | NDArray[Any]
 
 @dataclass
 class GraphWriter:
-    """A graph under construction, whose nodes are in an order in which they can be run.
+    """ONNX graph under construction. Nodes must be added in an order in which they can run.
 
     Args:
         opset_versions: operator set versions by domain.
-        nodes: nodes as protobuf messages.
-        weights: initialisers by name, as protobuf messages or in a subclass's form.
+        nodes: nodes as serialized protobuf messages.
+        weights: initializers by name, as serialized protobuf messages or in a form that a subclass defines.
     """
 
     opset_versions: dict[str, int] = field(default_factory=lambda: {"": 23})
@@ -62,13 +63,15 @@ class GraphWriter:
         """Add a node with any number of outputs.
 
         Args:
-            op_type: operator, with its domain if it is not ONNX's, such as `com.microsoft.Attention`.
+            op_type: operator. An operator outside ONNX has its domain as prefix, such as `com.microsoft.Attention`.
             inputs: names of the inputs; "" omits an optional input.
             outputs: names of the outputs; "" omits an optional output.
+            attributes: attributes of the node.
 
         Returns:
-            `outputs`.
+            The names `outputs`.
         """
+        # The numbers below are the field numbers of the messages in onnx.proto.
         domain, _, op_type = op_type.rpartition(".")
         parts = [_encode_field(1, name) for name in inputs] + [_encode_field(2, name) for name in outputs]
         parts += [_encode_field(3, outputs[0]), _encode_field(4, op_type), _encode_field(7, domain)]
@@ -81,7 +84,9 @@ class GraphWriter:
 
         Args:
             op: operator, as for `add_node`.
+            inputs: names of the inputs.
             name: name of the output; None: a name made from the operator's name.
+            attributes: attributes of the node.
 
         Returns:
             The name of the output.
@@ -89,41 +94,51 @@ class GraphWriter:
         return self.add_node(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
 
     def add_constant(self, array: NDArray[Any], name: str | None = None) -> str:
-        """Add a constant and return its name."""
+        """Add an array as a constant and return its name."""
         name = name or f"constant_{len(self.weights)}"
         self.weights[name] = _encode_tensor(array, name)
         return name
 
     def int_vector(self, *values: int) -> str:
-        """Return the name of a constant int64 vector, for axes and shapes; equal vectors share a constant."""
+        """Add a constant int64 vector, for axes and shapes, and return its name. Equal vectors share a constant."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
         return name if name in self.weights else self.add_constant(np.array(values, np.int64), name)
 
     def cast(self, x: str, dtype: str, name: str | None = None) -> str:
-        """Cast a tensor.
+        """Add a Cast node and return the name of its output.
 
         Args:
-            x: name of the tensor.
+            x: name of the tensor to cast.
             dtype: type to cast to, a key of `TYPES`.
-            name: name of the result; None: any name.
+            name: name of the output; None: any name.
         """
         return self.op("Cast", x, name=name, to=TYPES[dtype])
 
     def reshape(self, x: str, *shape: int) -> str:
-        """Reshape `x`; a size of 0 keeps the size of that axis, -1 stands for the remaining size."""
+        """Add a Reshape node and return the name of its output.
+
+        Args:
+            x: name of the tensor to reshape.
+            shape: new sizes. 0 keeps the size of the axis, and -1 stands for the remaining size.
+        """
         return self.op("Reshape", x, self.int_vector(*shape))
 
     def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
-        """Permute the axes of `x`."""
+        """Add a Transpose node, which permutes the axes of `x`, and return the name of its output."""
         return self.op("Transpose", x, name=name, perm=axes)
 
     def column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
-        """Return the indices of all parts of columns, `[rows, nodes, num_parts, 3]`, for `scatter_column_parts`.
+        """Write the computation of the indices of all parts of columns, for `scatter_column_parts`.
 
         Args:
-            first_part_indices: name of the index of each column's first part, int64 `[rows, nodes, 1, 3]`.
+            first_part_indices: name of the indices of the first part of each column: row, column, 0; int64
+                `[rows, nodes, 1, 3]`.
             num_parts: number of parts of a column.
+
+        Returns:
+            The name of the indices (row, column, part), int64 `[rows, nodes, num_parts, 3]`.
         """
+        # Row and column come from the first part, and the part numbers from this constant, [num_parts, 3].
         numbers = np.zeros((num_parts, 3), np.int64)
         numbers[:, 2] = np.arange(num_parts)
         is_part = self.add_constant(np.array([False, False, True]))
@@ -132,17 +147,26 @@ class GraphWriter:
     def scatter_column_parts(
         self, table: str, indices: str, columns: str, part_shape: tuple[int, int], name: str
     ) -> str:
-        """Write columns to `table [rows, columns, parts, part]`.
+        """Write a ScatterND that replaces columns of a table, and return the name of the changed table.
 
         Args:
-            indices: name of the indices of `column_part_indices`.
+            table: name of the table, `[rows, columns, parts, part]`.
+            indices: name of the indices that `column_part_indices` returned.
             columns: name of the new columns, `[rows, nodes, parts * part]`.
-            part_shape: parts of a column, and width of a part.
+            part_shape: number of parts of a column, and width of a part.
+            name: name of the changed table.
         """
         return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *part_shape), name=name)
 
     def to_bytes(self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], name: str = "graph") -> bytes:
-        """Return the model as the bytes of an ONNX file."""
+        """Return the model as the bytes of an ONNX file.
+
+        Args:
+            inputs: declarations of the inputs of the graph.
+            outputs: declarations of the outputs of the graph.
+            name: name of the graph.
+        """
+        # The numbers below are the field numbers of the messages in onnx.proto.
         parts = [_encode_field(1, node) for node in self.nodes] + [_encode_field(2, name)]
         parts += [_encode_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
         parts += [_encode_field(11, _encode_value_info(tensor)) for tensor in inputs]
@@ -155,13 +179,15 @@ class GraphWriter:
 
 
 class DecoderGraphWriter(ABC):
-    """Base class that writes a decoder as a graph. Tensors `x` are `[rows, nodes, width]` or have nodes first.
+    """Base class of writers of decoder graphs.
 
-    A subclass determines the ops of matmuls, norms and rotation, and where keys and values are stored.
+    A subclass determines the operators of matmuls, norms and rotary embeddings, and where keys and values are stored.
+    Tensors `x` are `[rows, nodes, width]` or, in some subclasses, `[nodes, rows, width]`.
 
     Args:
-        architecture: parts of the decoder.
-        weights: weights by name, in the subclass's form.
+        graph: graph to write to.
+        architecture: description of the layers of the decoder.
+        weights: weights by name, in a form that the subclass defines.
         dtype: type of computations except norms and logits: float32, float16 or bfloat16.
         num_heads: number of query heads.
         kv_group_size: number of query heads that share a head of keys and values.
@@ -185,9 +211,14 @@ class DecoderGraphWriter(ABC):
         self.half = dtype != "float32"
 
     def write_decoder(self, x: str, num_layers: int) -> None:
-        """Write all layers, from the first layer's input `x` to the outputs `hidden_states` and `logits`.
+        """Write all layers and the output heads, which write `hidden_states` and `logits`.
 
-        With two heads, only the second head reads the last layer. `hidden_states` are the first head's.
+        With two heads, the first head reads the layer before the last, and only the second head reads the last layer.
+        `hidden_states` are the states that the first head reads.
+
+        Args:
+            x: name of the input of the first layer.
+            num_layers: number of layers.
         """
         graph = self.graph
         addend = None
@@ -197,6 +228,7 @@ class DecoderGraphWriter(ABC):
         if two_heads and addend is not None:
             x = graph.op("Add", x, addend)
             addend = None
+        # NumPy has no bfloat16, so hidden states are returned as float32.
         name = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
         norm = "norm.weight" if self.architecture.final_norm else None
         hidden = self.write_sum_and_norm(x, addend, norm, name)[1]
@@ -209,14 +241,18 @@ class DecoderGraphWriter(ABC):
             self.write_output_head(hidden)
 
     def write_layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
-        """Write a layer.
+        """Write a layer: attention and feed-forward network.
+
+        The output of the feed-forward network is not yet added to the residual stream, as some operators add and
+        normalize at once.
 
         Args:
             x: name of the residual stream.
-            addend: name of the output of the previous layer's feed-forward part; None: `x` includes it.
+            addend: name of the previous layer's feed-forward output, to be added to `x`; None: nothing to add.
+            index: index of the layer, from 0.
 
         Returns:
-            The names of the residual stream and of the output of the feed-forward part.
+            The names of the residual stream and of the feed-forward output.
         """
         layer_name = f"layers.{index}"
         has_norm = index > 0 or self.architecture.input_norm
@@ -233,16 +269,21 @@ class DecoderGraphWriter(ABC):
         )
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
-        """Write the attention of the layer `layer_name` and return its output."""
+        """Write projections and attention of the layer `layer_name`, and return the name of the output."""
         query, key, value = self.split_and_rotate_qkv(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
         return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
     def write_output_head(self, hidden: str, hidden_below: str | None = None) -> None:
-        """Write the output head from hidden states to `logits`, always float32; with two heads from two states."""
+        """Write the output head, which computes `logits` in float32 from hidden states.
+
+        Args:
+            hidden: name of the hidden states.
+            hidden_below: name of the hidden states that the second head reads; None: the decoder has one head.
+        """
         name = "narrow_logits" if self.half else "logits"
         if hidden_below is not None:
-            both = self.write_linear(hidden, "head.right"), self.write_linear(hidden_below, "head.below")
-            self.graph.op("Concat", *both, name=name, axis=-1)
+            head_logits = self.write_linear(hidden, "head.right"), self.write_linear(hidden_below, "head.below")
+            self.graph.op("Concat", *head_logits, name=name, axis=-1)
         elif self.architecture.head_hidden:
             self.write_linear(self.write_gelu(self.write_linear(hidden, "head.first")), "head.second", name)
         else:
@@ -251,32 +292,30 @@ class DecoderGraphWriter(ABC):
             self.graph.cast(name, "float32", "logits")
 
     def write_linear(self, x: str, name: str, output: str | None = None) -> str:
-        """Write a linear layer; it has a bias if there is a weight `{name}.bias`.
+        """Write a linear layer and return the name of its output. It has a bias if the weight `{name}.bias` exists.
 
         Args:
             x: name of the input.
             name: prefix of the names of weight and bias.
-            output: name of the result; None: any name.
+            output: name of the output; None: any name.
         """
         has_bias = f"{name}.bias" in self.weights
         y = self.write_matmul(x, f"{name}.weight", None if has_bias else output)
         if not has_bias:
             return y
         bias = self.write_weight(f"{name}.bias")
-        bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # stored as float32
+        bias = self.to_dtype(bias) if self.dtype == "bfloat16" else bias  # bfloat16 models store a bias as float32
         return self.graph.op("Add", y, bias, name=output)
 
     def write_sum_and_norm(
         self, x: str, addend: str | None, weight: str | None, name: str | None = None
     ) -> tuple[str, str]:
-        """Write the residual sum and its RMS norm; without a norm, the normed sum is the sum.
-
-        WebGPU does not record copies. Therefore the sum itself gets the name, instead of an Identity node's output.
+        """Write the sum of the residual stream and an output, and the RMS norm of the sum.
 
         Args:
             x: name of the residual stream.
-            addend: name of the output of the previous attention or feed-forward part; None: the sum is `x`.
-            weight: name of the norm's weight; None: no norm.
+            addend: name of the attention or feed-forward output to add to `x`; None: the sum is `x`.
+            weight: name of the norm's weight; None: there is no norm, and the normed sum is the sum.
             name: name of the normed sum; None: any name.
 
         Returns:
@@ -284,15 +323,19 @@ class DecoderGraphWriter(ABC):
         """
         if weight is not None:
             return self.write_norm(x, addend, weight, name)
+        # The sum itself gets the name. An Identity node would be a copy, which WebGPU cannot record.
         total = x if addend is None else self.graph.op("Add", x, addend, name=name)
         return total, total
 
     def write_post_norm(self, x: str, weight: str) -> str:
-        """Write the norm of the output `x` of attention or a feed-forward network, if outputs are normalised."""
+        """Write the norm of the attention or feed-forward output `x`, and return its name.
+
+        If the architecture does not normalize these outputs, nothing is written and `x` is returned.
+        """
         return self.write_norm(x, None, weight, None)[1] if self.architecture.post_norms else x
 
     def write_tiled_mask(self, mask: str) -> str:
-        """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head of a group."""
+        """Tile a mask `[rows, 1, nodes, columns]` along the nodes, once for each query head that shares keys."""
         return (
             self.graph.op("Tile", mask, self.graph.int_vector(1, 1, self.kv_group_size, 1))
             if self.kv_group_size > 1
@@ -313,50 +356,64 @@ class DecoderGraphWriter(ABC):
 
     @abstractmethod
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write attention, `[rows, nodes, hidden_size]`, and store the new keys and values.
+        """Write the storing of new keys and values, and write attention.
 
         Args:
             query: name of the queries.
-            key: name of the new keys.
-            value: name of the new values.
-            layer_name: prefix of the layer's names.
+            key: name of the keys of the new nodes.
+            value: name of the values of the new nodes.
+            layer_name: prefix of the names of the layer's weights.
+
+        Returns:
+            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
         """
 
     @abstractmethod
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
-        """Multiply `x` by a weight.
+        """Write the product of `x` and a weight, and return its name.
 
         Args:
             x: name of the left operand.
-            output: name of the result; None: any name.
+            weight: name of the weight, the right operand.
+            output: name of the product; None: any name.
         """
 
     @abstractmethod
     def write_weight(self, name: str) -> str:
-        """Add a weight and return its name in a form that nodes can read."""
+        """Add the weight `name` to the graph, and return the name of a floating-point tensor that nodes can read."""
 
     @abstractmethod
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write the residual sum and its norm. Args: see `write_sum_and_norm`."""
+        """Write a residual sum and its RMS norm, and return the names of the sum and of the normed sum.
+
+        Args:
+            x: name of the residual stream.
+            addend: name of the tensor to add to `x`; None: the sum is `x`.
+            weight: name of the norm's weight.
+            name: name of the normed sum; None: any name.
+        """
 
     @abstractmethod
     def write_gelu(self, x: str) -> str:
-        """Write the exact GELU."""
+        """Write the exact GELU of `x`, not its tanh approximation, and return its name."""
 
     def to_float32(self, x: str) -> str:
-        """Cast `x` to float32 if the graph computes in another type."""
+        """Write a cast of `x` to float32, if the graph computes in another type, and return the name of the result."""
         return self.graph.cast(x, "float32") if self.half else x
 
     def to_dtype(self, x: str, name: str | None = None) -> str:
-        """Cast `x` from float32 to the type that the graph computes in."""
+        """Write a cast of `x` from float32 to the type that the graph computes in, and return the result's name."""
         return self.graph.cast(x, self.dtype, name) if self.half else x
 
 
 def choose_column_parts(column_width: int) -> tuple[int, int]:
-    """Return the number of parts of a column of `column_width` numbers, and the width of a part.
+    """Divide a column of `column_width` numbers into parts that a graph writes separately.
 
-    A graph writes columns in parts because CUDA's ScatterND runs one thread per index. A thread that copied a column of
-    1,280 numbers took 47 us on an H200.
+    Parts make writing faster, because ScatterND on CUDA runs one thread per index. A thread that copied a whole column
+    of 1,280 numbers took 47 us on an H200.
+
+    Returns:
+        The number of parts, and the width of a part, at most 8.
     """
     part = gcd(column_width, _MAX_PART)
     return column_width // part, part
@@ -389,19 +446,19 @@ def _encode_tensor(array: NDArray[Any], name: str) -> bytes:
 def _encode_value_info(tensor: TensorSpec) -> bytes:
     axes = [axis or f"{tensor.name}.{i}" for i, axis in enumerate(tensor.shape)]
     shape = b"".join(_encode_field(1, _encode_field(1 if isinstance(axis, int) else 2, axis)) for axis in axes)
-    kind = _encode_field(1, TYPES[tensor.dtypes[0]])
-    return _encode_field(1, tensor.name) + _encode_field(2, _encode_field(1, kind + _encode_field(2, shape)))
+    element_type = _encode_field(1, TYPES[tensor.dtypes[0]])
+    return _encode_field(1, tensor.name) + _encode_field(2, _encode_field(1, element_type + _encode_field(2, shape)))
 
 
 def _encode_field(field_number: int, field_value: int | str | bytes) -> bytes:
     """Encode a field of a protobuf message: an integer, text, or the bytes of another message."""
     if isinstance(field_value, int):
-        return _encode_varint(field_number << 3) + _encode_varint(
-            field_value % (1 << 64)
-        )  # negative numbers as two's complement
+        # Negative numbers are encoded as two's complement.
+        return _encode_varint(field_number << 3) + _encode_varint(field_value % (1 << 64))
     data = field_value.encode() if isinstance(field_value, str) else field_value
     return _encode_varint(field_number << 3 | 2) + _encode_varint(len(data)) + data
 
 
 def _encode_varint(value: int) -> bytes:
+    # 7 bits per byte, the lowest bits first; the highest bit of a byte says that another byte follows.
     return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _encode_varint(value >> 7)

@@ -1,4 +1,4 @@
-"""Queries of this host: cores, free memory, and the installed ONNX Runtime."""
+"""Processor cores, free memory and installed ONNX Runtime of this host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .system import check_thread_limit, read_host_memory
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_CONTROLLERS = ("cpu", "memory")  # folders of control groups of version 1
-# ONNX Runtime chooses kernels and layouts by these instruction sets.
+_CONTROLLERS = ("cpu", "memory")  # folders in `_CGROUP`, for version 1 of control groups
+# Instruction sets by which ONNX Runtime chooses kernels and memory layouts.
 _INSTRUCTION_SETS = (
     "avx",
     "avx2",
@@ -33,26 +33,29 @@ _INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
-EXPORT_BYTES = 2_200_000_000  # peak memory of exports of small codebooks, measured (docs/measurements.md)
-RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions that overwrite each other's files
+EXPORT_BYTES = 2_200_000_000  # measured peak memory of an export with a small codebook (docs/measurements.md)
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # packages of ONNX Runtime, which overwrite each other's files
 _import_lock = threading.Lock()
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime with its telemetry disabled. Raises: EngineError: it cannot be imported."""
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads it
+    """Import onnxruntime with telemetry disabled, and return the module.
+
+    Raises: EngineError: onnxruntime cannot be imported.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads this variable
     with _import_lock:
         try:
             import onnxruntime  # type: ignore[import-untyped]
 
-            _ = onnxruntime.InferenceSession
+            _ = onnxruntime.InferenceSession  # missing if the installation is damaged
             onnxruntime.set_default_logger_severity(4)  # errors arrive as exceptions; do not print them as well
         except (ImportError, AttributeError) as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # its native part converts Ctrl-C
+            if isinstance(error.__cause__, KeyboardInterrupt):  # onnxruntime converts Ctrl-C
                 raise KeyboardInterrupt from error
             if conflict := find_onnxruntime_conflict():
                 raise conflict from error
-            needs_gpu = find_gpu() or installed_distributions("tensorrt", "tensorrt-rtx")  # TensorRT runs on GPUs
+            needs_gpu = find_gpu() or list_installed_packages("tensorrt", "tensorrt-rtx")  # TensorRT runs on GPUs
             command = install_command("gpu" if needs_gpu else "cpu", reinstall=not isinstance(error, ImportError))
             problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
             raise EngineError(problem, remedy=f"install it with `{command}`") from error
@@ -60,19 +63,22 @@ def import_onnxruntime() -> Any:
 
 
 def describe_processor() -> str:
-    """Return the processor's family and the instruction sets that decide on kernels, such as `x86_64 avx avx2`."""
+    """Return the architecture and the instruction sets of the processor, such as `x86_64 avx avx2`.
+
+    Only instruction sets by which ONNX Runtime chooses kernels are included.
+    """
     lines = (line.partition(":") for line in _read_text(_CPU_INFO).splitlines())
     flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
-    if flags is None:  # systems other than Linux: NumPy knows some of the instruction sets
+    if flags is None:  # systems other than Linux: NumPy detects some of the instruction sets
         flags = [name.lower() for name, present in _read_numpy_cpu_features().items() if present]
         if sys.platform == "darwin" and platform.machine() == "arm64":
-            flags.append("asimddp")  # all processors of Apple have it
+            flags.append("asimddp")  # all arm64 processors of Apple have asimddp
     known = (name for name in _INSTRUCTION_SETS if name in flags or name.replace("_", "") in flags)
     return " ".join([platform.machine(), *known])
 
 
 def _read_numpy_cpu_features() -> dict[str, bool]:
-    """Return whether NumPy detected each CPU feature, by names such as `AVX512VNNI`; empty if NumPy does not tell."""
+    """Return which CPU features NumPy detected, by names such as `AVX512VNNI`; empty if NumPy does not expose them."""
     try:
         from numpy._core._multiarray_umath import __cpu_features__ as features  # type: ignore[import-not-found]
     except ImportError:
@@ -81,13 +87,14 @@ def _read_numpy_cpu_features() -> dict[str, bool]:
 
 
 def count_usable_cores() -> int:
-    """Return the number of physical cores that this process may use by its affinity and its CPU quota."""
+    """Return the number of physical cores that the CPU affinity and the CPU quota of this process allow."""
     import psutil  # type: ignore[import-untyped]
 
     cores = _usable_cpus()
+    # Hardware threads of one core have the same list of siblings.
     siblings = {_read_text(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
     count = len(siblings)
-    if "" in siblings:  # another system than Linux, or a container hides the topology
+    if "" in siblings:  # the system is not Linux, or a container hides the topology
         count = len(cores)
         with suppress(OSError):  # no /proc
             count = min(count, psutil.cpu_count(logical=False) or count)
@@ -95,9 +102,13 @@ def count_usable_cores() -> int:
 
 
 def choose_thread_count(threads: int | None) -> int:
-    """Return the number of threads of a graph, by default `count_usable_cores`.
+    """Return the number of threads for running a graph.
 
-    Raises: EngineError: the number is not 1 .. 1024, or this system cannot start as many threads.
+    Args:
+        threads: requested number, 1 .. 1024; None: one thread per usable core.
+
+    Raises:
+        EngineError: the number is out of range, or this system cannot start as many threads.
     """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
@@ -107,18 +118,24 @@ def choose_thread_count(threads: int | None) -> int:
 
 
 def read_cpu_quota() -> float | None:
-    """Return the smallest CPU quota of this process's control groups, in cores; None if there is no quota."""
+    """Return the CPU quota of this process in cores, such as 1.5; None if there is no quota.
+
+    If several control groups have a quota, the smallest applies.
+    """
     return min(
         (quota for folder in _list_control_groups() if (quota := _read_group_quota(folder)) is not None), default=None
     )
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still allocate under free memory, resource limits and control groups."""
+    """Return the number of bytes that this process can still allocate.
+
+    Free memory of the host, resource limits and control groups (containers) limit the number.
+    """
     import psutil
 
     free = [read_host_memory("available")]
-    with suppress(ImportError, AttributeError, psutil.Error):  # systems without limits or /proc
+    with suppress(ImportError, AttributeError, psutil.Error):  # systems without resource limits or /proc
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -131,15 +148,18 @@ def available_memory() -> int:
 
 
 def check_free_memory(needed_bytes: int, remedy: str) -> None:
-    """Raise RequestError if less memory than `needed_bytes` bytes is free."""
+    """Check that `needed_bytes` bytes of memory are free.
+
+    Raises: RequestError: less memory is free; the message recommends `remedy`.
+    """
     free = available_memory()
     if free < needed_bytes:
         actual = f"{free / 1e9:.1f} GB free"
         raise RequestError(field="memory", found=actual, expected=f"{needed_bytes / 1e9:.1f} GB", remedy=remedy)
 
 
-def installed_distributions(*names: str) -> list[str]:
-    """Return the installed distributions among `names`."""
+def list_installed_packages(*names: str) -> list[str]:
+    """Return the packages in `names` that are installed."""
     distributions = []
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -149,12 +169,12 @@ def installed_distributions(*names: str) -> list[str]:
 
 
 def find_onnxruntime_conflict() -> EngineError | None:
-    """Return the error if two ONNX Runtime distributions are installed; otherwise None."""
-    names = installed_distributions(*RUNTIMES)
+    """Return an error if both packages of ONNX Runtime are installed; otherwise None."""
+    names = list_installed_packages(*RUNTIMES)
     if len(names) < 2:
         return None
-    both = f"{' and '.join(names)} are both installed and overwrite each other's files"
-    return EngineError(both, remedy=f"run `pip uninstall -y {' '.join(names)}`, then install the one you need")
+    problem = f"{' and '.join(names)} are both installed and overwrite each other's files"
+    return EngineError(problem, remedy=f"run `pip uninstall -y {' '.join(names)}`, then install the one you need")
 
 
 def _usable_cpus() -> set[int]:
@@ -162,10 +182,10 @@ def _usable_cpus() -> set[int]:
 
 
 def _list_control_groups() -> list[Path]:
-    """Return the folders of this process's control groups and of their parents, for versions 2 and 1."""
+    """Return the folders of the control groups of this process and of all parents, for versions 1 and 2."""
     folders = [_CGROUP, *(_CGROUP / name for name in _CONTROLLERS)]
     for line in _read_text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)  # version 2 has no controllers
         parts = [part for part in path.split("/") if part not in ("", "..")]
         roots = (
             [_CGROUP / name for name in _CONTROLLERS if name in controllers.split(",")] if controllers else [_CGROUP]
@@ -175,7 +195,17 @@ def _list_control_groups() -> list[Path]:
 
 
 def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
-    """Return the free bytes of a control group, given its files and a field of memory.stat; nothing without a limit."""
+    """Return the free memory of a control group.
+
+    Args:
+        folder: folder of the control group.
+        limit_file: name of the file with the limit in bytes.
+        used_file: name of the file with the memory in use, in bytes.
+        cache_field: field of `memory.stat` with the size of cached files, which count as in use.
+
+    Returns:
+        A list with the number of free bytes; an empty list if the control group has no limit.
+    """
     limit = _read_text(folder / limit_file)
     used = _read_text(folder / used_file)
     if not (limit.isdigit() and used.isdigit()):
@@ -191,10 +221,10 @@ def _read_group_quota(folder: Path) -> float | None:
         limit = _read_text(folder / "cpu.cfs_quota_us")
         period = _read_text(folder / "cpu.cfs_period_us")
     try:
-        share = int(limit) / int(period)
+        quota = int(limit) / int(period)
     except (ValueError, ZeroDivisionError):
         return None  # the limit is "max", or the file does not exist
-    return share if share > 0 else None
+    return quota if quota > 0 else None  # version 1 writes -1 for no limit
 
 
 def _read_text(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""Keys and values of committed nodes: the number of entries of each row (`BaseKVCache`), and NumPy buffers (`KVCache`).
+"""KV caches: the base class of all caches (`BaseKVCache`), and a cache in NumPy arrays on the host (`KVCache`).
 
-Buffers have the shape `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous, so
-ONNX Runtime reads them in place. With rows first, as usual, every pass would copy them. Buffers start as zeros and
-only receive outputs of a graph, so masked columns are finite and add nothing to any sum.
+Arrays have the shape `[columns, rows, num_kv_heads, head_dim]`. The first `past_length` columns are therefore
+contiguous, and ONNX Runtime reads them in place. With the usual order, rows first, every pass would copy them. Arrays
+start as zeros and receive only outputs of a graph. Masked columns are therefore finite, and add 0 to any sum.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .host import available_memory
 
 CacheArray = NDArray[np.float32] | NDArray[np.float16]
 
-# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes (16 with AVX-512): column c in
-# lane c modulo the number of lanes. When new nodes start at a multiple of 64, the order of a row's sums does not depend
-# on the lengths of other rows or on the number of nodes in the pass.
+# The number of cache columns that a pass reads is a multiple of `COLUMN_STEP`. ONNX Runtime's softmax sums columns in
+# SIMD lanes (16 lanes with AVX-512): column c in lane c modulo the number of lanes. When new nodes start at a
+# multiple of 64, the order of summation in a row depends neither on other rows nor on the number of nodes.
 COLUMN_STEP = 64
 
 
@@ -34,12 +34,12 @@ def round_up(number: int, step: int = COLUMN_STEP) -> int:
 
 @dataclass
 class BaseKVCache:
-    """Lengths of a cache's rows; base class of caches, which determine where entries are stored.
+    """Base class of KV caches, with the number of entries of each row. Subclasses store the entries.
 
     Args:
-        lengths: entries per row, int64 `[rows]`.
+        lengths: number of entries of each row, int64 `[rows]`.
         capacity: maximum number of entries of a row.
-        num_passes: number of forward passes run on the cache.
+        num_passes: number of forward passes that were run on the cache.
     """
 
     lengths: Ints
@@ -48,25 +48,36 @@ class BaseKVCache:
 
     @classmethod
     def require_instance(cls, cache: Cache) -> Self:
-        """Return the cache if this engine made it. Raises: TypeError: another engine made it."""
+        """Return `cache` if it is an instance of this class.
+
+        Raises: TypeError: another kind of engine made the cache.
+        """
         if not isinstance(cache, cls):
             raise TypeError(f"the cache is from another engine: {type(cache).__name__}")
         return cache
 
     @property
     def num_columns(self) -> int:
-        """The number of allocated columns."""
+        """Number of allocated columns."""
         return round_up(max(1, self.capacity))
 
     def past_length(self) -> int:
-        """Return the number of columns that a pass reads: the longest row, rounded up to a multiple of `COLUMN_STEP`.
+        """Return the number of cache columns that a pass reads.
 
-        The number is never 0: ONNX Runtime's fused matmul divides by the number of columns and crashes (SIGFPE).
+        This is the length of the longest row, rounded up to a multiple of `COLUMN_STEP`. The number is never 0, because
+        ONNX Runtime's fused matmul would divide by it and crash (SIGFPE).
         """
         return round_up(max(1, *self.lengths.tolist()))
 
     def compute_extended_lengths(self, accepted_indices: list[Ints]) -> Ints:
-        """Return the lengths after nodes `accepted_indices[r]` are appended to row r. Raises: ValueError: no space."""
+        """Return the number of entries of each row after accepted nodes are appended, int64 `[rows]`.
+
+        Args:
+            accepted_indices: indices of the accepted nodes of each row.
+
+        Raises:
+            ValueError: a row would exceed the capacity, or the number of rows differs.
+        """
         counts = [len(indices) for indices in accepted_indices]
         before = self.lengths.tolist()
         lengths = [length + count for length, count in zip(before, counts, strict=False)]  # faster than NumPy
@@ -75,16 +86,16 @@ class BaseKVCache:
         return np.array(lengths, np.int64)
 
     def select_rows(self, rows: Ints) -> None:
-        """Keep only the given rows, in the given order."""
+        """Keep only the lengths of the given rows, in the given order."""
         self.lengths = self.lengths[rows]
 
     def append_rows(self, cache: Self) -> None:
-        """Append the rows of another cache; all rows get the larger of both capacities."""
+        """Append the lengths of another cache's rows. The capacity becomes the larger of the two capacities."""
         self.lengths = np.concatenate([self.lengths, cache.lengths])
         self.capacity = max(self.capacity, cache.capacity)
 
     def truncate(self, lengths: Ints) -> None:
-        """Remove the entries of each row r after the first `lengths[r]`; memory is not cleared."""
+        """Keep only the first `lengths[r]` entries of each row r, without clearing memory."""
         if (lengths > self.lengths).any() or (lengths < 0).any():
             raise ValueError(f"rows of lengths {self.lengths} cannot be truncated to {lengths}")
         self.lengths = np.array(lengths, np.int64)
@@ -92,7 +103,11 @@ class BaseKVCache:
 
 @dataclass
 class KVCache(BaseKVCache):
-    """Keys and values in the host's memory; `tensors` are key 0, value 0, key 1, ..."""
+    """KV cache in NumPy arrays.
+
+    Args:
+        tensors: keys of layer 0, values of layer 0, keys of layer 1, ...; `[columns, rows, num_kv_heads, head_dim]`.
+    """
 
     tensors: list[CacheArray]
 
@@ -100,11 +115,14 @@ class KVCache(BaseKVCache):
     def empty(
         cls, rows: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
-        """Create a cache without entries; the system provides its memory when columns are written.
+        """Create a cache without entries. The operating system provides memory as columns are written.
 
         Args:
+            rows: number of batch rows.
             capacity: maximum number of entries of a row.
+            num_layers: number of layers of the decoder.
             num_kv_heads: number of heads of keys and values.
+            head_dim: width of a head.
             dtype: type of keys and values.
 
         Raises:
@@ -117,9 +135,9 @@ class KVCache(BaseKVCache):
         try:
             if size > free:
                 raise MemoryError
-            # A single block for all tensors, for which NumPy requests huge pages: 40 times fewer page faults.
+            # All tensors are in one array. NumPy requests huge pages for it: 40 times fewer page faults.
             cache.tensors = list(np.zeros(shape, dtype))
-        except MemoryError as error:  # also raised by limits that cannot be queried
+        except MemoryError as error:  # NumPy raises it, too, under limits that cannot be queried
             raise EngineError(
                 f"keys and values of {rows} rows of {cache.num_columns:,} tokens need {size / 2**30:.1f} GiB",
                 field="memory",
@@ -128,25 +146,31 @@ class KVCache(BaseKVCache):
             ) from error
         return cache
 
-    def past_views(self, past_length: int) -> list[CacheArray]:
-        """Return views of the first `past_length` columns of every tensor, contiguous and without copies."""
+    def view_past_columns(self, past_length: int) -> list[CacheArray]:
+        """Return the first `past_length` columns of every tensor as contiguous views."""
         return [tensor[:past_length] for tensor in self.tensors]
 
     def append(self, new_kv: list[CacheArray], accepted_indices: list[Ints]) -> None:
-        """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
+        """Append keys and values of accepted nodes to the entries of their rows.
+
+        Args:
+            new_kv: keys and values of all nodes of a pass, `[nodes, rows, num_kv_heads, head_dim]` for each tensor.
+            accepted_indices: indices of the accepted nodes of each row.
+        """
         before = self.lengths.tolist()
         lengths = self.compute_extended_lengths(accepted_indices)
         first = accepted_indices[0]
         same_nodes = all(indices is first or np.array_equal(indices, first) for indices in accepted_indices)
-        if same_nodes and before.count(before[0]) == len(before):  # one contiguous target, as for a batch of chains
+        # If all rows have equal lengths and accept the same nodes, the columns to write are one contiguous block.
+        if same_nodes and before.count(before[0]) == len(before):
             start = before[0]
             end = start + len(first)
             for tensor, new in zip(self.tensors, new_kv, strict=True):
-                new.take(first, 0, tensor[start:end], "clip")  # "raise" would copy twice
+                new.take(first, 0, tensor[start:end], "clip")  # the default mode, "raise", would copy twice
         else:
             row = np.repeat(np.arange(len(lengths)), lengths - self.lengths)
             column = np.concatenate([np.arange(start, end) for start, end in zip(before, lengths, strict=True)])
-            # `new_kv` is [nodes, rows, ...] and a tensor [columns, rows, ...]: indices in their flat first two axes
+            # Indices in the flattened first two axes of `new_kv [nodes, rows, ...]` and of tensors [columns, rows, ...]
             source = np.concatenate(accepted_indices) * len(lengths) + row
             target = column * len(lengths) + row
             for tensor, new in zip(self.tensors, new_kv, strict=True):
@@ -155,21 +179,26 @@ class KVCache(BaseKVCache):
         self.lengths = lengths
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only the given rows, in the given order; entries are copied once."""
+        """Keep only the given rows, in the given order, by copying their entries to new arrays."""
         self._copy_rows([(self, rows)], self.capacity)
         self.select_rows(rows)
 
     def extend(self, cache: Cache) -> None:
-        """Append the rows of another cache; entries of both are copied once."""
+        """Append the rows of another cache, by copying the entries of both caches to new arrays."""
         added = KVCache.require_instance(cache)
         self._copy_rows([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.append_rows(added)
 
     def forbid_memory_reuse(self) -> None:
-        """Leave the memory to the system: no other cache reuses it."""
+        """Leave the cache unchanged, as no other cache reuses its memory."""
 
     def _copy_rows(self, sources: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
-        """Replace the tensors by copies of rows of caches; change nothing if memory is insufficient."""
+        """Replace the tensors by copies of rows. If memory is insufficient, nothing changes.
+
+        Args:
+            sources: caches, and the rows to copy from each.
+            capacity: maximum number of entries of a row of the new tensors.
+        """
         *_, heads, width = self.tensors[0].shape
         dtype = self.tensors[0].dtype.type
         layers = len(self.tensors) // 2

@@ -1,4 +1,4 @@
-"""Load a bundle's graphs: target and drafter as engines, the other graphs as functions."""
+"""Loading of a bundle's graphs: target and drafter as engines, all other graphs as functions."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Provid
 from .precisions import INT8, INTEGER_WEIGHTS, check_matmul_support
 from .trt.backend import open_tensorrt_folder
 
-# `LoadedModel.rounding_bound` of a CPU that computes in float32. The largest value measured with the embedded model was
-# 6.1e-5 nats.
+# Maximum change, in nats, of the difference of two logits between passes on a CPU in float32. The largest change
+# measured with the embedded model is 6.1e-5 nats.
 ROUNDING = 1e-4
-_UNLIMITED = 1 << 20
+_UNLIMITED = 1 << 20  # maximum number of rows and nodes for ONNX Runtime, which has no limit
 
 
 class BundleEngines:
-    """A bundle's loaded graphs, or TensorRT engines built from them; thread-safe.
+    """Loaded graphs of a bundle, or TensorRT engines built from them; thread-safe.
 
     Drafter and VQ encoder are loaded when first used. The VQ decoder is loaded with the target, so that a damaged VQ
     decoder is reported before the tokens of an image are generated.
 
     Args:
+        bundle: bundle to load.
         threads: number of threads per graph; None: one per core.
         providers: providers that run the bundle's graphs in ONNX Runtime.
-        engine_folder: engine folder whose TensorRT engines replace graphs; None: run all graphs in ONNX Runtime.
+        engine_folder: engine folder whose TensorRT engines run instead of graphs; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
         image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
-        rounding_bound: bound on rounding, in nats, as in `LoadedModel.rounding_bound`.
+        rounding_bound: maximum change, in nats, of the difference of two target logits between passes. 0: near-ties
+            are not recomputed. `LoadedModel.rounding_bound` has the same value.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
         target: target engine.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
-        EngineError: the engines do not fit the bundle, library version or host, or were altered; raised before a graph
-            is loaded.
-        RequestError: a backend lacks the matmul of the bundle.
+        EngineError: the TensorRT engines do not fit the bundle, library version or host, or were altered.
+        RequestError: a backend lacks the quantized matmul of the bundle.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class BundleEngines:
             self.backend += f",drafter={providers.provider_for('drafter')}"
         self.on_cpu = engine_folder is None and providers.main_provider == DEFAULT_PROVIDER
         spec = bundle.manifest.target
-        # Sums of integers (int8) are exact, and matmuls with integer weights round activations to 8 bits.
+        # With int8, sums of integers are exact. With integer weights, matmuls round activations to 8 bits. For both,
+        # near-ties are not recomputed.
         has_float_matmul = spec.precision != INT8 and spec.precision not in INTEGER_WEIGHTS
-        self.rounding = ROUNDING if self.on_cpu and spec.dtype == "float32" and has_float_matmul else 0.0
+        self.rounding_bound = ROUNDING if self.on_cpu and spec.dtype == "float32" and has_float_matmul else 0.0
         target = engine_folder.manifest.graphs.get("target") if engine_folder else None
         profiles = target.profiles if target else ()
         max_nodes = max((profile.nodes[2] for profile in profiles), default=_UNLIMITED)
+        # A draft node takes up to two nodes of a pass if an end-of-row token may follow it.
         self.max_nodes = max_nodes // bundle.manifest.layout().max_pass_nodes(1)
         self.max_rows = max((profile.rows[2] for profile in profiles), default=_UNLIMITED)
         self._lock = threading.Lock()
@@ -100,26 +103,42 @@ class BundleEngines:
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Compute conditional and unconditional prefixes, float32 `[rows, length, hidden_size]`.
+        """Compute the embeddings of the conditional and unconditional prefixes.
 
-        The two lengths may differ.
+        Args:
+            inputs: inputs of the condition graph by name, such as `class_ids` or `token_ids`.
+
+        Returns:
+            Conditional and unconditional embeddings, float32 `[rows, length, hidden_size]`; the lengths may differ.
         """
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def decode_images(self, codes: Ints) -> Floats:
-        """Decode tokens `[images, rows, columns]` to images, float32 `[images, 3, height, width]`, about -1 .. 1.
+        """Decode tokens to images; the bundle must have a VQ decoder.
 
-        The bundle has an image decoder.
+        Args:
+            codes: tokens of each cell of the grid, int64 `[images, rows, columns]`.
+
+        Returns:
+            Pixels, float32 `[images, 3, height, width]`, about -1 (black) .. 1.
         """
         assert self._vq_decoder is not None
+        # A bundle with several image sizes has a graph that reads the grid. Other graphs read a flat sequence.
         cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def encode_images(self, images: Floats) -> Ints:
-        """Encode images, float32 `[images, 3, height, width]` in -1 .. 1, to tokens, int64 `[images, cells]`.
+        """Encode images to tokens.
 
-        Raises: BundleError: the bundle has no VQ encoder.
+        Args:
+            images: pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1.
+
+        Returns:
+            Tokens of each cell of the grid, int64 `[images, cells]`.
+
+        Raises:
+            BundleError: the bundle has no VQ encoder.
         """
         manifest = self._bundle.manifest
         codes = TensorSpec("codes", ("int64",), (None, None if manifest.sizes else manifest.codes_per_image))
@@ -131,7 +150,10 @@ class BundleEngines:
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
-        """Load the drafter and run the VQ decoder once, if there are any, so that damaged graphs are reported now."""
+        """Load the drafter, and run the VQ decoder once, so that damaged graphs are reported now.
+
+        Graphs that the bundle does not have are skipped.
+        """
         _ = self.drafter
         if self._vq_decoder is None:
             return
@@ -142,10 +164,15 @@ class BundleEngines:
 def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoice:
     """Replace the provider `auto` by a provider of this host that suits a bundle.
 
-    `auto` keeps int8 decoders on the CPU, since a GPU generates other images with them. An int8 VQ decoder runs on the
-    CPU unless the user names a provider for it.
+    For `auto`, int8 decoders run on the CPU, because a GPU would generate other images for the same seed. An int8 VQ
+    decoder runs on the CPU unless the user requests a provider for it.
 
-    Raises: EngineError: the library of a GPU cannot be loaded.
+    Args:
+        requested: providers that the user requested.
+        bundle: bundle to load.
+
+    Raises:
+        EngineError: the library of a GPU provider cannot be loaded.
     """
     manifest = bundle.manifest
     if requested.main_provider == AUTO:

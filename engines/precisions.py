@@ -1,4 +1,4 @@
-"""Precisions of decoders, and the providers that support them."""
+"""Quantized precisions of decoders, and a check that a backend supports the precisions of a bundle."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ INT8 = "int8"  # integer weights and activations, multiplied as integers
 
 
 def check_matmul_support(bundle: Bundle, target: str, drafter: str | None = None) -> None:
-    """Raise if a backend cannot multiply as a bundle's decoders do.
+    """Check that backends support the quantized matmuls of a bundle's decoders.
 
     Args:
+        bundle: bundle to run.
         target: backend of the target, such as `onnxruntime-cuda`.
-        drafter: backend of the drafter; None: the target's.
+        drafter: backend of the drafter; None: the backend of the target.
 
     Raises:
-        RequestError: the backend lacks the quantized matmul.
+        RequestError: a backend lacks a quantized matmul.
     """
     for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
         if spec is not None and spec.precision == INT8 and where.startswith("onnxruntime-openvino"):

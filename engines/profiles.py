@@ -1,4 +1,4 @@
-"""Options of builds of TensorRT engines, and the profiles (ranges of shapes) that they are built for."""
+"""Options for building TensorRT engines, and the optimization profiles (ranges of shapes) of the engines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .kv_cache import COLUMN_STEP, round_up
 RTX = "tensorrt-rtx"
 BACKENDS = ("tensorrt", RTX)
 Size = Annotated[int, Field(ge=0, le=1 << 24)]
-Range = tuple[Size, Size, Size]  # smallest, optimal, largest
+Range = tuple[Size, Size, Size]  # smallest size, size that TensorRT optimizes for, largest size
 
 
 class ShapeProfile(FrozenModel):
-    """A TensorRT optimization profile: ranges of the input shapes of one kind of forward pass.
+    """TensorRT optimization profile: ranges of the sizes of a forward pass.
 
     Attributes:
-        name: `ar`, `tree`, or `rows` for the image decoder.
-        rows: batch rows.
-        nodes: nodes of a row.
-        columns: columns of a cache that nodes attend to.
+        name: `ar` for autoregressive passes, `tree` for passes over a prefix or draft tree, `rows` for the VQ decoder.
+        rows: number of batch rows.
+        nodes: number of new nodes per row; 0 for the VQ decoder.
+        columns: number of cache columns that nodes attend to; 0 for the VQ decoder.
     """
 
     name: str
@@ -42,12 +42,13 @@ class BuildOptions:
 
     Args:
         backend: `tensorrt` or `tensorrt-rtx`.
-        max_rows: maximum number of batch rows per pass, 1 .. 4096; an image has two with guidance.
-        max_nodes: maximum number of new nodes of a row per pass, 2 .. 4096, no fewer than the tree has.
-        compute_capabilities: GPUs such as `SM89`, for `tensorrt-rtx` only; empty: the GPU of this host.
+        max_rows: maximum number of batch rows per pass, 1 .. 4096; an image with guidance has two rows.
+        max_nodes: maximum number of new nodes per row and pass, 2 .. 4096, at least the size of a draft tree.
+        compute_capabilities: compute capabilities of the GPUs to build for, such as `SM89`; for `tensorrt-rtx` only.
+            Empty: the GPU of this host.
 
     Raises:
-        RequestError: unknown backend, number out of range, or GPUs given for `tensorrt`.
+        RequestError: the backend is unknown, a number is out of range, or `tensorrt` gets compute capabilities.
     """
 
     backend: str
@@ -68,23 +69,26 @@ class BuildOptions:
 
 
 def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
-    """Return the number of cache columns that passes of these profiles need."""
+    """Return the largest number of cache columns that a pass of any of these profiles attends to."""
     return max(profile.columns[2] for profile in shape_profiles)
 
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[ShapeProfile, ...]:
-    """Return the profiles of a graph: two for a decoder; one for the image decoder, which has rows only.
+    """Return the optimization profiles of a graph: two for a decoder, and one for the VQ decoder.
 
     Args:
+        manifest: manifest of the bundle with the graph.
         role: `target`, `drafter` or `vq_decoder`.
+        options: maximum sizes of a forward pass.
     """
     if role not in ("target", "drafter"):
         return (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)
     nodes = options.max_nodes
-    largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)  # an image, then the largest pass
+    # The cache holds the prefix and all tokens of an image, and then the nodes of the largest pass.
+    largest = round_up(manifest.condition.prefix + manifest.max_image_tokens + nodes)
     if role == "drafter":
-        largest += round_up(nodes)  # cached until the draft has been verified
+        largest += round_up(nodes)  # the drafter caches draft nodes until the target has verified them
     columns = (COLUMN_STEP, max(COLUMN_STEP, round_up(largest // 2)), largest)
     return (
         ShapeProfile(name="ar", rows=rows, nodes=(2, 2, 2), columns=columns),

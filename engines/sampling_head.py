@@ -1,7 +1,7 @@
-"""A graph that samples tokens on a device: guidance, temperature, filters, noise and the tokens of highest score.
+"""Graph that samples tokens on a device: guidance, temperature, filters, noise, and the tokens of highest score.
 
-The graph computes the same as `runtime/sampling.py` in NumPy. A few numbers per node are copied to the host instead of
-all logits.
+The graph computes the same as the NumPy code in `runtime/sampling.py`. With the graph, only a few numbers per node are
+copied to the host, instead of all logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..methods import Sampling
 from .contracts import TensorSpec
 from .graph_writer import GraphWriter, choose_column_parts
 
-FILTERED_OUT = -1e30  # score of filtered tokens; finite, as not every provider's TopK accepts infinity
+FILTERED_OUT = -1e30  # score of excluded tokens; finite, as TopK of some providers does not accept infinity
 
 
 class SamplingHead(NamedTuple):
@@ -22,10 +22,10 @@ class SamplingHead(NamedTuple):
 
     Attributes:
         vocab_size: number of tokens.
-        num_best: number of tokens to return per node.
-        top_k: number of tokens to sample from; 0: no limit.
-        has_top_p: whether the cumulative probability of tokens to sample from is limited.
-        add_noise: whether noise is added to the logits.
+        num_best: number of tokens of highest score to return per node.
+        top_k: maximum number of tokens to sample from; 0: no limit.
+        has_top_p: whether top-p limits the tokens to sample from.
+        add_noise: whether Gumbel noise is added to the logits; False: sampling is greedy.
     """
 
     vocab_size: int
@@ -41,8 +41,8 @@ class SamplingHead(NamedTuple):
         Args:
             sampling: sampling settings of the request.
             vocab_size: number of tokens.
-            num_best: number of tokens to return per node.
-            add_noise: whether noise is added to the logits.
+            num_best: number of tokens of highest score to return per node.
+            add_noise: whether Gumbel noise is added to the logits.
         """
         top_k = sampling.top_k if sampling.filters_tokens and sampling.top_k < vocab_size else 0
         return cls(
@@ -51,26 +51,32 @@ class SamplingHead(NamedTuple):
 
     @staticmethod
     def supports(sampling: Sampling) -> bool:
-        """Return whether there is a graph for these settings; top-p before top-k and penalties are done on the host."""
+        """Return whether a graph can sample with these settings.
+
+        Repetition penalties, and top-p before top-k, are computed on the host instead.
+        """
         if sampling.has_repetition_penalty:
             return False
-        both = sampling.filters_tokens and sampling.top_k > 0 and sampling.top_p < 1
-        return not both or sampling.filter_order.startswith("top-k")
+        has_two_filters = sampling.filters_tokens and sampling.top_k > 0 and sampling.top_p < 1
+        return not has_two_filters or sampling.filter_order.startswith("top-k")
 
     def write_graph(self, graph: GraphWriter) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Write the graph and return its inputs and outputs.
 
         The inputs are:
-            logits: float32 `[rows, all, vocab_size]`.
-            conditional, unconditional: int32 `[images, nodes]`, indices of each node's logits in `[rows * all]`; equal
-                without guidance.
-            cfg_scale: float32 `[images, nodes, 1]`.
-            temperature, top_p: float32 `[images, 1, 1]`.
-            noise: float32 `[groups, positions, parts, part]`; the numbers of a position are the tokens'.
-            noise_ids: int32 `[images, nodes]`, indices of each node's noise in `[groups * positions]`.
+            logits: logits of a pass, float32 `[rows, all, vocab_size]`; `all` is the number of nodes with padding.
+            conditional, unconditional: indices of the logits of each node in the flattened axes `rows` and `all`, int32
+                `[images, nodes]`. Without guidance, both inputs are equal.
+            cfg_scale: guidance scales, float32 `[images, nodes, 1]`.
+            temperature, top_p: sampling settings, float32 `[images, 1, 1]`.
+            noise: noise table, float32 `[groups, positions, parts, part]`. A position of a group has a number for each
+                token, divided into parts as `choose_column_parts` says.
+            noise_ids: index of the noise of each node in the flattened axes `groups` and `positions`, int32
+                `[images, nodes]`.
 
-        The output `drawn` is float32 `[2, images, nodes, num_best]`, best first: tokens, which float32 represents
-        exactly, and logarithms of their probabilities after the noise, about `FILTERED_OUT` for filtered tokens.
+        The output `drawn` is float32 `[2, images, nodes, num_best]`, with the token of highest score first. `drawn[0]`
+        are tokens, which float32 represents exactly. `drawn[1]` are scores: log-probabilities after adding noise. The
+        score of an excluded token is about `FILTERED_OUT`.
         """
         flat = graph.op("Reshape", "logits", graph.int_vector(-1, self.vocab_size))
         unconditional = graph.op("Gather", flat, "unconditional")
@@ -81,6 +87,7 @@ class SamplingHead(NamedTuple):
             noise = graph.op("Reshape", "noise", graph.int_vector(-1, self.vocab_size))
             values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
         best, codes = graph.add_node("TopK", [values, graph.int_vector(self.num_best)], ["best", "codes"])
+        # Scores are a log-softmax. Subtracting the highest value first prevents an overflow of Exp.
         highest = graph.op("Slice", best, graph.int_vector(0), graph.int_vector(1), graph.int_vector(-1))
         weights = graph.op("Exp", graph.op("Sub", values, highest))
         sums = graph.op("Log", graph.op("ReduceSum", weights, graph.int_vector(-1), keepdims=1))
@@ -110,6 +117,7 @@ class SamplingHead(NamedTuple):
             sums = graph.op("CumSum", graph.op("Softmax", ordered, axis=-1), graph.int_vector(-1))
             within = graph.cast(graph.op("LessOrEqual", sums, "top_p"), "float32")
             count = graph.op("ReduceSum", within, graph.int_vector(-1), keepdims=1)
+            # The token at index `count` is the first whose cumulative probability exceeds top-p. It is kept.
             last = graph.op("Min", count, graph.add_constant(np.array([num_tokens - 1], np.float32)))
             lowest = graph.op("GatherElements", ordered, graph.cast(last, "int64"), axis=-1)
         else:
@@ -117,5 +125,5 @@ class SamplingHead(NamedTuple):
                 "Slice", ordered, graph.int_vector(num_tokens - 1), graph.int_vector(num_tokens), graph.int_vector(-1)
             )
         filtered_out = graph.add_constant(np.array(FILTERED_OUT, np.float32))
-        # NaN is not less than `lowest` and stays, so that the host detects it.
+        # A NaN is not less than `lowest`. It therefore stays in the output, where the host detects it.
         return graph.op("Where", graph.op("Less", scaled_logits, lowest), filtered_out, scaled_logits)

@@ -1,4 +1,4 @@
-"""Threads and memory that the operating system grants this process."""
+"""Limits of the operating system on threads and memory of this process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..errors import EngineError
 
 
 def check_thread_limit(count: int) -> None:
-    """Check that `count` threads, including the caller's, can run at once.
+    """Check that `count` threads, including the calling thread, can run at once, by starting them.
 
-    Libraries hang if they cannot start a thread.
+    The check is necessary because ONNX Runtime and other libraries hang if they cannot start a thread.
 
-    Raises: EngineError: the system does not allow so many threads.
+    Raises: EngineError: the operating system does not allow so many threads.
     """
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(count - 1)]
@@ -27,14 +27,17 @@ def check_thread_limit(count: int) -> None:
         raise EngineError(problem, field="threads", found=str(count), remedy=remedy) from error
     finally:
         done.set()
-        for thread in (thread for thread in threads if thread.ident):  # None: not started
+        for thread in (thread for thread in threads if thread.ident):  # `ident` is None if the thread was not started
             thread.join()
-            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # the system still counts it
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # until then, the system counts the thread
                 time.sleep(0.0001)
 
 
 def read_host_memory(field: str) -> int:
-    """Return a field of psutil's virtual memory, in bytes; without /proc, all physical memory."""
+    """Return a field of `psutil.virtual_memory()`, such as `available`, in bytes.
+
+    On a host without /proc, psutil fails, and the size of the physical memory is returned instead.
+    """
     import psutil  # type: ignore[import-untyped]
 
     try:

@@ -13,18 +13,23 @@ import torch
 
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQTokenizerConfig
 
-CLASSES, CODES, WIDTH, LAYERS, HEADS, GRID = 10, 64, 64, 2, 4, 6
+NUM_CLASSES = 10
+NUM_CODES = 64
+WIDTH = 64
+NUM_LAYERS = 2
+NUM_HEADS = 4
+GRID = 6
 
 
 def make_target_weights() -> dict[str, torch.Tensor]:
     """Return random weights of the target by their official names; norm weights are 1."""
     shapes = {
-        "cls_embedding.embedding_table.weight": (CLASSES + 1, WIDTH),
-        "tok_embeddings.weight": (CODES, WIDTH),
+        "cls_embedding.embedding_table.weight": (NUM_CLASSES + 1, WIDTH),
+        "tok_embeddings.weight": (NUM_CODES, WIDTH),
         "norm.weight": (WIDTH,),
-        "output.weight": (CODES, WIDTH),
+        "output.weight": (NUM_CODES, WIDTH),
     }
-    for layer in range(LAYERS):
+    for layer in range(NUM_LAYERS):
         shapes |= {
             f"layers.{layer}.attention_norm.weight": (WIDTH,),
             f"layers.{layer}.attention.wqkv.weight": (3 * WIDTH, WIDTH),
@@ -39,8 +44,8 @@ def make_target_weights() -> dict[str, torch.Tensor]:
 
 def make_tokenizer_weights() -> dict[str, torch.Tensor]:
     """Return random weights of an image tokenizer with 16 pixels per code, narrower than the published one."""
-    vq = LlamaGenVQ(VQTokenizerConfig(CODES, 8, 32, 32, (32,) * 5, (32,) * 5, 1))
-    vq.codebook = torch.randn(CODES, 8)
+    vq = LlamaGenVQ(VQTokenizerConfig(NUM_CODES, 8, 32, 32, (32,) * 5, (32,) * 5, 1))
+    vq.codebook = torch.randn(NUM_CODES, 8)
     return {name.replace("codebook", "quantize.embedding.weight"): weight for name, weight in vq.state_dict().items()}
 
 
@@ -50,7 +55,7 @@ def main(folder: Path = Path("small")) -> None:
     folder.mkdir(exist_ok=True)
     torch.save({"model": make_target_weights()}, folder / "c2i.pt")
     torch.save({"model": make_tokenizer_weights()}, folder / "vq.pt")
-    (folder / "config.json").write_text(json.dumps({"n_head": HEADS, "block_size": GRID**2}), "utf-8")
+    (folder / "config.json").write_text(json.dumps({"n_head": NUM_HEADS, "block_size": GRID**2}), "utf-8")
 
 
 if __name__ == "__main__":

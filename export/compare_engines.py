@@ -21,7 +21,7 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec, Precision
 from ..engines.columns import CacheColumnMap
 from ..engines.contracts import Progress
 from ..engines.decoder_tensors import declare_device_tensors
-from ..engines.engine_folder import BuiltEngine, EngineFolder, file_blake2b
+from ..engines.engine_folder import BuiltEngine, EngineFolder, compute_blake2b
 from ..engines.ort.engine import OrtEngine
 from ..engines.ort.session import GraphSession
 from ..engines.profiles import count_profile_columns
@@ -58,7 +58,7 @@ def compare_engines(
         if spec is None or built is None:
             continue
         graph = folder.folder / f"{role}.onnx"
-        if file_blake2b(graph) != built.onnx:
+        if compute_blake2b(graph) != built.onnx:
             raise folder.make_mismatch_error("another graph", "the graph that its engine was built from", graph)
         engine = open_trt_engine(folder.manifest.backend, folder.engine_path(role)) if run_engines else nullcontext()
         with engine as runner:

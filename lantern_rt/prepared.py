@@ -156,7 +156,7 @@ def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodC
         manifest.target.max_positions,
         DrafterLayout(**layout),
         bundle.neighbor_table if uses_neighbors else None,
-        engines.rounding,
+        engines.rounding_bound,
         engines.max_nodes,
         bundle.draft_heads if uses_heads else None,
     )

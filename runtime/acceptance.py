@@ -1,29 +1,32 @@
-"""Acceptance of drafts: find the path of a draft tree that the target accepts, exactly or relaxed.
+"""Acceptance of drafts: find the path of a draft tree that the target accepts, with exact or relaxed acceptance.
 
-Exact acceptance: a draft token is accepted if and only if it is the target's choice. The choice after a node is a
-function of the target's distribution there and of the noise of the position, see `noise.py`. So is every choice of
-plain decoding. Whatever was drafted, a walk therefore ends on the tokens of plain decoding: drafts decide how many
-passes are needed, never which tokens are generated.
+Exact acceptance accepts a draft token if and only if it is the token that the target chooses. The chosen token depends
+only on the target's distribution and on the noise of the position, see `noise.py`. The same is true in autoregressive
+decoding. So the accepted tokens are the tokens of autoregressive decoding, whatever was drafted. Drafts decide how many
+passes are needed, but never which tokens are generated.
 
-Relaxed acceptance, as published: a draft token x may borrow the probability of its neighbours in the codebook. It is
-speculative sampling with siblings, by rejection, in which the probability of A is added to the probability of x. The
-aggregation set A of x is the longest nearest-first run of its neighbours whose summed probability stays within a bound.
-The bound is `delta` (LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
+Relaxed acceptance, as published, adds to the probability of a draft token x the probability of its neighbours in the
+codebook. It is speculative sampling that tries one sibling after another, with p(x) + p(A) in place of p(x). Here A is
+the aggregation set of x. A consists of the nearest neighbours of x, as many as possible while their summed probability
+stays within a bound. The bound is `delta` (LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
 
 The total variation distance between the output of relaxed acceptance and the target's distribution is known exactly.
-Let p be the target's and q the drafter's distribution. Exact acceptance accepts x with probability a(x) = min(1, p(x) /
-q(x)). Relaxed acceptance accepts x with probability a'(x) = min(1, (p(x) + p(A)) / q(x)); a rejection removes x and A
-from max(p - q, 0). For one *candidate*, the distance from p is the expectation of a'(x) - a(x) over the draft. (Derived
-here; tests enumerate it.) With q = 1 it is p(A) <= delta. With a sampled draft, delta does not bound it, because every
-token that can be drafted has another aggregation set; lambda does, see below. Every further sibling adds a term,
-weighted by the probability that it is tried, and the distance of the *token* is at most the sum. With q = 1, k siblings
-reach 1 - (1 - delta)^k, because the next sibling is tried with probability at most 1 - p(A). The published code removes
-k + 1 neighbours instead of A. `residual="neighborhood"` reproduces that for comparison; nothing bounds its distance.
+Let p be the target's distribution, and q the drafter's distribution. Exact acceptance accepts x with probability
+a(x) = min(1, p(x) / q(x)). Relaxed acceptance accepts x with probability a'(x) = min(1, (p(x) + p(A)) / q(x)). A
+rejection removes x and A from max(p - q, 0). For one *candidate*, the distance from p is the expectation of
+a'(x) - a(x) over the draft token x. (Derived here; tests enumerate it.) With q = 1 the distance is p(A) <= delta. With
+a sampled draft token, delta does not bound the distance, because every possible draft token has a different aggregation
+set. But lambda bounds the distance, see below.
+
+Every further sibling adds a term, weighted by the probability that the sibling is tried. The distance of the *token* is
+at most the sum of the terms. With q = 1, k siblings reach at most 1 - (1 - delta)^k, because the next sibling is tried
+with probability at most 1 - p(A). The published code removes k + 1 neighbours instead of A.
+`residual="neighborhood"` reproduces the published code for comparison, but nothing bounds its distance.
 
 With lambda, a >= a' / lambda for every token, so a' - a <= c a' with c = 1 - 1 / lambda. This holds for each sibling,
 and the probabilities that the siblings are accepted add up to at most 1. So the distribution of a *token* moves by at
-most c, whatever the number of siblings. Let a *step* relax d tokens, each by at most b given the tokens before it.
-Their joint distribution then moves by at most 1 - (1 - b)^d: couple them token by token.
+most c, whatever the number of siblings. Assume that a *step* relaxes d tokens, and moves each token by at most b, given
+the tokens before it. Then their joint distribution moves by at most 1 - (1 - b)^d, by coupling token by token.
 """
 
 from __future__ import annotations
@@ -41,30 +44,33 @@ from ..methods import MethodConfig, RelaxedMethod, Residual
 from .sampling import Probabilities, sample_code
 from .tree import DraftTree
 
-NodeDistribution = Callable[[int], Probabilities]
+NodeDistribution = Callable[[int], Probabilities]  # a node -> the target's distribution after the node
 Codes = NDArray[np.integer]
 
 
 class Acceptance(NamedTuple):
-    """Outcome of one walk."""
+    """Result of verifying a draft tree."""
 
     path: list[int]  # accepted nodes, the root first
-    bonus_token: int | None  # token sampled after the path; None if the path ends the image
-    realised_tvd: float = 0.0  # total variation distance that relaxed acceptance gave away
-    # distribution of the bonus under relaxed acceptance; None without a bonus, and for exact acceptance
+    bonus_token: int | None  # token sampled after the path; None if the path has the maximum number of tokens
+    # Total variation distance from the target's distribution that relaxed acceptance caused in this tree, summed.
+    realised_tvd: float = 0.0
+    # Distribution of the bonus token with relaxed acceptance; None without a bonus token, and for exact acceptance.
     bonus_distribution: Probabilities | None = None
     relaxed_nodes: Sequence[int] = ()  # nodes of the path that exact acceptance would have rejected
-    # the target's probability of each draft token of the path; empty for exact acceptance, which reads no probabilities
+    # The target's probability of each draft token of the path; empty for exact acceptance, which does not need it.
     target_probabilities: Sequence[float] = ()
 
 
 def verify_tree_exact(tree: DraftTree, choose_token: Callable[[int], int], max_tokens: int) -> Acceptance:
-    """Walk down the tree for as long as the target's `choose_token(node)` is among the children of the node.
+    """Find the path of draft tokens that equal the tokens that the target chooses.
 
     Args:
-        choose_token: function from a node to the token that the target samples after it.
-        max_tokens: maximum number of tokens to accept, the tree's known tokens included.
+        tree: draft tree.
+        choose_token: function from a node to the token that the target chooses after the node.
+        max_tokens: maximum number of tokens to accept, preserved tokens of the tree included.
     """
+    # Preserved tokens are a chain below the root and need no acceptance.
     path = [*range(1 + tree.num_preserved_tokens)]
     while len(path) <= max_tokens:
         token = choose_token(path[-1])
@@ -79,19 +85,27 @@ def verify_tree_exact(tree: DraftTree, choose_token: Callable[[int], int], max_t
 
 @dataclass(frozen=True)
 class RelaxationSettings:
-    """Bounds of relaxed acceptance. Exactly one of `delta` and `lambda_` is set."""
+    """Parameters of relaxed acceptance for draft token x, target distribution p and aggregation set A.
 
-    neighbors: Codes  # table of neighbours, nearest first, self excluded, integers `[vocab_size, at least k]`
-    k: int  # number of neighbours considered
-    delta: float | None = None  # bound in (0, 1) on p(A)
-    lambda_: float | None = None  # bound > 1 on (p(x) + p(A)) / p(x)
-    # Codes that a rejection removes from p: `aggregation_set` (x and A), or as the published code does, `neighborhood`
-    # (k + 1 neighbours, removed from q instead if the draft was sampled)
+    Exactly one of `delta` and `lambda_` is set.
+    """
+
+    # Neighbours of each code in the codebook, nearest first, the code itself excluded, `[vocab_size, at least k]`.
+    neighbors: Codes
+    k: int  # maximum number of neighbours in an aggregation set
+    delta: float | None = None  # upper bound on p(A), in (0, 1)
+    lambda_: float | None = None  # upper bound on (p(x) + p(A)) / p(x), greater than 1
+    # Codes that a rejection removes from p. `aggregated`: x and A. `neighborhood`: k + 1 neighbours as in the published
+    # code, which removes them from q instead if the draft token was sampled.
     residual: Residual = "aggregated"
 
     @classmethod
     def from_method(cls, method: MethodConfig, neighbors: Codes | None) -> RelaxationSettings:
-        """Return the relaxation of a relaxed method; `neighbors` is the bundle's table.
+        """Return the parameters of relaxed acceptance of a method.
+
+        Args:
+            method: relaxed method.
+            neighbors: table of neighbours of the bundle, None if the model was loaded without the table.
 
         Raises:
             RequestError: the model was loaded without the table.
@@ -103,7 +117,12 @@ class RelaxationSettings:
         return cls(neighbors, method.neighbors or 0, *method.acceptance_bounds, method.residual or "aggregated")
 
     def find_aggregation_set(self, target_probabilities: Probabilities, token: int) -> Codes:
-        """Return A, the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
+        """Return the aggregation set of a token: its nearest neighbours whose summed probability is within the bound.
+
+        Args:
+            target_probabilities: distribution of the target, `[vocab_size]`.
+            token: draft token.
+        """
         nearest_codes = self.neighbors[token, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * target_probabilities[token]
         return nearest_codes[: int(target_probabilities[nearest_codes].cumsum().searchsorted(bound, "right"))]
@@ -117,24 +136,28 @@ def verify_tree_relaxed(
     acceptance_rng: Callable[[int], np.random.Generator],
     max_tokens: int,
 ) -> Acceptance:
-    """Walk down from the root with relaxed acceptance of sampled tokens, one child at a time.
+    """Find the accepted path with relaxed acceptance of sampled tokens, trying one child after another.
 
     Args:
-        target_distribution: function from a node to the target's distribution after it; called for visited nodes only.
-        choose_token: function from a node to the target's token after it, called only for a leaf: nothing was rejected
-            there.
-        relaxation: bounds of relaxed acceptance.
-        acceptance_rng: function from a node to the random stream that decides on its children. Every child uses one
-            number, even if q gives its token probability 0. The token sampled after their rejection uses one more.
-        max_tokens: maximum number of tokens to accept; later tokens do not count in the distance.
+        tree: draft tree.
+        target_distribution: function from a node to the target's distribution after the node; called only for visited
+            nodes.
+        choose_token: function from a node to the token that the target chooses after the node. It is called only for a
+            leaf, after which no draft token was rejected.
+        relaxation: parameters of relaxed acceptance.
+        acceptance_rng: function from a node to the random number generator that decides on the node's children. Every
+            child uses one number, even if q gives its token probability 0. If all children are rejected, one more
+            number samples the token after the node.
+        max_tokens: maximum number of tokens to accept; later tokens do not count in the total variation distance.
     """
-    path = [*range(1 + tree.num_preserved_tokens)]  # preserved tokens are a chain below the root and need no acceptance
+    # Preserved tokens are a chain below the root and need no acceptance.
+    path = [*range(1 + tree.num_preserved_tokens)]
     relaxed_nodes: list[int] = []
     accepted_p: list[float] = []
     tvd = 0.0
     while len(path) <= max_tokens:
         node = path[-1]
-        # Each rejection replaces p by the residual distribution, from which the next sibling is judged.
+        # Each rejection replaces p by the residual distribution, with which the next sibling is verified.
         p = before_rejections = target_distribution(node)
         siblings = tree.tree_structure.children[node]
         if not siblings:
@@ -143,13 +166,13 @@ def verify_tree_relaxed(
         stream = acceptance_rng(node)
         for child in siblings:
             token = int(tree.tokens[child])
-            # The number is taken before the token is skipped, so that it belongs to the child whatever q is.
+            # The number is read before the token may be skipped, so that every child has the same number for every q.
             uniform = stream.random()
-            draft = 1.0 if q is None else float(q[token])
+            draft = 1.0 if q is None else float(q[token])  # q(x)
             if draft <= 0:
-                continue
+                continue  # q cannot have sampled this token
             aggregation_set = relaxation.find_aggregation_set(p, token)
-            exact = min(1.0, float(p[token]) / draft)  # a(x) of the module's docstring
+            exact = min(1.0, float(p[token]) / draft)  # a(x) in the module's docstring
             relaxed = min(1.0, float(p[token] + p[aggregation_set].sum()) / draft)  # a'(x)
             tvd += relaxed - exact
             if uniform < relaxed:
@@ -168,7 +191,7 @@ def verify_tree_relaxed(
                 q = q.copy()
                 q[token] = 0
                 q = _normalize_weights(q, q)
-        if path[-1] == node:  # none accepted
+        if path[-1] == node:  # no child was accepted
             return Acceptance(path, sample_code(p, stream), tvd, p, relaxed_nodes, accepted_p)
     return Acceptance(path, None, tvd, None, relaxed_nodes, accepted_p)
 
@@ -176,13 +199,14 @@ def verify_tree_relaxed(
 def residual_distribution(
     p: Probabilities, q: Probabilities | None, token: int, aggregation_set: Codes
 ) -> Probabilities:
-    """Return the residual distribution after `token` is rejected.
+    """Return the residual distribution, from which a token is sampled after `token` was rejected.
 
-    It is max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
+    The residual distribution is max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
 
     Args:
         p: target distribution, `[vocab_size]`.
-        q: distribution that the token was sampled from, `[vocab_size]`; None if it was not sampled (q = 1).
+        q: distribution from which the token was sampled, `[vocab_size]`; None if the token was not sampled (q = 1).
+        token: rejected draft token.
         aggregation_set: aggregation set of the token.
     """
     residual = p.copy()
@@ -197,7 +221,10 @@ def residual_distribution(
 def _compute_published_residual(
     p: Probabilities, q: Probabilities | None, token: int, nearest_codes: Codes
 ) -> Probabilities:
-    """Return the residual of LANTERN's published code, which removes `nearest_codes` from q, or from p without a q."""
+    """Return the residual distribution of LANTERN's published code.
+
+    The published code removes `nearest_codes` from q, or from p if the token was not sampled (q is None).
+    """
     residual = p.copy()
     if q is None:
         residual[nearest_codes] = 0
@@ -219,19 +246,22 @@ def _normalize_weights(weights: Probabilities, fallback: Probabilities) -> Proba
 def verify_tree_greedy(
     tree: DraftTree, target_distribution: NodeDistribution, relaxation: RelaxationSettings, max_tokens: int
 ) -> Acceptance:
-    """Find the longest path on which every token is the arg-max, alone or with its aggregation set added.
+    """Find the longest path that relaxed acceptance of greedy decoding accepts.
 
-    Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
-    token counts 1 in the distance.
+    A token is accepted if it is the arg-max, or if its probability plus that of its aggregation set exceeds the
+    maximum. Among equally long paths, the path with the first leaf is accepted. The bonus token is the arg-max after
+    the path. Every token that only relaxed acceptance accepts counts 1 in the total variation distance.
 
     Args:
-        target_distribution: function from a node to the target's distribution after it.
-        relaxation: bounds of relaxed acceptance.
-        max_tokens: maximum number of tokens to accept; the path is cut there.
+        tree: draft tree.
+        target_distribution: function from a node to the target's distribution after the node.
+        relaxation: parameters of relaxed acceptance.
+        max_tokens: maximum number of tokens to accept; a longer path is cut.
     """
     reached = [tree.num_preserved_tokens]  # the last preserved node, or the root
     distributions: dict[int, Probabilities] = {}
-    for node in reached:  # grows while it is read: a walk over the whole tree, level by level
+    # The loop appends to the list that it iterates over, and so visits all accepted nodes, level by level.
+    for node in reached:
         if not tree.tree_structure.children[node]:
             continue
         p = distributions[node] = target_distribution(node)
@@ -241,7 +271,7 @@ def verify_tree_greedy(
             if token == top or p[token] + float(p[relaxation.find_aggregation_set(p, token)].sum()) > p[top]:
                 reached.append(child)
     end = min(reached, key=lambda node: (-tree.tree_structure.depths[node], tree.tree_structure.leaf_rank[node]))
-    path = tree.path_to(end)[: max_tokens + 1]  # the root is no token to accept
+    path = tree.path_to(end)[: max_tokens + 1]  # + 1 for the root
     steps = list(pairwise(path[tree.num_preserved_tokens :]))
     relaxed = [child for node, child in steps if tree.tokens[child] != distributions[node].argmax()]
     accepted_p = [float(distributions[node][tree.tokens[child]]) for node, child in steps]

@@ -1,9 +1,9 @@
-"""The forward passes of a batch: draft, verify all drafts in one target pass, accept, commit; repeat.
+"""Decode loop of a batch. Each step drafts tokens, verifies all drafts in one target pass, and commits accepted tokens.
 
-Sequences join and leave between passes. They share passes and nothing else. Positions, attention masks, cache lengths,
-sampling settings and random numbers are separate, so a sequence's tokens do not depend on the other sequences. With
-guidance a sequence has two batch rows, which join and leave together. Its cache columns are reserved for the whole
-image.
+Sequences join and leave the batch between forward passes. They share only the passes. Every sequence has separate
+positions, attention masks, cache lengths, sampling settings and random numbers. So the tokens of a sequence do not
+depend on the other sequences. With guidance, a sequence has a conditional and an unconditional batch row. The cache
+columns for the whole image are reserved when a sequence joins.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Batch:
     """Sequences of one model that share forward passes. The caller decides which sequences join, and when.
 
     Args:
-        model: engines and tables.
-        on_commit: callback that gets the commits of every forward pass, None for none.
-        timers: clocks of the target and the drafter; None: new clocks.
+        model: engines and tables of the model.
+        on_commit: callback that gets the committed tokens after every forward pass; None: no callback.
+        timers: timers of the target and of the drafter; None: new timers.
 
     Attributes:
         active_sequences: sequences in the next pass, in the order of their batch rows.
-        failed_sequences: sequences that the last step removed for an `error`, such as NaN in their logits.
+        failed_sequences: sequences that the last step removed because of an `error`, such as NaN in their logits.
     """
 
     def __init__(
@@ -68,16 +68,17 @@ class Batch:
         """Add sequences to the batch: run one target pass over their prefixes, and sample their first codes.
 
         Returns:
-            Each sequence's part of the step, except for failed sequences.
+            The step of each sequence, except of failed sequences.
 
         Raises:
             EngineError: the pass failed. No sequence has joined.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
+        # NumPy's warnings are not needed, because sampling raises EngineError for NaN and infinity.
+        with np.errstate(over="ignore", invalid="ignore"):
             return self._prefill(sequences)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Remove sequences from the batch; sequences that have left already are ignored."""
+        """Remove sequences from the batch; sequences that have already left are ignored."""
         if leaving := [sequence for sequence in self.active_sequences if sequence in sequences]:
             self._remove(leaving)
 
@@ -85,14 +86,14 @@ class Batch:
         """Run one target pass over the drafts of all active sequences, and commit the accepted tokens.
 
         Returns:
-            Each active sequence's part of the step, except for failed sequences.
+            The step of each active sequence, except of failed sequences.
 
         Raises:
             EngineError: the pass failed.
         """
         if not self.active_sequences:
             return []
-        with np.errstate(over="ignore", invalid="ignore"):  # EngineError reports them
+        with np.errstate(over="ignore", invalid="ignore"):  # see `add`
             drafts, num_nodes = self._draft()
             layouts = {sequence: drafts[sequence].make_pass_layout() for sequence in self.active_sequences}
             pass_output = self._verify(layouts, num_nodes)
@@ -105,7 +106,7 @@ class Batch:
             self._sample_tokens(pass_output, drafts, outputs)
             steps: list[SequenceStep] = []
             commits: list[CommittedTokens] = []
-            # Nodes to append per batch row. A row whose sequence fails appends nothing, and leaves in `_commit`.
+            # Nodes to append to the cache for each batch row. A failed sequence appends none, and `_commit` removes it.
             row_nodes = [_NO_NODES] * self.num_rows
             for sequence, output in outputs.items():
                 draft = drafts[sequence]
@@ -117,12 +118,12 @@ class Batch:
                     sequence.error = error
                     continue
                 sequence.noise.discard_noise_before(len(sequence.codes))
-                # Both rows of a guided sequence hold the same tokens, so both append the same nodes.
+                # Both batch rows of a guided sequence have the same tokens, so both append the same nodes.
                 nodes = row_nodes[output.rows] = [accepted] * len(sequence.rows)
                 commits.append(CommittedTokens(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
                 steps.append(step)
             assert self._cache is not None
-            # Before `_commit`: sequences that leave there take their cache rows along.
+            # This must come before `_commit`, which removes the cache rows of finished sequences.
             self.target_timer.append_to_cache(self._cache, pass_output.new_kv, row_nodes)
             self._commit(commits)
         return steps
@@ -133,7 +134,7 @@ class Batch:
         lengths = prefixes.lengths
         cache = target.new_cache(len(lengths), max(sequence.num_cache_columns for sequence in sequences))
         pass_output = self.target_timer.run_pass(target, prefixes.build_prefill(target, cache), cache)
-        # Rows are padded at their end: a row's last prefix node is at index length - 1. [rows, 1, vocab_size]
+        # Rows are padded at their end, so the last prefix node of a row has index length - 1. [rows, 1, vocab_size]
         last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
         commits: list[CommittedTokens] = []
@@ -142,7 +143,7 @@ class Batch:
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
             output = self._make_target_output(sequence, draft, sequence.layout.lay_out_prefix_end(), last_logits, rows)
             preserved, _ = sequence.next_preserved_codes()
-            # A preserved first cell needs no sample. The other preserved codes follow as a chain in the next pass.
+            # A preserved first code is not sampled. The next pass commits further preserved codes as a chain.
             try:
                 codes = preserved[:1] if len(preserved) else np.array([output.choose_token(0)])
             except EngineError as error:
@@ -167,10 +168,10 @@ class Batch:
         self._update_rows()
 
     def _draft(self) -> tuple[dict[ImageSequence, Draft], int]:
-        """Draft for all active sequences; every drafter is called once, with all its sequences.
+        """Make a draft for every active sequence, with one call of each drafter for all its sequences.
 
         Returns:
-            The drafts, and the number of nodes that the pass is padded to, at least.
+            The drafts, and the minimum number of nodes to which the pass is padded.
         """
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
@@ -182,7 +183,7 @@ class Batch:
         return drafts, num_nodes
 
     def _verify(self, layouts: Mapping[ImageSequence, PassLayout], num_nodes: int) -> PassOutput:
-        """Run one target pass over all drafts, padded to the same number of nodes."""
+        """Run one target pass over all drafts, padded to at least `num_nodes` nodes for each row."""
         assert self._cache is not None
         target = self.model.target
         num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
@@ -193,12 +194,16 @@ class Batch:
     def _make_target_output(
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
+        # Only an exact method must return the same token in spite of rounding. A margin of 0 turns this off.
         has_ties = sequence.exact and sequence.rounding_margin > 0
         recompute_node_logits = partial(self._recompute_logits, sequence, draft) if has_ties else None
         return TargetOutput(sequence, draft, layout, logits, rows, recompute_node_logits)
 
     def _recompute_logits(self, sequence: ImageSequence, draft: Draft, node: int) -> Floats:
-        """Compute the logits after a draft node again, by passes over the whole sequence; see `likelihood.py`."""
+        """Compute the guided logits after a draft node again, with new passes over the whole sequence.
+
+        The shapes of these passes do not depend on the method, so rounding is the same for all methods.
+        """
         calls = self.target_timer.calls
         preceding = draft.preceding_codes(node)
         logits = recompute_logits(self.model, sequence, preceding, draft.next_code_indices[node], self.target_timer)
@@ -211,18 +216,22 @@ class Batch:
         drafts: Mapping[ImageSequence, Draft],
         outputs: Mapping[ImageSequence, TargetOutput],
     ) -> None:
-        """Sample tokens of several sequences at once, on a device or if the drafts are chains of an exact method."""
+        """Sample the tokens of several sequences at once where this is faster; other tokens are sampled on demand.
+
+        This happens if the logits are on a device, or if drafts of an exact method are chains.
+        """
         logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
         elif len(outputs) > 1:
-            with suppress(EngineError):  # raised again for the sequence alone
+            # The error of one sequence must not end the others: sampling for each sequence alone raises it again.
+            with suppress(EngineError):
                 choose_tokens_together(logits, (output for sequence, output in outputs.items() if sequence.exact))
 
     def _sample_on_device(
         self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
     ) -> None:
-        """Sample tokens on the device that holds the logits, for the sequences whose sampling it supports."""
+        """Sample tokens on the device that holds the logits, for sequences whose sampling settings it supports."""
         device_outputs: list[tuple[TargetOutput, Sequence[int]]] = []
         requests: list[SamplingRequest] = []
         for sequence, output in outputs.items():
@@ -231,7 +240,8 @@ class Batch:
                 continue
             first_row = output.rows.start
             noise = None if sequence.sampling.greedy else sequence.noise
-            for num_rows in (1, 2):  # a draft may have guided codes and codes after them
+            # One request for unguided codes and one for guided codes, because a draft may contain both.
+            for num_rows in (1, 2):
                 part = [
                     node
                     for node in sampled_nodes
@@ -239,12 +249,9 @@ class Batch:
                 ]
                 if not part:
                     continue
-                nodes = output.layout.find_sampling_nodes(
-                    np.array([part] * num_rows, np.int64)
-                )  # [num_rows, len(part)]
-                codes = np.array(
-                    [output.next_code_indices[node] for node in part]
-                )  # noise and scales depend on the code
+                nodes = output.layout.find_sampling_nodes(np.array([part] * num_rows, np.int64))  # [num_rows, part]
+                # Noise and guidance scale depend on the code index that is sampled after each node, [part].
+                codes = np.array([output.next_code_indices[node] for node in part])
                 scales = output.guidance.scales(codes)
                 rows = slice(first_row, first_row + num_rows)
                 requests.append(SamplingRequest(rows, nodes, sequence.sampling, noise, codes, scales))
@@ -252,11 +259,11 @@ class Batch:
         best = logits.sample_top_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
             output.store_choices(sampled_nodes, codes[:, 0])
-            if not np.isfinite(scores).all():  # NaN in the logits: the sampled codes are not used
+            if not np.isfinite(scores).all():  # NaN in the logits; the error prevents that the codes are used
                 output.sequence.error = make_invalid_logits_error()
 
     def _commit(self, commits: Sequence[CommittedTokens]) -> None:
-        """Send the committed tokens to their drafters, then remove finished sequences."""
+        """Send the committed tokens to the drafters and the callback, then remove finished and failed sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
         for drafter, sequences in self._drafters.drafters_with_sequences:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:
@@ -266,28 +273,28 @@ class Batch:
         self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.num_remaining_codes]
         unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
-        for sequence in unguided:  # guidance widens the margin
+        for sequence in unguided:  # the margin is smaller without guidance
             sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
         if finished or unguided or self.failed_sequences:
             self._remove([*finished, *self.failed_sequences])
 
     def _remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Remove sequences, and the rows that guidance does not need any more."""
+        """Remove sequences, and the unconditional batch rows of sequences whose guidance has ended."""
         self.active_sequences = [sequence for sequence in self.active_sequences if sequence not in sequences]
         if self.failed_sequences and self._cache is not None:
-            self._cache.forbid_memory_reuse()
+            self._cache.forbid_memory_reuse()  # the cache may contain NaN
         if not self.active_sequences:
             self._cache = None
         elif self._cache is not None:
-            # `_rows` are the rows before this change. The conditional row comes first, so a sequence whose guidance
-            # ends keeps its first row.
+            # `_rows` still describes the rows before this change. A sequence whose guidance has ended keeps its first
+            # row, which is the conditional row.
             starts = [(self._rows[sequence].start, len(sequence.rows)) for sequence in self.active_sequences]
             self._cache.keep_rows(np.concatenate([np.arange(start, start + count) for start, count in starts]))
         self._drafters.remove(sequences)
         self._update_rows()
 
     def _update_rows(self) -> None:
-        """Update the batch rows of the active sequences, and their prefixes."""
+        """Compute the batch rows of the active sequences, and collect the prefixes of these rows."""
         self._prefixes = PrefixBatch([row for sequence in self.active_sequences for row in sequence.rows])
         self._rows = _assign_rows(self.active_sequences)
 

@@ -1,7 +1,7 @@
 """Step-by-step decoding of images in the order of their prompts.
 
-`decode` is a generator that yields after every step, for progress, streaming and cancelling. `select_next_sequences`
-selects the waiting sequences that join a batch.
+`decode` is a generator that yields after every step, so that callers can report progress, stream codes and cancel.
+`select_next_sequences` selects the waiting sequences that join a batch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .drafting import CommitCallback, SequenceStep
 from .state import DecodeSettings, ImageSequence, LoadedModel, Prompt
 from .statistics import SequenceStatistics, Statistics, summarize_decode
 
-UNLIMITED = 1 << 30
-# Maximum idle share of a batch's tokens while a full batch of images waits to begin together.
+UNLIMITED = 1 << 30  # value of a limit that is never reached
+# Maximum idle fraction of a batch's capacity, in tokens, while a full batch of waiting images waits to join together.
 MAX_IDLE_SHARE = 0.25
 
 
@@ -24,7 +24,7 @@ MAX_IDLE_SHARE = 0.25
 class DecodeStep:
     """Result of one step of the batch."""
 
-    parts: list[SequenceStep]  # one for each sequence in the forward pass
+    parts: list[SequenceStep]  # step of each sequence in the forward pass
     done: int  # number of codes so far, over all images
     total: int  # number of codes of all images
     stats: Statistics | None  # statistics of the decode in the last step, else None
@@ -43,12 +43,12 @@ def decode(
     The tokens of an image do not depend on the other images in the batch, whatever the method.
 
     Args:
-        model: engines and tables.
+        model: engines and tables of the model.
         plan: layout, method and sampling settings of the images.
-        prompts: prompts, read from the iterator when the batch can hold another image.
+        prompts: prompts; the next prompt is read when the batch has capacity for another image.
         seeds: one seed for each prompt, 0 .. 2^64 - 1.
-        max_images: maximum number of images per forward pass; further images wait.
-        on_commit: callback that gets the commits of every forward pass, None for none.
+        max_images: maximum number of images in a forward pass; further images wait.
+        on_commit: callback that gets the committed tokens after every forward pass; None: no callback.
 
     Yields:
         One step after every prefill and every verification pass.
@@ -87,16 +87,18 @@ def select_next_sequences(
 ) -> list[ImageSequence]:
     """Return the first waiting sequences that fit into a batch.
 
-    A pass reads as many cache columns of every row as the longest row has, so rows of equal length cost less.
-    Sequences that fill a whole batch therefore wait for the active sequences to finish and begin together, unless
-    the wait leaves more than `MAX_IDLE_SHARE` of the batch unused.
+    For every row, a pass reads as many cache columns as the longest row has. So rows of equal length cost less. If the
+    waiting sequences fill a whole batch, they wait until the active sequences finish, and then join together. They join
+    earlier if waiting would leave more than `MAX_IDLE_SHARE` of the batch's capacity unused.
 
     Args:
+        batch: batch with its active sequences.
         waiting_sequences: sequences in the order in which they join.
-        max_images: maximum number of images per forward pass.
-        max_rows: maximum number of batch rows per forward pass.
+        max_images: maximum number of images in a forward pass.
+        max_rows: maximum number of batch rows in a forward pass.
     """
     if batch.active_sequences and len(waiting_sequences) >= max_images:
+        # tokens that the unused capacity of the batch could generate until the active sequences finish
         idle = (max_images - len(batch.active_sequences)) * max(
             sequence.num_remaining_codes for sequence in batch.active_sequences
         )

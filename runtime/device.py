@@ -1,4 +1,4 @@
-"""Optional engine interface: sample tokens on the device that holds the logits."""
+"""Optional interface of engines that sample tokens on the device that holds the logits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .noise import Noise
 
 
 class SamplingRequest(NamedTuple):
-    """Nodes of one sequence to sample after, and the settings."""
+    """Request to sample tokens after nodes of one sequence."""
 
     rows: slice  # batch rows of the sequence, the conditional row first
-    nodes: Ints  # nodes whose logits are read in each of these rows, int64 `[rows, count]`
-    sampling: Sampling
-    noise: Noise | None  # the sequence's noise; None: choose the most probable codes
-    positions: Ints  # positions that the noise depends on, int64 `[count]`
-    guidance_scales: Floats  # guidance scales, float32 `[count]`; not used with one row
+    nodes: Ints  # nodes after which tokens are sampled, in each of these rows, int64 `[rows, count]`
+    sampling: Sampling  # temperature and filters
+    noise: Noise | None  # noise of the sequence; None: the most probable codes are chosen
+    positions: Ints  # position of the noise for each token, int64 `[count]`
+    guidance_scales: Floats  # guidance scale for each token, float32 `[count]`; not used with one row
 
 
 class DeviceLogits(ABC):
@@ -27,7 +27,7 @@ class DeviceLogits(ABC):
 
     @abstractmethod
     def __getitem__(self, key: Any, /) -> Any:
-        """Return the logits at `key`, which NumPy rules interpret."""
+        """Return the logits at `key`, with the indexing rules of NumPy."""
 
     @abstractmethod
     def supports_sampling(self, sampling: Sampling) -> bool:
@@ -38,6 +38,7 @@ class DeviceLogits(ABC):
         """Return the `count` codes with the highest log p + noise at each node of each request.
 
         Returns:
-            For each request the codes and their log p + noise, both `[nodes, count]`, as `sampling.find_top_codes`. The
-            best score of a node whose logits contain NaN or infinity is NaN or infinite.
+            For each request the codes and their scores log p + noise, both `[nodes, count]`, best first as in
+            `sampling.find_top_codes`. If the logits of a node contain NaN or infinity, the best score of the node is
+            NaN or infinite.
         """

@@ -1,4 +1,4 @@
-"""The drafter of every method, and the number of nodes of its drafts. A new method has its row in `DRAFTERS`."""
+"""Table of the drafters of all methods, and the drafters of a batch. A new method needs an entry in `DRAFTERS`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .tree_names import parse_tree
 
 
 class DrafterFactory(NamedTuple):
-    """Describes how a method drafts."""
+    """Functions that make the drafter of a method and count the nodes of its drafts."""
 
-    make_drafter: Callable[
-        [LoadedModel, Any, EngineTimer], Drafter
-    ]  # makes a drafter from model, method, and the drafter's clock
-    count_draft_nodes: Callable[[Any, int], int]  # `count_draft_nodes`
+    # Makes a drafter from the model, the method, and the timer of drafter passes.
+    make_drafter: Callable[[LoadedModel, Any, EngineTimer], Drafter]
+    # Returns the number of nodes of a draft from the method and the engines' maximum number of nodes.
+    count_draft_nodes: Callable[[Any, int], int]
 
 
 def _make_window_drafter(model: LoadedModel, method: MethodConfig, timer: EngineTimer) -> Drafter:
@@ -39,7 +39,7 @@ def _make_tree_drafter(model: LoadedModel, method: TreeMethod, timer: EngineTime
     return HeadDrafter(model.heads, model.max_nodes)
 
 
-# Keys are methods or their base classes.
+# Keys are method classes or their base classes; the most specific class counts.
 DRAFTERS: dict[type[MethodConfig], DrafterFactory] = {
     Autoregressive: DrafterFactory(
         lambda model, method, timer: TreeDrafter(model.max_nodes), lambda method, max_nodes: 1
@@ -57,7 +57,7 @@ DRAFTERS: dict[type[MethodConfig], DrafterFactory] = {
 def _find_drafter_factory(method: MethodConfig) -> DrafterFactory:
     drafting = next((DRAFTERS[kind] for kind in type(method).mro() if kind in DRAFTERS), None)
     if drafting is None:
-        raise TypeError(f"method {method.method}: add how it drafts to `drafters.DRAFTERS`")
+        raise TypeError(f"method {method.method}: add its drafter to `drafters.DRAFTERS`")
     return drafting
 
 
@@ -65,23 +65,27 @@ def count_draft_nodes(method: MethodConfig, max_nodes: int = MAX_BATCH_NODES) ->
     """Return the number of nodes of a method's draft, the root included.
 
     Args:
-        max_nodes: maximum number of nodes of the engines, which methods whose drafts vary stay within.
+        method: method of the images.
+        max_nodes: maximum number of nodes that the engines allow; methods without a fixed draft size use up to this
+            number.
 
     Raises:
-        TypeError: the method is unknown. A default would let a new method bypass the limits on nodes.
+        TypeError: the method has no entry in `DRAFTERS`. A default number would let a method bypass node limits.
     """
     return _find_drafter_factory(method).count_draft_nodes(method, max_nodes)
 
 
 class BatchDrafters:
-    """The drafters of a batch. Sequences of one method share a drafter, but not greedy with sampled sequences.
+    """Drafters of the sequences of a batch.
+
+    Sequences with the same method have one drafter together. Greedy and sampled sequences have separate drafters.
 
     Args:
-        model: engines and tables.
-        timer: clock of drafter passes.
+        model: engines and tables of the model.
+        timer: timer of drafter passes.
 
     Attributes:
-        drafters_with_sequences: drafters, each with its sequences.
+        drafters_with_sequences: pairs of a drafter and the sequences that it drafts for.
     """
 
     def __init__(self, model: LoadedModel, timer: EngineTimer) -> None:
@@ -91,7 +95,7 @@ class BatchDrafters:
         self.drafters_with_sequences = self._drafters.values()
 
     def add(self, sequences: Sequence[ImageSequence]) -> None:
-        """Add sequences to the drafters of their methods, and make drafters that are missing."""
+        """Add sequences to the drafters of their methods, and make a drafter for each new method."""
         for sequence in sequences:
             key = sequence.method, sequence.greedy
             if key not in self._drafters:
@@ -102,7 +106,8 @@ class BatchDrafters:
             self._drafters[key][1].append(sequence)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Remove sequences, and drafters without sequences."""
+        """Remove sequences from their drafters, and delete drafters that have no sequences left."""
+        # All drafters get the call: a drafter also drops the batch rows of sequences whose guidance ended.
         for key, (drafter, drafting) in [*self._drafters.items()]:
             drafter.remove(sequences)
             drafting[:] = [sequence for sequence in drafting if sequence not in sequences]

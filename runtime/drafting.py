@@ -1,6 +1,7 @@
-"""Protocols of drafts and drafters: the interface between the decode loop and every kind of draft.
+"""Interfaces of drafts and drafters, through which the decode loop uses every kind of draft.
 
-A new kind of draft is one file: a class with the attributes of `Draft`, and a `Drafter` that makes them.
+To add a kind of draft, add one file with two classes: a class that implements `Draft`, and a subclass of `Drafter` that
+makes these drafts.
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ from .tree import DraftTree
 
 
 class SequenceStep(NamedTuple):
-    """The tokens that one sequence committed in a step, with the draft they come from."""
+    """Tokens that one sequence committed in one step of the batch, and the draft tree that contained them."""
 
     sequence: int  # index of the sequence
-    codes: Ints  # codes of the cells up to the first gap that no step before had, int64 `[count]`
-    codes_with_cells: CodesWithCells | None = (
-        None  # codes that a pass sampled in cells out of raster order; None: `codes`
-    )
+    # New codes up to the first unknown cell in raster order, without the codes that earlier steps returned,
+    # int64 `[count]`.
+    codes: Ints
+    # All new codes with their cells, if the step sampled cells out of raster order; None: the new codes are `codes`.
+    codes_with_cells: CodesWithCells | None = None
     tree: DraftTree | None = None  # the draft tree; None for the prefill, `ar`, `rows` and `groups`
-    acceptance: Acceptance | None = None  # acceptance of the tree's nodes
+    acceptance: Acceptance | None = None  # result of verifying the tree; None if `tree` is None
 
     @classmethod
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
-        """Append codes to a sequence, in its generation order, and return the step."""
+        """Append codes in generation order to a sequence, and return the step with these codes."""
         before = len(sequence.codes)
         sequence.append_codes(codes)
         return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
-        """Number of codes that the image has more now."""
+        """Number of codes that this step added to the image."""
         return len(self.codes if self.codes_with_cells is None else self.codes_with_cells.codes)
 
 
 class AcceptedDraft(NamedTuple):
-    """Outcome of verifying a draft."""
+    """Result of verifying the draft of one sequence."""
 
-    step: SequenceStep  # the sequence has its codes already
+    step: SequenceStep  # the step of the sequence; its codes have already been appended to the sequence
     tokens: Ints  # codes to commit, int64 `[count]`; the last token is the root of the next draft
     nodes: Ints  # pass nodes whose keys and values are appended to the cache, int64 `[accepted]`
 
 
 class Draft(DraftNodes, Protocol):
-    """Draft tokens of one sequence for one forward pass: a tree, a window, or grid rows."""
+    """Draft tokens of one sequence for one forward pass, such as a draft tree, a window, or grid rows."""
 
     @property
     def tokens(self) -> Ints:
@@ -59,46 +61,48 @@ class Draft(DraftNodes, Protocol):
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
-        """Nodes whose sampled tokens are all that acceptance needs; None if it needs distributions, too."""
+        """Nodes after which acceptance needs a sampled token; None if acceptance needs distributions, too."""
 
     def make_pass_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Add the codes that the target accepts to the sequence.
+        """Verify the draft, and append the codes that the target accepts to the sequence.
 
         Args:
-            output: the target's output after each node.
-            model: engines and tables.
+            output: output of the target after each node.
+            model: engines and tables of the model.
 
         Returns:
-            The committed tokens, their pass nodes, and the sequence's part of the step.
+            The committed tokens, their pass nodes, and the step of the sequence.
         """
 
 
 class CommittedTokens(NamedTuple):
-    """Tokens and states of one sequence that a forward pass committed."""
+    """Tokens of one sequence that a forward pass committed, with the pass output that drafters need."""
 
-    sequence: ImageSequence  # it has the tokens already
+    sequence: ImageSequence  # the sequence, to which the tokens have already been appended
     tokens: Ints  # int64 `[count]`; the last token is the root of the next draft
     nodes: list[Ints]  # per batch row, the pass nodes appended to the cache, int64 `[accepted]`
     rows: slice  # batch rows of the sequence in the pass
-    hidden: DeviceArray  # hidden states of the target, `[rows, nodes, hidden_size]`, all sequences included
-    target: TargetOutput  # the target's output for the sequence
-    draft: Draft | None = None  # draft of the pass, None for a prefill
+    hidden: DeviceArray  # hidden states of the target for all sequences of the pass, `[rows, nodes, hidden_size]`
+    target: TargetOutput  # output of the target for this sequence
+    draft: Draft | None = None  # draft that the pass verified, None for a prefill
 
     def read_target_states(self, unaccepted_nodes: Sequence[int]) -> Floats:
-        """Return the hidden states from which the committed tokens, then the tokens after other nodes, are sampled.
+        """Return the target's hidden states from which tokens are sampled.
+
+        The states of the committed tokens come first. The states after the unaccepted draft nodes follow.
 
         Args:
-            unaccepted_nodes: draft nodes that were not committed.
+            unaccepted_nodes: draft nodes that were not committed, `[unaccepted_nodes]`.
 
         Returns:
             Float32 `[rows, committed + unaccepted_nodes, hidden_size]`.
         """
         layout = self.target.layout
         after = layout.find_sampling_nodes(np.array(unaccepted_nodes, np.int64))
-        nodes = [
+        nodes = [  # pass nodes of each batch row of the sequence
             np.append(layout.find_hidden_state_nodes(committed, len(self.tokens)), after) for committed in self.nodes
         ]
         rows = np.arange(self.rows.start, self.rows.stop)[:, None]
@@ -106,26 +110,34 @@ class CommittedTokens(NamedTuple):
         return states
 
 
-CommitCallback = Callable[[Sequence[CommittedTokens]], None]  # callback that gets the commits of a forward pass
+CommitCallback = Callable[[Sequence[CommittedTokens]], None]  # gets the tokens that a pass committed
 
 
 class Drafter:
-    """Base class of drafters: make a draft per sequence before a pass, and learn from committed tokens after it."""
+    """Base class of drafters, which make a draft for each sequence before every target pass.
+
+    After the pass, a drafter receives the tokens that were committed.
+    """
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the tokens that the prefill or a forward pass committed, for the sequences of this drafter."""
+        """Store data for the next draft from the tokens that the last target pass committed.
+
+        Args:
+            commits: committed tokens of sequences of this drafter, from a prefill or a verification pass.
+        """
 
     def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
         """Return a draft for every sequence of this drafter."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the number of nodes that the next pass is padded to, so that the shapes of passes repeat.
+        """Return the minimum number of nodes to which the next pass is padded, so that the shapes of passes repeat.
 
         Args:
+            sequence: sequence of this drafter.
             num_images: number of images in the pass.
         """
         return 0
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the state of these sequences."""
+        """Delete the state that the drafter stores for these sequences."""

@@ -1,10 +1,12 @@
 """Draft trees from an EAGLE drafter, for several sequences at once.
 
-The children of a node are the k tokens with the highest log q + g, where q is the drafter's distribution and g the
-Gumbel noise of the position. The target samples with the same noise, so where both distributions agree it chooses the
-first child. The k children are also samples from q without replacement, as relaxed acceptance requires. A dynamic tree
-expands the paths with the highest sums of log softmax(log q + g). These estimate how likely the target is to accept a
-path, given the noise. With relaxed acceptance or greedy decoding, a dynamic tree takes the most probable tokens.
+The children of a node are the k tokens with the highest log q + g. Here q is the drafter's distribution, and g is the
+Gumbel noise of the position. The target samples with the same noise. So the target chooses the first child wherever
+both distributions agree. The k children are also k samples from q without replacement, as relaxed acceptance requires.
+
+A dynamic tree expands the paths with the highest sums of log softmax(log q + g). Given the noise, this sum estimates
+how likely the target is to accept the path. With relaxed acceptance or greedy decoding, a dynamic tree uses the most
+probable tokens, without noise.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class EagleDrafter(TreeDrafter):
     """Drafter that runs an EAGLE model for all sequences with the same method.
 
     Args:
-        model: engines and layout; `model.drafter` must be set.
-        method: tree and acceptance of the drafts.
-        timer: counter of drafter passes and of their time.
+        model: engines and drafter layout of the model; `model.drafter` must not be None.
+        method: method with the shape of the draft tree and the rule of acceptance.
+        timer: timer of drafter passes.
     """
 
     needs_new_codes = True
@@ -59,15 +61,19 @@ class EagleDrafter(TreeDrafter):
         return self.slots.sequences
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store tokens and hidden states of a target pass; `draft_trees` runs them."""
+        """Store the tokens and hidden states that a target pass committed, as inputs of the next drafter passes."""
         self.slots.store_committed_tokens(commits)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the slots of these sequences, and the rows that other sequences removed."""
+        """Delete the slots of these sequences, and the unconditional rows of sequences whose guidance has ended."""
         self.slots.remove(sequences)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Run the pending slots of all sequences, and return a tree for each of `sequences`."""
+        """Run the drafter over the committed tokens of all sequences, and return a draft tree for each of `sequences`.
+
+        Args:
+            sequences: sequences to draft for; the drafter may have further sequences, which share its passes.
+        """
         root_tokens = self.slots.root_tokens()
         level = self.slots.run_pending_tokens()
         committed = self.slots.cache.lengths.copy()
@@ -80,7 +86,7 @@ class EagleDrafter(TreeDrafter):
         return [drafted[sequence] for sequence in sequences]
 
     def _get_batch_rows_at_depth(self, depth: int) -> list[Ints]:
-        """Return the batch rows that the distribution of each sequence's children at `depth` depends on."""
+        """Return the batch rows of each sequence whose logits give the children of nodes at `depth`."""
         return [
             rows[: sequence.guidance.count_batch_rows(len(sequence.codes) + depth)]
             for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
@@ -89,7 +95,17 @@ class EagleDrafter(TreeDrafter):
     def _choose_children(
         self, level: TreeLevelOutput, depth: int, count: int, add_noise: bool
     ) -> list[tuple[Ints, Floats]]:
-        """Return the best children of every slot at `depth`: per sequence tokens and scores, both `[slots, count]`."""
+        """Return the best children of every slot at `depth`.
+
+        Args:
+            level: output of the drafter at the slots.
+            depth: depth of the slots in the tree, 0 for the root.
+            count: number of children of a slot.
+            add_noise: whether Gumbel noise is added, except in greedy decoding.
+
+        Returns:
+            For each sequence, the tokens of the children and their scores, both `[slots, count]`.
+        """
         noises = [sequence.noise if add_noise and not sequence.greedy else None for sequence in self.sequences]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(
@@ -97,7 +113,8 @@ class EagleDrafter(TreeDrafter):
         ):
             samples = []
             for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
-                # Children of nodes at depth 0, the root, are the next code: all slots sample the same code.
+                # Children of the root (depth 0) are candidates for the next code. All slots of a level sample the same
+                # code index.
                 codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
@@ -106,7 +123,7 @@ class EagleDrafter(TreeDrafter):
             for sequence, (_, scores) in zip(self.sequences, best, strict=True):
                 if not np.isfinite(scores[:, 0]).all():
                     sequence.error = make_invalid_logits_error()
-                    scores[:] = 0  # the sequence ends after the pass, with any tree
+                    scores[:] = 0  # any tree will do, because the sequence ends after the pass
             return best
         best = []
         for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
@@ -120,9 +137,8 @@ class EagleDrafter(TreeDrafter):
                 best.append(find_top_codes(values, count))
             except EngineError as error:
                 sequence.error = error
-                best.append(
-                    find_top_codes(np.zeros_like(guided), count)
-                )  # the sequence ends after the pass, with any tree
+                # Any tree will do, because the sequence ends after the pass.
+                best.append(find_top_codes(np.zeros_like(guided), count))
         return best
 
     def _draft_static_trees(self, shape: StaticTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
@@ -130,9 +146,9 @@ class EagleDrafter(TreeDrafter):
         levels: list[TreeLevelOutput] = []
         for depth, inner in enumerate(shape.levels):  # nodes that have children
             if depth > 0:
-                # A slot is an index in `levels[depth - 1]`, which ascends: find the slots of the nodes' parents.
+                # The slots of the parents are their indices in `levels[depth - 1]`, which is sorted.
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                # Nodes without a token get 0; `build` drops them, and their descendants get no token, either.
+                # A node without a token is run with token 0. `build` removes this node with its descendants.
                 tokens = np.stack([builder.tokens[inner] for builder in builders])  # [sequences, slots]
                 level = self.slots.run_draft_tokens(tokens, np.repeat(slots[None], len(root_tokens), 0), depth, level)
             level = self.slots.run_row_end_tokens(level, depth)
@@ -157,9 +173,10 @@ class EagleDrafter(TreeDrafter):
         for depth in range(shape.depth):
             chosen = [builder.choose_best_of_last_level(shape.branching_factor) for builder in builders]
             if depth > 0:
-                slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
+                # All sequences need the same number of slots, so a smaller level repeats its last node.
+                slots = np.arange(max(map(len, chosen)))
                 padded = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
-                # tokens and slots of their parents, both [sequences, slots]
+                # tokens and the slots of the tokens' parents, both [sequences, slots]
                 codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, padded, strict=True)])
                 parents = np.stack(
                     [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, padded, strict=True)]
@@ -180,7 +197,7 @@ def _compute_child_distribution(
     sequence: ImageSequence,
     node: int,
 ) -> Probabilities:
-    depth = len(shape.paths[node - 1]) if node else 0  # paths begin with node 1: the root has none
+    depth = len(shape.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
     level = levels[depth]
     rows = rows_by_depth[depth]
     slot = np.searchsorted(shape.levels[depth], node)

@@ -1,7 +1,8 @@
-"""The slots of an EAGLE drafter: its cache, and its forward passes over committed and draft tokens.
+"""Forward passes of an EAGLE drafter over committed and draft tokens, and the cache of the drafter.
 
-Drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state of position p + 1.
-Slots of committed tokens stay in the drafter's cache; slots of draft nodes are removed after each draft.
+A slot is one input position of the drafter. Slot p reads token p + 1 and the hidden state of position p, and predicts
+the hidden state of position p + 1. Slots of committed tokens stay in the drafter's cache. Slots of draft tokens are
+removed after each draft.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_SLOTS = 64  # maximum number of committed slots of a row in one drafter pass
 class TreeLevelOutput:
     """Output of a drafter pass at the slots of one tree level."""
 
-    ancestor_mask: Bools  # draft slots in the cache that each slot attends to, bool `[sequences, slots, drafted]`
+    ancestor_mask: Bools  # whether each slot attends to each cached draft slot, bool `[sequences, slots, drafted]`
     logits: DeviceArray  # logits of the pass, `[rows, nodes, vocab_size]`
     hidden: DeviceArray  # hidden states of the pass, `[rows, nodes, hidden_size]`
     nodes: Ints  # pass node of each slot, int64 `[rows, slots]`
@@ -44,26 +45,26 @@ class TreeLevelOutput:
 
 @dataclass
 class PendingTokens:
-    """Committed slots of a sequence that the drafter has not run."""
+    """Committed tokens of a sequence that the drafter has not processed yet, with their hidden states."""
 
-    prefix_tokens: list[Ints]  # tokens of each row's prefix slots; empty once they have been run
-    # Tokens that each target pass committed, with end-of-row tokens; the very last is the root of the next draft.
+    prefix_tokens: list[Ints]  # prefix tokens of each row, int64 `[slots]`; empty once the drafter has processed them
+    # Tokens that each target pass committed, with end-of-row tokens. The last token is the root of the next draft.
     tokens: list[Ints] = field(default_factory=list)
-    # Hidden states of each target pass, float32 `[slots, hidden_size]` per row. The first pass includes the prefix.
+    # For each target pass, states of each row, float32 `[slots, hidden_size]`. The first pass includes the prefix.
     hidden: list[list[Floats | HiddenStateView]] = field(default_factory=list)
 
 
 class EagleRunner:
-    """Slots of all sequences of one EAGLE drafter; the rows of its cache are their batch rows.
+    """Runner of an EAGLE drafter for several sequences, with the drafter's cache.
 
     Args:
-        model: engines and layout; `model.drafter` must be set.
+        model: engines and drafter layout of the model; `model.drafter` must not be None.
         max_draft_slots: maximum number of draft slots of a row, without end-of-row tokens.
-        timer: counter of drafter passes and of their time.
+        timer: timer of drafter passes.
 
     Attributes:
-        sequences: sequences of the cache rows, in their order.
-        batch_rows: batch rows of each sequence.
+        sequences: sequences in the order of their rows in the cache.
+        batch_rows: batch rows of each sequence in the cache and in drafter passes.
     """
 
     def __init__(self, model: LoadedModel, max_draft_slots: int, timer: EngineTimer) -> None:
@@ -80,7 +81,7 @@ class EagleRunner:
         self._index_rows()
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store tokens and hidden states of a target pass; `run_pending_tokens` runs them."""
+        """Store the tokens and hidden states that a target pass committed, for the next `run_pending_tokens`."""
         joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
         if joining:
             self._add_rows(joining)
@@ -90,7 +91,8 @@ class EagleRunner:
             if pending is None:
                 rows = sequence.rows if sequence in joining else []
                 pending = self._pending[sequence] = PendingTokens([row.drafter_tokens(self.layout) for row in rows])
-            # A view keeps the whole output of its pass in memory, so only the latest states stay views.
+            # A view keeps the whole output of its pass in memory. So older states are copied, and only the states of
+            # the latest pass stay views.
             pending.hidden = [[read_hidden_states(states) for states in earlier] for earlier in pending.hidden]
             first = len(sequence.codes) - len(commit.tokens)  # the sequence has the committed codes already
             pending.tokens.append(sequence.raster_layout.insert_row_ends(commit.tokens, first))
@@ -100,8 +102,11 @@ class EagleRunner:
             )
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the pending slots and cache rows of these sequences, and the rows that other sequences removed."""
-        if not self.sequences:  # a sequence without a commit leaves
+        """Delete the pending tokens and cache rows of these sequences.
+
+        The unconditional rows of other sequences whose guidance has ended are deleted, too.
+        """
+        if not self.sequences:  # a sequence may fail before its first commit
             return
         rows_of = {
             sequence: rows[: len(sequence.rows)]
@@ -109,7 +114,7 @@ class EagleRunner:
             if sequence not in sequences
         }
         if sum(map(len, rows_of.values())) == len(self.sequence_of_row):
-            return  # no sequence leaves, and none has removed a row
+            return  # no row changes
         if any(sequence.error is not None for sequence in sequences):
             self.cache.forbid_memory_reuse()
         if rows_of:
@@ -125,7 +130,7 @@ class EagleRunner:
 
     @property
     def cache(self) -> Cache:
-        """Keys and values of the slots; there must be sequences."""
+        """Keys and values of the slots; exists only while the drafter has sequences."""
         assert self._cache is not None
         return self._cache
 
@@ -134,21 +139,24 @@ class EagleRunner:
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
 
     def run_pending_tokens(self) -> TreeLevelOutput:
-        """Run the pending slots, append them to the cache, and return the last slot of each row as the root's level.
+        """Run the drafter over all pending tokens, and append them to the cache.
 
-        Rows with more than `max_slots` slots besides the prefix take several passes, as after many preserved codes.
-        All rows end in the last pass.
+        A row with more than `max_slots` pending tokens besides the prefix needs several passes. This happens after many
+        preserved codes. The last pass contains the last token of every row.
+
+        Returns:
+            Output at the last slot of each row, which is the slot of the root of the next draft.
         """
         tokens, states = self._pop_pending_tokens()
         prefixes = [len(row.embeds) - 1 for sequence in self.sequences for row in sequence.rows]
         lengths = self.cache.lengths.tolist()
-        # Slots to run, without the prefix, which is pending where the cache is empty.
+        # Number of slots to run in each row, without the prefix. The prefix is pending if the row's cache is empty.
         remaining = [
             len(row_tokens) - (0 if length else prefix)
             for row_tokens, length, prefix in zip(tokens, lengths, prefixes, strict=True)
         ]
-        # `later` is the number of slots at a row's end that are left for later passes.
-        # It is a multiple of `max_slots`, so the last pass, after the loop, has at most `max_slots` slots of a row.
+        # `later` is the number of slots at the end of a row that are left for later passes. It is a multiple of
+        # `max_slots`, so the last pass, which comes after the loop, has at most `max_slots` slots of a row.
         for later in range((max(remaining) - 1) // self.max_slots * self.max_slots, 0, -self.max_slots):
             counts = [
                 len(row_tokens) - later if slots > later else 0
@@ -165,11 +173,17 @@ class EagleRunner:
         return TreeLevelOutput(no_draft_slots, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
     def run_row_end_tokens(self, level: TreeLevelOutput, depth: int) -> TreeLevelOutput:
-        """Run the tokens that follow the codes at `depth` unsampled, as row ends do; return the output to draft from.
+        """Run the drafter over the end-of-row tokens that follow the codes at `depth`, if there are any.
 
-        The pass runs all sequences. Its output replaces that of `level` for the sequences with a token.
+        Args:
+            level: output at the slots of the codes at `depth`.
+            depth: depth of the codes in the tree, 0 for the root.
+
+        Returns:
+            Output from which the next level is drafted. For a sequence that ends a row at this depth, this is the
+            output after the end-of-row token. For other sequences, this is the output of `level`.
         """
-        # An end-of-row token or None, per sequence; `depth` counts codes from the root, the last committed code.
+        # For each sequence, the end-of-row token or None. The root at depth 0 is the last committed code.
         following = [seq.raster_layout.row_end_token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
         ends = np.array([token is not None for token in following])  # [sequences]
         if not ends.any():
@@ -181,13 +195,14 @@ class EagleRunner:
         after = self.run_draft_tokens(tokens, slot_indices, depth, level, position_offset=1)
         if ends.all():
             return after
-        # A part of the sequences ends a row here. Stack the outputs of each row, from its pass: [rows, slots, size].
+        # Only some sequences end a row here, so each batch row takes the output of a different pass. The outputs are
+        # stacked: [rows, slots, size].
         level_of_row = [after if ends[sequence] else level for sequence in self.sequence_of_row]
         logits, hidden = (
             np.stack([getattr(output, name)[row, output.nodes[row]] for row, output in enumerate(level_of_row)])
             for name in ("logits", "hidden")
         )
-        # The slots that the pass appended: sequences without an end-of-row token do not attend to theirs.
+        # The pass also appended slots for sequences without an end-of-row token. Later slots do not attend to them.
         before = np.pad(level.ancestor_mask, ((0, 0), (0, 0), (0, slots)))
         ancestor_mask = np.where(ends[:, None, None], after.ancestor_mask, before)
         return TreeLevelOutput(ancestor_mask, logits, hidden, slot_indices[self.sequence_of_row])
@@ -195,38 +210,42 @@ class EagleRunner:
     def run_draft_tokens(
         self, tokens: Ints, parents: Ints, depth: int, level: TreeLevelOutput, position_offset: int = 0
     ) -> TreeLevelOutput:
-        """Run draft tokens below the slots of `level`, and append them to the cache.
+        """Run the drafter over the draft tokens of one tree level, and append them to the cache.
 
         Args:
             tokens: draft tokens, int64 `[sequences, slots]`.
             parents: slot of each token's parent in `level`, int64 `[sequences, slots]`.
-            depth: depth of the tokens in the tree.
+            depth: depth of the tokens in the tree; an end-of-row token has the depth of the code before it.
             level: output at the slots of the parents.
-            position_offset: number of positions after the code at `depth`: 1 for end-of-row tokens, else 0.
+            position_offset: 1 for end-of-row tokens, which are one position after the code at `depth`; otherwise 0.
+
+        Returns:
+            Output at the slots of the tokens.
         """
         sequences, slots = tokens.shape
         rows = len(level.nodes)
         padded = max(MIN_NODES, slots)
-        drafted = level.ancestor_mask.shape[2]  # draft slots in the cache, behind the committed slots of each row
-        base = self.cache.lengths - drafted  # committed slots, [rows]
+        drafted = level.ancestor_mask.shape[2]  # number of draft slots in the cache, after the committed slots
+        base = self.cache.lengths - drafted  # number of committed slots of each row, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.sequence_of_row] + self.layout.code_offset
-        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)  # [rows, padded]; padding reads any valid node
+        parent_nodes = np.repeat(level.nodes[:, :1], padded, 1)  # [rows, padded]; padding may read any node
         parent_nodes[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.sequence_of_row]]
-        # A slot reads the hidden state of its parent, whichever node of the last pass that was.
+        # A slot reads the hidden state that the previous pass computed for its parent.
         states = HiddenStateView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), parent_nodes)
-        # A slot attends to the draft slots that its parent attends to, and to itself: its path from the root.
+        # A slot attends to the draft slots to which its parent attends, and to itself. These slots are the
+        # path from the root.
         ancestor_mask = np.zeros((sequences, slots, drafted + slots), bool)
         ancestor_mask[:, :, :drafted] = level.ancestor_mask[np.arange(sequences)[:, None], parents]
         ancestor_mask[:, :, drafted:] = np.eye(slots, dtype=bool)
         attention_mask, past_length = build_committed_mask(self.engine, self.cache, base, padded, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
-        for row, start in enumerate(base.tolist()):  # rows have committed different numbers of slots
+        for row, start in enumerate(base.tolist()):  # rows have different numbers of committed slots
             attention_mask[row, :slots, start : start + drafted] = ancestor_mask[self.sequence_of_row[row], :, :drafted]
         roots = [(sequence.raster_layout, len(sequence.codes) - 1) for sequence in self.sequences]
-        # Number of positions from the last code to the code `depth` further, with end-of-row tokens, [sequences]
+        # Number of positions from the root to the codes at `depth`, end-of-row tokens included, [sequences].
         below = np.array([raster.token_position(root + depth) - raster.token_position(root) for raster, root in roots])
-        # Slot p reads token p + 1 at position p, so the root, the last committed token, has slot `base - 1`.
+        # Slot p reads token p + 1 at position p. So the root, which is the last committed token, has slot `base - 1`.
         positions = np.repeat((base + below[self.sequence_of_row] + position_offset - 1)[:, None], padded, 1)
         output = self._run_pass(codes, states, positions, attention_mask)
         self.timer.append_to_cache(self.cache, output.new_kv, [np.arange(slots)] * rows)
@@ -245,16 +264,21 @@ class EagleRunner:
         self._index_rows()
 
     def _index_rows(self) -> None:
-        """Update the sequence and the prefix padding of every row, after sequences have joined or left."""
+        """Update the arrays with the sequence and the prefix padding of every row, after sequences joined or left."""
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
         padding = stack_padding_masks([~row.is_real_token for sequence in self.sequences for row in sequence.rows])
-        # A slot reads the state of its position and the next token, so the last prefix position has no prefix slot.
+        # Slot p reads token p + 1, which is a token of the image for the last prefix position. So the prefix has one
+        # slot less than positions.
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _pop_pending_tokens(self) -> tuple[list[Ints], list[Floats | HiddenStateView]]:
-        """Remove the pending slots, and return each row's tokens `[slots]` and hidden states `[slots, hidden_size]`."""
+        """Remove the pending tokens of all sequences, and return them with their hidden states.
+
+        Returns:
+            For each row the tokens, int64 `[slots]`; for each row the hidden states, float32 `[slots, hidden_size]`.
+        """
         tokens: list[Ints] = []
         hidden: list[Floats | HiddenStateView] = []
         for pending in (self._pending.pop(sequence) for sequence in self.sequences):
@@ -272,7 +296,13 @@ class EagleRunner:
     def _run_committed_tokens(
         self, tokens: list[Ints], states: list[Floats | HiddenStateView], counts: list[int]
     ) -> PassOutput:
-        """Run the first `counts` slots of each row, and append them to the cache."""
+        """Run the drafter over the first slots of each row, and append the slots to the cache.
+
+        Args:
+            tokens: tokens of each row, int64 `[slots]`.
+            states: hidden states of each row, float32 `[slots, hidden_size]`.
+            counts: number of slots to run in each row.
+        """
         slots = max(MIN_NODES, *counts)
         padded = np.zeros((len(tokens), slots), np.int64)  # [rows, slots]
         for row, count in enumerate(counts):
@@ -283,7 +313,7 @@ class EagleRunner:
         attention_mask, past_length = build_committed_mask(self.engine, self.cache, lengths, slots, self.prefix_padding)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # this pass runs the prefix of these rows
-            # Real slots do not attend to padding. Padding attends to itself, so that its softmax is not over nothing.
+            # Slots do not attend to padding. But padding attends to itself, because a softmax over nothing is NaN.
             attended = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)  # [slots, prefix]
             attention_mask[row, :, past_length : past_length + prefix] &= attended[:, :slots]
         output = self._run_pass(padded, hidden, lengths[:, None] + np.arange(slots), attention_mask)

@@ -1,7 +1,8 @@
-"""Interface of an engine: run forward passes over new nodes and cache their keys and values.
+"""Interface of an engine, which runs forward passes over new nodes and caches their keys and values.
 
-An engine runs a decoder graph over batch *rows* of *nodes* (new tokens) and reads a cache of committed nodes. The
-runtime supplies positions and attention masks: the engine knows neither trees nor prompts.
+An engine runs a decoder graph over a batch. Each batch *row* contains *nodes*, which are new tokens, and a cache of
+committed nodes. The runtime computes positions and attention masks, so an engine does not need to know about draft
+trees or prompts.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ Floats = NDArray[np.float32]
 
 
 class DeviceArray(Protocol):
-    """Array `[rows, nodes, size]`, perhaps on a device: indexing the first two axes gives float32 `[..., size]`.
+    """Array `[rows, nodes, size]` on the host or on a device; indexing the first two axes gives float32 `[..., size]`.
 
-    NumPy arrays satisfy this protocol. Read only the entries needed, each at most once: a read may be a copy.
+    NumPy arrays satisfy this protocol. A read may copy from a device, so callers read only the entries that they need,
+    and each entry at most once.
     """
 
     def __getitem__(self, key: Any, /) -> Any:
-        """Return the entries at `key`, which NumPy rules interpret."""
+        """Return the entries at `key`, with the indexing rules of NumPy."""
 
 
 @dataclass(frozen=True)
 class HiddenStateView:
-    """Reference to hidden states of earlier outputs, read on demand."""
+    """Reference to hidden states in the output of an earlier pass, which are read on demand."""
 
     source: DeviceArray  # `hidden` of an earlier `PassOutput`
     rows: Ints  # row of each state in `source`, int64 `[rows, nodes]`
     nodes: Ints  # node of each state in `source`, int64 `[rows, nodes]`
 
     def read(self) -> Floats:
-        """Return the states, float32 `[rows, nodes, hidden_size]`."""
+        """Return the hidden states, float32 `[rows, nodes, hidden_size]`."""
         states: Floats = self.source[self.rows, self.nodes]
         return states
 
@@ -49,13 +51,17 @@ def read_hidden_states(states: Floats | HiddenStateView) -> Floats:
 def stack_hidden_states(
     states: list[Floats | HiddenStateView], counts: list[int], num_slots: int
 ) -> Floats | HiddenStateView:
-    """Pad each row's hidden states; return a view if all rows are views of one output.
+    """Stack the hidden states of all rows, padded to the same number; return a view if all rows view one output.
 
     Args:
         states: hidden states of each row, `[nodes, hidden_size]`.
-        counts: number of states of each row to use, from the first.
-        num_slots: number of states of each row of the result.
+        counts: number of states to use of each row, from the first.
+        num_slots: number of states of each row in the result.
+
+    Returns:
+        Hidden states `[rows, num_slots, hidden_size]`; the padding has arbitrary values.
     """
+    # A view avoids a copy from the device: the engine can read the states there.
     sources = {id(row_states.source) if isinstance(row_states, HiddenStateView) else None for row_states in states}
     if isinstance(first := states[0], HiddenStateView) and len(sources) == 1:
         rows, nodes = np.zeros((2, len(states), num_slots), np.int64)
@@ -75,17 +81,18 @@ class PassInput(NamedTuple):
     """Input of one forward pass; exactly one of `tokens` and `embeds` is given."""
 
     positions: Ints  # int64 `[rows, nodes]`
-    # bool `[rows, nodes, past_length + nodes]`, the columns of the cache first, with `past_length` from the engine's
-    # `padded_past_length`; every node attends at least to itself
+    # Bool `[rows, nodes, past_length + nodes]`, True where a node attends. The columns of the cache come first;
+    # `past_length` is the result of the engine's `padded_past_length`. Every node attends at least to itself.
     attention_mask: Bools
     tokens: Ints | None = None  # int64 `[rows, nodes]`
-    embeds: Floats | None = None  # prefix rows, float32 `[rows, nodes, hidden_size]`
-    # float32 `[rows, nodes, hidden_size]`, or a reference to an earlier output; only drafters read hidden states
+    embeds: Floats | None = None  # embeddings of prefixes, float32 `[rows, nodes, hidden_size]`
+    # Hidden states of the target or of an earlier drafter pass, float32 `[rows, nodes, hidden_size]`, or a reference to
+    # them. Only drafters read hidden states.
     hidden: Floats | HiddenStateView | None = None
 
 
 class PassOutput(NamedTuple):
-    """Output of one forward pass. Later passes may read its hidden states, so engines must not overwrite it."""
+    """Output of one forward pass. Engines must not overwrite an output, as later passes may read its hidden states."""
 
     logits: DeviceArray  # float32 `[rows, nodes, vocab_size]`
     hidden: DeviceArray  # float32 `[rows, nodes, hidden_size]`
@@ -93,9 +100,10 @@ class PassOutput(NamedTuple):
 
 
 class Cache(Protocol):
-    """Keys and values of committed nodes; rows may differ in length.
+    """Keys and values of committed nodes of each batch row; rows may differ in length.
 
-    Row r's entries fill columns 0 .. lengths[r] - 1 in the order of appending; later columns are undefined.
+    The entries of row r fill columns 0 .. lengths[r] - 1, in the order in which they were appended. Later columns have
+    undefined values.
     """
 
     @property
@@ -103,32 +111,41 @@ class Cache(Protocol):
         """Number of committed entries of each row, int64 `[rows]`."""
 
     def append(self, new_kv: Any, accepted_indices: list[Ints]) -> None:
-        """Append the nodes `accepted_indices[r]` of a pass's `new_kv` to each row r, in this order."""
+        """Append accepted nodes of a pass to each row.
+
+        Args:
+            new_kv: keys and values of all nodes of the pass, see `PassOutput`.
+            accepted_indices: for each row the nodes to append, in this order, int64 `[accepted]`.
+        """
 
     def truncate(self, lengths: Ints) -> None:
         """Remove the entries after the first `lengths[r]` of each row r."""
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only the given rows, in the given order."""
+        """Remove all rows except `rows`, and arrange the remaining rows in the order of `rows`."""
 
     def extend(self, cache: Cache) -> None:
         """Append the rows of another cache of the same engine; `cache` must not be used afterwards."""
 
     def forbid_memory_reuse(self) -> None:
-        """Keep the memory from later caches, as it may contain NaN; this cache may still be used."""
+        """Keep the memory of this cache from being reused by later caches, because it may contain NaN.
+
+        This cache itself may still be used.
+        """
 
 
 class Engine(Protocol):
-    """Executable decoder: a target or a drafter."""
+    """Executable decoder model: a target or a drafter."""
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache:
         """Return an empty cache for `num_rows` batch rows of at most `capacity` entries each."""
 
     def padded_past_length(self, cache: Cache, num_nodes: int) -> int:
-        """Return how many cache columns a pass over `num_nodes` new nodes will read: at least the longest row's length.
+        """Return the number of cache columns that a pass over `num_nodes` new nodes will read.
 
-        An engine may round up: shapes then repeat, and the order of summation does not depend on the rest of the batch.
+        The number is at least the length of the longest row. An engine may round it up, so that shapes repeat and the
+        order of summation does not depend on the other rows of the batch.
         """
 
     def run(self, pass_input: PassInput, cache: Cache) -> PassOutput:
-        """Run one forward pass, which reads the cache and never writes to it."""
+        """Run one forward pass, which reads the cache but does not change it."""

@@ -1,4 +1,4 @@
-"""Generation in groups: the next group of the bundle's order in every pass, without drafts; see `groups.py`."""
+"""Generation in groups of cells, without draft tokens: every pass generates the next group, see `groups.py`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .tree_drafts import make_chain
 
 @dataclass(eq=False)
 class GroupDraft:
-    """The codes of the next group of one sequence, as a `Draft`; its nodes are the group's cells."""
+    """Draft for the next group of cells of one sequence, with one node for each cell and no draft tokens."""
 
     sequence: ImageSequence
     group_layout: GroupLayout
     first_code_index: int = field(init=False)  # number of codes before the group
     tokens: Ints = field(init=False)  # tokens of the pass nodes
-    tree_structure: TreeStructure = field(init=False)  # a chain: choices after all nodes are computed together
+    tree_structure: TreeStructure = field(init=False)  # a chain, so that all tokens are sampled together
 
     def __post_init__(self) -> None:
         self.first_code_index = len(self.sequence.codes)
@@ -36,28 +36,28 @@ class GroupDraft:
 
     @property
     def next_code_indices(self) -> Sequence[int]:
-        """The code that is generated after each node."""
+        """Index of the code that is sampled after each node."""
         return range(self.first_code_index, self.first_code_index + len(self.tree_structure.depths))
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
-        """All nodes; None if a code is sampled from the logits of several nodes."""
+        """All nodes; None if a code is sampled from logits of two nodes, which devices do not support."""
         return range(len(self.tree_structure.depths)) if self._layout.nodes_match_draft else None
 
     def make_pass_layout(self) -> PassLayout:
-        """Return the tokens, positions and mutual attention of the nodes."""
+        """Return the tokens, positions and attention mask of the nodes in a forward pass."""
         return self._layout
 
     def preceding_codes(self, node: int) -> Ints:
-        """Return the codes of all groups before, whatever the node."""
+        """Return the codes of all earlier groups, because the codes of a group do not depend on each other."""
         return np.array(self.sequence.codes[: self.first_code_index], np.int64)
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Append the choices of the group's cells, or the preserved codes there, to the sequence.
+        """Append the sampled codes of the group to the sequence; preserved cells get their preserved codes.
 
         Args:
-            output: the target's output after each node.
-            model: engines and tables, not used.
+            output: output of the target after each node.
+            model: engines and tables of the model, which this method does not need.
         """
         sequence = self.sequence
         codes = np.array([output.choose_token(node) for node in range(len(self.tree_structure.depths))], np.int64)
@@ -69,12 +69,12 @@ class GroupDraft:
 
 
 class GroupDrafter(Drafter):
-    """Drafter of sequences that are generated in groups of several tokens per pass; it has no state."""
+    """Drafter of images that are generated in groups of cells; this drafter has no state."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
-        """Return the next group of every sequence."""
+        """Return a draft for the next group of cells of every sequence."""
         drafts = []
         for sequence in sequences:
-            assert isinstance(sequence.layout, GroupLayout), "requests check that the bundle draws groups"
+            assert isinstance(sequence.layout, GroupLayout), "requests check that the bundle generates groups"
             drafts.append(GroupDraft(sequence, sequence.layout))
         return drafts

@@ -1,15 +1,16 @@
-"""Layouts of images whose model generates groups of cells: each forward pass generates all codes of a group.
+"""Layouts of images that are generated in groups of cells: each forward pass generates all codes of one group.
 
-PAR (arXiv 2412.15119) divides the image into regions; a group has the cell at the same place of every region. A pass
-reads the codes of the previous group. Its nodes attend to each other and to all earlier nodes. If a group has more
-cells than the previous group, learned vectors are the further inputs; their token ids follow the codebook.
+PAR (arXiv 2412.15119) divides the image into regions. A group contains one cell of every region, always at the same
+offset in its region. The forward pass for a group reads the codes of the previous group. The nodes of the pass attend
+to each other and to all earlier nodes. If a group has more cells than the previous group, learned vectors fill the
+remaining inputs. The token ids of the learned vectors come after the ids of the codebook.
 
-In NAR (arXiv 2503.10696) a group is a diagonal of the grid. The target has two heads: after each code, the first head
-has logits for the cell to the right, the second for the cell below. A code is sampled from the mean of the logits that
-the left and the upper neighbour give for its cell.
+In NAR (arXiv 2503.10696) a group is a diagonal of the grid. The target has two output heads. After each code, the first
+head computes logits for the cell to the right, and the second head for the cell below. A cell has a left and an upper
+neighbour, and its code is sampled from the mean of their logits for the cell.
 
-Given all earlier groups, the codes of a group are sampled independently, as the model was trained. Each is sampled
-with the noise of its cell, so an image does not depend on the other images in its passes.
+The model was trained to sample the codes of a group independently of each other, given all earlier groups. Each code is
+sampled with the noise of its cell, so an image does not depend on the other images in the same passes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from .noise import GROUP_SIZE, Noise
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layout of an image that is generated in groups; the manifest's `GroupOrderSpec` explains the groups."""
+    """Layout of an image that is generated in groups of cells; the manifest's `GroupOrderSpec` lists the groups."""
 
-    groups: tuple[tuple[int, ...], ...]  # cells of each group
-    first_learned_token: int  # token of the first learned vector; the others follow it
+    groups: tuple[tuple[int, ...], ...]  # cells of each group, in generation order
+    first_learned_token: int  # token id of the first learned vector; the ids of further vectors follow this id
 
     @cached_property
     def cells(self) -> Ints:
@@ -41,13 +42,14 @@ class GroupLayout:
 
     @cached_property
     def group_starts(self) -> list[int]:
-        """Number of codes generated before each group, and at last the number of all codes, `[groups + 1]`."""
+        """Number of codes generated before each group; the last entry is the number of all codes, `[groups + 1]`."""
         return [0, *np.cumsum([len(group) for group in self.groups]).tolist()]
 
     @cached_property
     def _completing_code_indices(self) -> Ints:
-        """The code at which each cell and all cells before it are known, int64 `[codes]`."""
-        # `argsort` inverts the permutation: the code of each cell.
+        """Index of the code that completes all cells up to each cell, int64 `[codes]`."""
+        # `argsort` inverts the permutation `cells`, which gives the code index of each cell. A cell and all cells
+        # before it are known once the latest of their codes is known, so the maximum runs over these cells.
         return np.maximum.accumulate(np.argsort(self.cells))
 
     @property
@@ -57,11 +59,11 @@ class GroupLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the cache: the codes."""
+        """Number of tokens in the cache, which is the number of codes."""
         return self.num_codes
 
     def noise(self, seed: int) -> Noise:
-        """Return the noise of an image: each code has the noise of its cell."""
+        """Return the noise of an image, in which each code has the noise of its cell."""
         return GroupNoise(seed, self)
 
     def to_generation_order(self, values: CellValues) -> CellValues:
@@ -69,7 +71,7 @@ class GroupLayout:
         return values[self.cells]  # type: ignore[return-value]
 
     def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells]:
-        """Return the codes up to the first gap that are new there, and all new codes, see `ImageLayout.place_codes`."""
+        """Return the new codes before the first gap, and all new codes with their cells, as `ImageLayout` specifies."""
         image = np.zeros(self.num_codes, np.int64)
         image[self.cells[: len(codes)]] = codes
         complete = slice(self.count_cells_before_gap(num_known_before), self.count_cells_before_gap(len(codes)))
@@ -78,20 +80,20 @@ class GroupLayout:
         )
 
     def count_cells_before_gap(self, num_known_codes: int) -> int:
-        """Return the number of cells before the first gap once `num_known_codes` codes are known."""
+        """Return the number of cells before the first unknown cell, if the first `num_known_codes` codes are known."""
         return int(np.searchsorted(self._completing_code_indices, num_known_codes))
 
     def codes_sampled_together(self, code_index: int) -> range:
-        """Return the codes of the group that a code belongs to."""
+        """Return the indices of all codes of the group that contains a code."""
         group = self.find_group(code_index)
         return range(self.group_starts[group], self.group_starts[group + 1])
 
     def find_group(self, code_index: int) -> int:
-        """Return the group that a code belongs to."""
+        """Return the index of the group that contains a code."""
         return bisect_right(self.group_starts, code_index) - 1
 
     def token_position(self, code_index: int) -> int:
-        """Return the number of a code: guidance counts codes, wherever their cells are."""
+        """Return `code_index`, because the guidance schedule counts codes and not cells."""
         return code_index
 
     def lay_out_prefix_end(self) -> PassLayout:
@@ -99,25 +101,26 @@ class GroupLayout:
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
     def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the pass nodes that generate these groups: one for each of their cells.
+        """Return the layout of a pass that generates groups, with one node for each of their cells.
 
         Args:
-            groups: consecutive groups, not the first; later groups attend to earlier groups.
+            groups: indices of consecutive groups from 1, since the prefix generates group 0; later groups attend to
+                earlier groups.
             codes: codes in generation order, at least all codes before the last of `groups`.
         """
         tokens: list[int] = []
         positions: list[int] = []
         counts = [self.count_group_nodes(group) for group in groups]
         for group, count in zip(groups, counts, strict=True):
-            # The inputs are the codes of the group before, then learned vectors if this group has more cells.
+            # The inputs are the codes of the previous group, then learned vectors if this group has more cells.
             start, end = self.group_starts[group - 1 : group + 1]
             vectors = count - (end - start)
             tokens += [*codes[start:end], *range(self.first_learned_token, self.first_learned_token + vectors)]
-            # a vector has the first position behind the image, whose row of the rotary table is zero
+            # Learned vectors get the first position after the image, where the rotary table is zero.
             positions += [*self.groups[group - 1], *[self.num_codes] * vectors]
-        # Nodes of one group attend to each other, and to the groups before: the mask is causal by group.
-        passes = np.repeat(np.arange(len(counts)), counts)  # index of each node's group, [nodes]
-        ancestor_mask = passes[:, None] >= passes
+        # A node attends to all nodes of its group and of earlier groups, so the mask is causal between groups.
+        group_of_node = np.repeat(np.arange(len(counts)), counts)  # [nodes]
+        ancestor_mask = group_of_node[:, None] >= group_of_node  # [nodes, nodes]
         return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestor_mask)
 
     def count_group_nodes(self, group: int) -> int:
@@ -125,12 +128,18 @@ class GroupLayout:
         return len(self.groups[group])
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over as many groups as `max_nodes` nodes hold, see `ImageLayout.lay_out_known_codes`."""
-        # The pass for a group reads the codes of all groups before it, so the first group without them ends the passes.
+        """Yield the layouts of passes over known codes, each over as many groups as fit into `max_nodes` nodes.
+
+        Args:
+            codes: known codes in generation order, int64 `[count]`.
+            max_nodes: maximum number of nodes of a pass; a pass over a single larger group exceeds this number.
+        """
+        # The pass for a group reads the codes of all earlier groups. So the passes end before the first group that has
+        # an unknown code before it.
         last = next(
             (group for group, start in enumerate(self.group_starts[:-1]) if start > len(codes)), len(self.groups)
         )
-        first = 1  # group 0 is generated after the prefix
+        first = 1  # group 0 needs no pass, because the prefix gives its logits
         while first < last:
             end = first + 1
             while end < last and sum(map(self.count_group_nodes, range(first, end + 1))) <= max_nodes:
@@ -139,26 +148,31 @@ class GroupLayout:
             first = end
 
     def max_pass_nodes(self, num_draft_nodes: int) -> int:
-        """Return the number of draft nodes."""
+        """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
 
 
 @dataclass(frozen=True)
 class TwoHeadLayout(GroupLayout):
-    """Groups of a target with two heads: a pass has a node for each cell of the group before."""
+    """Layout for a target with two output heads; a pass has one node for each cell of the previous group."""
 
     columns: int  # number of columns of the grid
 
     def lay_out_prefix_end(self) -> PassLayout:
-        """Return the layout of the last node of a prefix, whose two logits the first code has the mean of."""
+        """Return the layout of the last node of a prefix; the first code is sampled from the mean of its two heads."""
         layout = super().lay_out_prefix_end()
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, np.array([[0, 1]]))
 
     def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the pass nodes that generate these groups, see `GroupLayout.lay_out_groups`."""
+        """Return the layout of a pass that generates groups, with one node for each cell of the previous groups.
+
+        Args:
+            groups: indices of consecutive groups, from 1.
+            codes: codes in generation order, at least all codes before the last of `groups`.
+        """
         layout = super().lay_out_groups(groups, codes)
         pairs: list[tuple[int, int]] = []
-        first = 0
+        first = 0  # first pass node of the group
         for group in groups:
             pairs += self._find_logit_pairs(group, first)
             first += self.count_group_nodes(group)
@@ -166,47 +180,59 @@ class TwoHeadLayout(GroupLayout):
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, logit_pairs)
 
     def count_group_nodes(self, group: int) -> int:
-        """Return the number of pass nodes that generate a group."""
+        """Return the number of pass nodes that generate a group: the number of cells of the previous group."""
         return len(self.groups[group - 1])
 
     def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
-        """Yield `TwoHeadPass.logit_pairs` of each cell of a group whose nodes begin at `first_node`."""
+        """Yield the pair of logits for each cell of a group, see `TwoHeadPass.logit_pairs`.
+
+        Args:
+            group: index of the group.
+            first_node: first pass node of the group.
+        """
         nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first_node)}
         for cell in self.groups[group]:
             logits = []
             if cell >= self.columns:
-                logits.append(2 * nodes[cell - self.columns] + 1)  # the upper neighbour has logits for the cell below
+                logits.append(2 * nodes[cell - self.columns] + 1)  # second head: the cell below
             if cell % self.columns:
-                logits.append(2 * nodes[cell - 1])  # the left neighbour has logits for the cell to the right
-            yield logits[0], logits[-1]  # the manifest allows no cell without neighbours but the first
+                logits.append(2 * nodes[cell - 1])  # first head: the cell to the right
+            # A cell at the edge has one neighbour, whose logits then count twice in the mean. The manifest allows no
+            # cell without a neighbour, except the first cell, which the prefix generates.
+            yield logits[0], logits[-1]
 
 
 @dataclass(eq=False)
 class TwoHeadPass(PassLayout):
-    """Nodes of a forward pass whose target has two logits after each node, one for each of two cells."""
+    """Nodes of a forward pass of a target with two output heads: logits for two cells after each node."""
 
     nodes_match_draft: ClassVar[bool] = False
 
-    # the two logits whose mean each code is sampled from, int64 `[codes, 2]`: twice the pass node, plus 1 for the
-    # head of the cell below
+    # Each code is sampled from the mean of two logits, whose indices these are, int64 `[codes, 2]`. An index is
+    # 2 * pass node for the head of the cell to the right, and 2 * pass node + 1 for the head of the cell below.
     logit_pairs: Ints
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
         """Return the mean of two logits for each code, float32 `[rows, codes, vocab_size]`.
 
         Args:
-            logits: logits of the pass, on the host or on a device.
+            logits: logits of the pass, on the host or on a device, float32 `[rows, nodes, 2 * vocab_size]`.
             rows: batch rows of the sequence.
+            nodes: codes of the group to return logits for.
         """
-        both: Floats = logits[rows, : len(self.tokens)]
-        heads = both.reshape(len(both), 2 * both.shape[1], -1)  # [rows, nodes * heads, vocab_size]
+        pass_logits: Floats = logits[rows, : len(self.tokens)]
+        # one entry for each head of each node: [rows, 2 * nodes, vocab_size]
+        heads = pass_logits.reshape(len(pass_logits), 2 * pass_logits.shape[1], -1)
         logit_pairs = self.logit_pairs[nodes]
         mean: Floats = (heads[:, logit_pairs[:, 0]] + heads[:, logit_pairs[:, 1]]) / np.float32(2)
         return mean
 
 
 class GroupNoise(Noise):
-    """Noise of an image whose positions count in generation order: each position has the noise of its cell."""
+    """Noise of an image that is generated in groups.
+
+    Positions count codes in generation order. Each position has the noise of its cell.
+    """
 
     def __init__(self, seed: int, layout: GroupLayout) -> None:
         super().__init__(seed)
@@ -216,22 +242,26 @@ class GroupNoise(Noise):
         """Generate the noise of cells as `Noise.gumbel` does, float32 `[num_positions, vocab_size]`.
 
         Args:
-            first_position: first position, in generation order; positions behind the image are cells, too.
+            first_position: first position, in generation order; positions may extend past the end of the image.
             num_positions: number of positions.
-            vocab_size: number of codes.
+            vocab_size: number of codes in the codebook.
         """
         cells = self._layout.cells[first_position : first_position + num_positions].tolist()
-        cells += range(
-            first_position + len(cells), first_position + num_positions
-        )  # behind the image, position and cell are equal
+        # Positions past the end of the image have no cell, so the position number stands for the cell number.
+        cells += range(first_position + len(cells), first_position + num_positions)
         return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, vocab_size) for cell in cells])
 
     def prepare_noise_group(self, group: int, vocab_size: int) -> None:
-        """Generate and store the noise of the cells at the positions of a group, see `Noise.prepare_noise_group`."""
+        """Generate and store the noise of the cells at the positions of a noise group, ahead of `gumbel`.
+
+        Args:
+            group: index of a noise group of `GROUP_SIZE` positions, which is not a group of cells.
+            vocab_size: number of codes in the codebook.
+        """
         cells = self._layout.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
         for cell in cells:
             super().prepare_noise_group(cell // GROUP_SIZE, vocab_size)
 
     def discard_noise_before(self, position: int) -> None:
-        """Delete stored noise of cells that come before the first gap once `position` codes are known."""
+        """Delete the stored noise of all cells before the first unknown cell, if `position` codes are known."""
         super().discard_noise_before(self._layout.count_cells_before_gap(position))

@@ -1,4 +1,4 @@
-"""Guidance of an image: which codes it leads, and by which scale."""
+"""Classifier-free guidance of one image: which codes are guided, and with which guidance scale."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from .sampling import apply_guidance
 
 
 class Guidance:
-    """Guidance of the codes of one image, the first in generation order; later codes are sampled without.
+    """Classifier-free guidance of the codes of one image.
+
+    The first codes in generation order are guided. Later codes are sampled from the conditional logits alone.
 
     Args:
-        sampling: settings with the scale, its schedule, and the number of guided codes.
+        sampling: sampling settings, with the guidance scale, its schedule, and the number of guided codes.
+        layout: layout of the image, which gives the number of codes and their token positions.
 
     Attributes:
         num_guided_codes: number of guided codes.
@@ -27,11 +30,12 @@ class Guidance:
         self._scales = _compute_scales(sampling, layout)
 
     def count_batch_rows(self, code_index: int) -> int:
-        """Return how many batch rows the distribution of a code depends on: 2 with guidance, else 1."""
+        """Return how many batch rows the distribution of a code depends on: 2 if the code is guided, else 1."""
         return 2 if code_index < self.num_guided_codes else 1
 
     def scales(self, code_indices: Sequence[int] | Ints) -> Floats:
-        """Return the scales of some codes, float32 `[code_indices]`; codes past the image have the last scale."""
+        """Return the guidance scale of each code, float32 `[code_indices]`."""
+        # Drafts may extend past the end of the image; the codes there get the scale of the last code.
         return self._scales[np.minimum(code_indices, len(self._scales) - 1)]
 
     def mix_logits(self, logits: Floats, code_indices: Sequence[int] | Ints) -> Floats:
@@ -40,12 +44,12 @@ class Guidance:
         Args:
             logits: logits, or other outputs of the target, float32 `[1 or 2, code_indices, size]`, the conditional row
                 first.
-            code_indices: code that is sampled from each.
+            code_indices: index of the code that is sampled from each vector of logits.
 
         Returns:
             Float32 `[code_indices, size]`.
         """
-        if len(logits) == 1:
+        if len(logits) == 1:  # no unconditional row: none of these codes is guided
             conditional: Floats = logits[0]
             return conditional
         code_indices = np.asarray(code_indices)
@@ -57,18 +61,19 @@ class Guidance:
 def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     """Return the guidance scale of every code, float32 `[num_codes]`.
 
-    With a linear schedule it rises to the last scale (`Sampling.cfg_schedule`). Otherwise, before token t of the image,
-    from 0, the scale s becomes max(cfg_final, s (1 - 4 (t + 2) / num_codes)). End-of-row tokens count. The published
-    program of Lumina-mGPT 2.0 does so.
+    With a linear schedule, the scale rises to the last scale (`Sampling.cfg_schedule`). Otherwise the scale falls to
+    `cfg_final`. Before token t of the image, counted from 0, the scale s becomes
+    max(cfg_final, s (1 - 4 (t + 2) / num_codes)). End-of-row tokens count as tokens, too. This is the schedule of the
+    published program of Lumina-mGPT 2.0.
     """
     final = sampling.last_cfg_scale
     scale = sampling.cfg_scale
     num_codes = layout.num_codes
     if sampling.cfg_schedule == "linear":
-        share = np.arange(1, num_codes + 1, dtype=np.float32) / num_codes
-        return (1 + (final - 1) * share).astype(np.float32)
+        fraction = np.arange(1, num_codes + 1, dtype=np.float32) / num_codes  # part of the image that is done
+        return (1 + (final - 1) * fraction).astype(np.float32)
     scales = np.full(num_codes, final, np.float32)
-    token = 0
+    token = 0  # counts end-of-row tokens, too, so the scale may fall twice between two codes
     for code in range(num_codes if scale > final else 0):
         while token <= layout.token_position(code):
             scale = max(final, scale * (1 - 4 * (token + 2) / num_codes))

@@ -1,14 +1,15 @@
-"""Drafts from a bundle's `DraftHeads`, without drafter passes: windows for `sjd`, and trees for the other methods.
+"""Drafts from draft heads instead of drafter passes: chains for `sjd`, and trees for the other methods.
 
-A target pass also gives logits and hidden states at the positions of unaccepted draft tokens. For each depth of the
-draft, the output at the first node is stored; in a tree, this node has the most probable token. The next draft corrects
-the stored logits for the codes that it contains. It predicts the logits of positions without a node. So the logits of a
-position depend only on the previous code, as in a bigram model, and a tree needs one matrix product per level. Draft
-tokens are sampled with the noise of their position, as in `EagleDrafter`.
+A target pass also computes logits and hidden states after draft tokens that are not accepted. For each depth of the
+draft, the output at the first node is stored. In a tree, the first node has the most probable token. The next draft
+contains other codes, so the draft heads correct the stored logits for these codes. For positions without stored output,
+the draft heads predict the logits. Within one draft, the logits of a position depend only on the previous code, as in a
+bigram model. So a tree needs one matrix product for each level. Draft tokens are sampled with the noise of their
+position, as in `EagleDrafter`.
 
-For relaxed acceptance, q is the distribution that a draft token was sampled from. It depends on passes over earlier
-drafts. This is valid for the reason given in `jacobi.py`: q depends only on earlier positions, and never on the noise
-of its position.
+Relaxed acceptance needs the distribution q from which a draft token was sampled. Here q depends on passes over earlier
+drafts. This is valid, as the proof in `jacobi.py` shows: q depends only on earlier positions, and never on the noise of
+the token's position.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter for all sequences whose method uses windows or draft heads.
+    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads.
 
     Args:
-        heads: the bundle's draft heads.
+        heads: draft heads of the bundle.
         max_nodes: maximum number of nodes of a sequence in a forward pass.
     """
 
@@ -47,7 +48,7 @@ class HeadDrafter(TreeDrafter):
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the output of a target pass."""
+        """Store the output of a target pass, from which the next drafts are computed."""
         for commit in commits:
             sequence = commit.sequence
             if sequence.num_remaining_codes:
@@ -56,41 +57,42 @@ class HeadDrafter(TreeDrafter):
                 self._states[sequence].update(commit)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Return a chain or tree for every sequence."""
+        """Return a draft tree for every sequence; for `sjd` the tree has no branches."""
         trees = []
         for sequence in sequences:
             try:
                 trees.append(self._states[sequence].draft())
             except EngineError as error:
                 sequence.error = error
-                trees.append(make_chain(sequence.codes[-1:]))  # the sequence ends after the pass
+                # The sequence ends after the pass, so a tree of the root alone will do.
+                trees.append(make_chain(sequence.codes[-1:]))
         return trees
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
+        """Choose the window size for a pass over `num_images` images, and return the maximum size of the next draft."""
         sequence.adapt_window(num_images)
         return sequence.max_nodes
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the state of these sequences."""
+        """Delete the states of these sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
 
 
 class UnacceptedPosition(NamedTuple):
-    """Output of the last target pass for a position without a committed code."""
+    """Output of the last target pass for a position whose code is not committed yet."""
 
     previous_code: int  # draft token before the position
-    logits: Floats  # guided logits, `[vocab_size]`
-    gate: Floats  # output of `DraftHeads.compute_gates`, `[rank]`
+    logits: Floats  # guided logits of the position, float32 `[vocab_size]`
+    gate: Floats  # gates of the correction, from `DraftHeads.compute_gates`, float32 `[rank]`
 
 
 class DraftHeadState:
-    """State of one sequence between drafts: outputs of passes that its next draft is computed from.
+    """State of one sequence between drafts: the outputs of target passes from which the next draft is computed.
 
     Args:
         sequence: sequence to draft for.
-        heads: the bundle's draft heads.
+        heads: draft heads of the bundle.
     """
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
@@ -101,19 +103,22 @@ class DraftHeadState:
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, committed: CommittedTokens) -> None:
-        """Store the output of a target pass over a draft of any method."""
+        """Store the output of a target pass.
+
+        Args:
+            committed: tokens that the pass committed, with the output of the pass.
+        """
         done = len(self.sequence.codes)
         count = len(committed.tokens)
-        unaccepted: list[int] = []  # first node of each depth from `count` on; shallower depths gave committed codes
+        # First node of each depth from `count` on. Nodes at smaller depths predicted the committed codes.
+        unaccepted: list[int] = []
         if committed.draft is not None:
             depths = committed.draft.tree_structure.depths
             unaccepted = [int(np.argmax(depths == depth)) for depth in range(count, int(depths.max()) + 1)]
         codes = range(done - count, done + len(unaccepted))
-        states = self.sequence.guidance.mix_logits(
-            committed.read_target_states(unaccepted), codes
-        )  # [nodes, hidden_size]
-        # State i predicted code `done - count + i`; the states after the first `count` predicted codes behind the draft
-        # tokens that were not accepted.
+        # Guided hidden states, [nodes, hidden_size]. State i predicted code `done - count + i`. So the first `count`
+        # states predicted committed codes. The others predicted codes after draft tokens that were not accepted.
+        states = self.sequence.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
         self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
@@ -123,7 +128,7 @@ class DraftHeadState:
             )
 
     def draft(self) -> DraftTree:
-        """Return the next draft: a chain for `sjd`, and a tree for other methods."""
+        """Return the next draft tree; for `sjd` the tree has no branches."""
         method = self.sequence.method
         max_depth = self.sequence.count_codes_until_preserved() - 1  # the target samples one more token than it accepts
         if isinstance(method, SpeculativeJacobi):
@@ -137,11 +142,11 @@ class DraftHeadState:
         )
 
     def compute_logits(self, position: int, previous_codes: Ints) -> Floats:
-        """Return the guided logits of a position after each previous code, `[n, vocab_size]`.
+        """Return the guided logits of a position for each possible previous code, float32 `[n, vocab_size]`.
 
         Args:
-            position: position without a code.
-            previous_codes: codes at the position before, int64 `[n]`.
+            position: index of a code that is not committed yet.
+            previous_codes: possible codes at the position before, int64 `[n]`.
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
             return self.heads.predict_logits(
@@ -154,12 +159,12 @@ class DraftHeadState:
         )
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
-        """Return shaped logits plus the Gumbel noise of a position.
+        """Apply temperature and filters to logits, and add the Gumbel noise of a position.
 
         Args:
-            position: position of the token in the sequence.
-            logits: guided logits `[n, vocab_size]`.
-            add_noise: whether to add noise. Greedy decoding has none.
+            position: code index that the logits belong to.
+            logits: guided logits, float32 `[n, vocab_size]`.
+            add_noise: whether to add noise; greedy decoding never adds noise.
         """
         values = process_logits(logits, self.sequence.sampling)
         if add_noise and not self.sequence.sampling.greedy:
@@ -178,7 +183,7 @@ class DraftHeadState:
             if self.sequence.exact
             else partial(_compute_chain_proposal, levels, self.sequence.sampling)
         )
-        # Each node is the parent of the next, and the root has parent -1.
+        # Each node is the parent of the next node. The root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
     def _draft_static_tree(self, shape: StaticTree, max_depth: int) -> DraftTree:

@@ -1,21 +1,22 @@
-"""Speculative Jacobi decoding: the target's previous forward pass gives the drafts, without a drafter.
+"""Speculative Jacobi decoding (SJD, arXiv 2410.01699): the target's previous forward pass gives the draft tokens.
 
-A window holds a draft for each of the next tokens. One forward pass verifies it as a chain, and gives new distributions
-of all its tokens. The first tokens are accepted as any draft is. The others are drafted again from their new
-distributions, each with the noise of its position. This is SJD (arXiv 2410.01699), except that there new drafts are
-independent; the same noise keeps most drafts. Greedy decoding drafts the most probable tokens.
+The window contains a draft token for each of the next positions. One forward pass verifies the window as a chain, and
+computes new distributions of all its tokens. The first tokens are accepted as in any draft. The other tokens are
+drafted again from their new distributions, each with the noise of its position. In the published SJD, new drafts use
+new noise. Here the noise of a position stays the same, so most draft tokens stay the same, too. Greedy decoding drafts
+the most probable tokens.
 
-Exact acceptance needs no proof here, because it does not matter where a draft comes from. For relaxed acceptance it
-does, and the window also stores the distribution q from which a draft was sampled. Take position m, and fix everything
-that happens at earlier positions in all passes. This fixes the tokens drafted there and every distribution p and q of
-m. It also fixes the pass in which m enters the window and the pass in which m is decided. Nothing fixed depends on the
-noise of m. So the draft of m is a sample of its latest q. Acceptance, with random numbers for itself alone, turns it
-into a sample of p, except for the change that relaxation allows. Two faults would break this: a q from which the draft
-was not sampled, and a token or noise of m that decides about earlier positions. (Derived here; tests enumerate whole
-decodes.)
+Exact acceptance needs no proof here, because it is exact for every draft. Relaxed acceptance needs the distribution q
+from which a draft token was sampled, so the window also stores q. Proof that the result follows the target's
+distribution p: Take position m, and fix everything that happens at earlier positions in all passes. This fixes the
+tokens drafted at earlier positions, and every distribution p and q of m. It also fixes the pass in which m enters the
+window, and the pass that decides m. Nothing that is fixed depends on the noise of m. So the draft token of m is a
+sample of its latest q. Acceptance uses separate random numbers, and turns this token into a sample of p, except for the
+change that relaxation allows. Two faults would break the proof: a q from which the draft token was not sampled, and a
+token or noise of m that influences earlier positions. (Derived here; tests enumerate whole decodes.)
 
-A new position at the end of the window starts as a copy of the cell to its left, or in the first column of the cell
-above. The copy counts as certain (q = 1), whether that cell is committed or drafted.
+A new position at the end of the window starts with a copy of the token to its left. In the first column, it starts with
+a copy of the token above. Acceptance treats every copy as certain (q = 1), even a copy of a draft token.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from .tree_drafts import TreeDrafter, make_chain, next_preserved_tokens
 
 
 class JacobiDrafter(TreeDrafter):
-    """A drafter with one window per sequence."""
+    """Drafter of speculative Jacobi decoding, with one window for each sequence."""
 
     def __init__(self, max_nodes: int) -> None:
         super().__init__(max_nodes)
         self._windows: dict[ImageSequence, JacobiWindow] = {}
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Draft the tokens that a pass over the windows did not decide again."""
+        """Draft the undecided tokens of each window again, from the distributions of the last target pass."""
         for commit in commits:
             if commit.sequence.num_remaining_codes and commit.sequence in self._windows:
                 try:
@@ -50,23 +51,23 @@ class JacobiDrafter(TreeDrafter):
                     commit.sequence.error = error
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Return every sequence's window as a chain."""
+        """Return the window of each sequence as a draft tree without branches."""
         trees = []
         for sequence in sequences:
             preserved = next_preserved_tokens(sequence, self.max_nodes)
             remaining = sequence.count_codes_until_preserved(len(preserved))
-            if preserved:
+            if preserved:  # preserved tokens and window have to fit into one pass
                 remaining = min(remaining, self.max_nodes - len(preserved))
             trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
         return trees
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Set the window for the images in the pass, and return the maximum number of nodes of the next draft."""
+        """Choose the window size for a pass over `num_images` images, and return the maximum size of the next draft."""
         sequence.adapt_window(num_images)
         return sequence.max_nodes
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Forget these sequences."""
+        """Delete the windows of these sequences."""
         for sequence in sequences:
             self._windows.pop(sequence, None)
 
@@ -81,14 +82,15 @@ class JacobiDrafter(TreeDrafter):
 
 @dataclass
 class JacobiWindow:
-    """The drafts of one sequence.
+    """Draft tokens for the next positions of one sequence.
 
     Attributes:
-        size: number of tokens to draft, from 1.
+        size: maximum number of tokens to draft, at least 1.
         layout: layout of the image.
-        stores_proposals: whether acceptance needs q.
-        codes: drafted tokens of the next positions.
-        proposals: q of each draft; None: the draft counts as certain.
+        stores_proposals: whether acceptance needs the distributions q of the draft tokens.
+        codes: draft tokens of the next positions.
+        proposals: for each draft token the distribution q from which it was sampled; None: the token was not sampled
+            and counts as certain (q = 1).
         num_preserved_tokens: number of preserved tokens before the window in the last draft.
     """
 
@@ -102,18 +104,19 @@ class JacobiWindow:
     def draft(
         self, committed_tokens: Sequence[int], max_tokens: int, preserved_tokens: Sequence[int] = ()
     ) -> DraftTree:
-        """Return the window as a chain.
+        """Return the window as a draft tree without branches, below the last committed token.
 
         Args:
             committed_tokens: committed tokens of the sequence; the last token is the root.
-            max_tokens: maximum number of tokens to sample; one fewer is drafted, as the pass samples another.
-            preserved_tokens: preserved tokens after the committed tokens.
+            max_tokens: maximum number of tokens that the pass may commit. The draft has at most max_tokens - 1 tokens,
+                because the pass also samples the token after the draft.
+            preserved_tokens: preserved tokens between the committed tokens and the window.
         """
         length = max(0, min(self.size, max_tokens - 1))
         self.num_preserved_tokens = len(preserved_tokens)
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
-            before = [*committed_tokens, *preserved_tokens, *self.codes]  # its length is the index of the next code
+            before = [*committed_tokens, *preserved_tokens, *self.codes]  # its length is the next code index
             self.codes.append(before[self.layout.left_or_upper_neighbor(len(before))])
             self.proposals.append(None)
         proposals = [*[None] * self.num_preserved_tokens, *self.proposals]
@@ -122,10 +125,15 @@ class JacobiWindow:
         )
 
     def redraft(self, num_accepted: int, target_output: TargetOutput) -> None:
-        """Draft the tokens behind the `num_accepted` first again, from the distributions of a pass over the window."""
+        """Draft all tokens after the first `num_accepted` tokens again, from the last pass over the window.
+
+        Args:
+            num_accepted: number of tokens of the chain that the pass accepted.
+            target_output: output of the target in this pass.
+        """
         num_accepted = max(num_accepted, self.num_preserved_tokens)
-        # The choice after node n drafts the token of node n + 1. The choice after the last accepted node is committed,
-        # so the window begins one node further; the last node drafts a further token at its end.
+        # The token that the target chooses after node n becomes the draft token of node n + 1. The token after the last
+        # accepted node is committed, so the new window begins one node later. The last node adds one token to its end.
         undecided = range(num_accepted + 1, self.num_preserved_tokens + len(self.codes) + 1)
         self.codes = [target_output.choose_token_without_recompute(node) for node in undecided]
         self.proposals = [target_output.distribution(node) if self.stores_proposals else None for node in undecided]

@@ -1,8 +1,8 @@
 """The layout of an image: the order in which its codes are generated, and the nodes of forward passes over codes.
 
-Codes count from 0 in generation order; cells count from 0 in raster order. Code that depends on the kind of an
-image asks its layout. `raster.py` has layouts of images whose codes are generated one after another. `groups.py` has
-layouts of images that are generated in groups of cells.
+A code index counts codes from 0 in generation order. A cell index counts cells of the grid from 0 in raster order.
+`raster.py` has the layouts of images whose codes are generated one after another. `groups.py` has the layouts of images
+that are generated in groups of cells. The decode loop uses both through `ImageLayout`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,34 @@ CellValues = TypeVar("CellValues", bound=NDArray[Any])
 
 
 class CodesWithCells(NamedTuple):
-    """Codes sampled in a forward pass and their cells, both int64 `[count]`; without end-of-row tokens."""
+    """Codes that one forward pass sampled, and the cells of these codes; end-of-row tokens are not included."""
 
-    cells: Ints
-    codes: Ints
+    cells: Ints  # cell of each code, int64 `[count]`
+    codes: Ints  # int64 `[count]`
 
 
 @dataclass(eq=False)
 class PassLayout:
-    """The nodes of one sequence in a forward pass. Here the nodes of the pass are the nodes of the draft."""
+    """Nodes of one sequence in a forward pass.
 
-    # whether the nodes of the pass are the nodes of the draft, and each token is sampled from the logits of one node
+    In this base class, the pass nodes are the nodes of the draft. A subclass may add pass nodes.
+    """
+
+    # Whether the pass nodes are the nodes of the draft, and each token is sampled from the logits of a single node.
     nodes_match_draft: ClassVar[bool] = True
 
-    tokens: Ints  # int64 `[pass nodes]`
+    tokens: Ints  # token of each node, int64 `[pass nodes]`
     positions: Ints  # positions counted from the first token of the image, int64 `[pass nodes]`
-    ancestor_mask: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
+    # Attention mask among the nodes: row node attends to column node, bool `[pass nodes, pass nodes]`.
+    ancestor_mask: Bools
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
-        """Return the logits that the tokens after draft nodes are sampled from, float32 `[rows, nodes, vocab_size]`.
+        """Return the logits from which the tokens after draft nodes are sampled, float32 `[rows, nodes, vocab_size]`.
 
         Args:
             logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
             rows: batch rows of the sequence.
+            nodes: draft nodes.
         """
         read: Floats = logits[rows, nodes]
         return read
@@ -57,7 +62,7 @@ class PassLayout:
         return np.array(path, np.int64)
 
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
-        """Return the pass nodes from whose hidden states the last `count` tokens are sampled, int64 `[count]`.
+        """Return the pass nodes whose hidden states give the last `count` committed tokens, int64 `[count]`.
 
         Args:
             committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.
@@ -66,44 +71,47 @@ class PassLayout:
         return committed_nodes[-count:]
 
     def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        """Remove entries from an attention mask over the tokens of the image in the cache; here none.
+        """Clear mask entries of cached image tokens that the nodes do not attend to; the base class clears none.
 
         Args:
-            attention_mask: mask to change, bool `[pass nodes, entries]`.
+            attention_mask: attention mask that is changed in place, bool `[pass nodes, cached tokens]`.
         """
 
 
 class ImageLayout(Protocol):
-    """Layout of the codes of one image."""
+    """Interface of a layout: order and positions of the codes of one image."""
 
     @property
     def num_codes(self) -> int:
-        """Number of codes."""
+        """Number of codes of the image."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the cache, end-of-row tokens included."""
 
     def noise(self, seed: int) -> Noise:
-        """Return the noise of an image, whose positions count codes."""
+        """Return the random numbers of an image with a seed; their positions are code indices."""
 
     def to_generation_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
 
     def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells | None]:
-        """Return the cells that new codes fill.
+        """Return the new codes in raster order up to the first unknown cell, and all new codes with their cells.
 
         Args:
-            codes: codes that are known now, in generation order.
+            codes: all codes that are known now, in generation order.
             num_known_before: number of codes that were known before.
 
         Returns:
-            Codes of the cells up to the first gap, without the cells up to the first gap before, int64 `[count]`. Then
-            all new codes with their cells; None if these are the same codes.
+            Codes of the cells from the previous first unknown cell up to the new first unknown cell, int64 `[count]`.
+            Then all new codes with their cells, or None if these are the same codes.
         """
 
     def codes_sampled_together(self, code_index: int) -> range:
-        """Return the codes that are sampled together with a code, itself included; they do not depend on each other."""
+        """Return the indices of all codes that are sampled together with a code, this code included.
+
+        Codes that are sampled together do not depend on each other.
+        """
 
     def token_position(self, code_index: int) -> int:
         """Return the position of a code's token, from 0 at the first token; drafts may extend past the last code."""
@@ -112,7 +120,7 @@ class ImageLayout(Protocol):
         """Return the layout of the last node of a prefix, after which the first code is sampled."""
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over known codes, after which the logits of later codes are known, in generation order.
+        """Yield the layouts of passes over known codes, which compute the logits of later codes in generation order.
 
         Args:
             codes: known codes from the first, int64 `[count]`.

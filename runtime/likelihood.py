@@ -1,16 +1,16 @@
-"""The likelihood of given tokens under a target, and the recomputation that decides ties.
+"""Likelihood of the tokens of an image under the target model, and recomputation of logits for near-ties.
 
-The likelihood measures the quality of a method as the model sees it. Tokens of plain decoding have some negative
-log-likelihood on average; a relaxed method, which accepts less likely tokens, has a higher one. Guidance and
-temperature apply. Top-k and top-p do not: a token that they exclude would cost infinitely many nats. The entropy of a
-position is the expected negative log-likelihood of its token, given the tokens before it. For tokens sampled from the
-model the two differ by chance only, whatever the image shows. So their difference compares methods with far less noise
-than the likelihood alone.
+The likelihood measures how probable the target considers the tokens of a method. A relaxed method accepts less likely
+tokens, so their negative log-likelihood is higher on average than with autoregressive decoding. The likelihood includes
+guidance and temperature. It excludes top-k and top-p, because a token that these filters exclude would cost infinitely
+many nats. The entropy of a position is the expected negative log-likelihood of the token at this position, given the
+tokens before. For tokens sampled from the target, entropy and negative log-likelihood differ only by chance, whatever
+the image shows. So their difference compares methods with far less variance than the likelihood alone.
 
-A tie is a choice that rounding could change. Logits are sums of floats, and the order of a sum depends on the forward
-pass: a key drafted in the same pass is added elsewhere than a key in the cache. Where the best two codes are closer
-than rounding can move them, the sequence is computed again in passes whose shapes depend only on its length. So every
-method gets the token of this one computation.
+A near-tie is a choice between two tokens that rounding could change. Logits are sums of floats, and the order of
+summation depends on the forward pass: draft tokens and cached tokens have different places in a sum. If
+rounding could exchange the best two codes, the logits are computed again. The new passes over the sequence have shapes
+that depend only on its length. So all methods get the same logits, and choose the same token.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from .sampling import apply_repetition_penalty, apply_temperature, softmax
 from .state import DecodeSettings, ImageSequence, LoadedModel, PrefixRow, Prompt
 from .statistics import EngineTimer
 
-MAX_PASS_NODES = 64  # nodes of a forward pass; more would not be faster, and engines are built for this number
+# Maximum number of nodes of a forward pass. More nodes would not be faster, and engines are built for this number.
+MAX_PASS_NODES = 64
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Negative log-likelihood of one image and entropy of the target's distributions, both in nats per token."""
+    """Negative log-likelihood of the tokens of one image, and entropy of the target's distributions."""
 
-    nats: float
-    entropy: float
+    nats: float  # mean negative log-likelihood, in nats per token
+    entropy: float  # mean entropy, in nats per token
 
 
 def compute_likelihood(
@@ -48,13 +49,14 @@ def compute_likelihood(
     codes: NDArray[np.int64],
     cell_mask: Bools | None = None,
 ) -> Likelihood:
-    """Return the likelihood and the entropy per token of one image.
+    """Return the mean negative log-likelihood and the mean entropy of the tokens of one image.
 
     Args:
         model: model with its target engine.
         plan: layout and sampling settings of the image.
-        codes: tokens of the image, `[cells]`.
-        cell_mask: cells to average over, `[cells]`; None: all cells.
+        prompt: prompt of the image.
+        codes: token of each cell in raster order, int64 `[cells]`.
+        cell_mask: True in the cells to average over, bool `[cells]`; None: all cells.
     """
     layout = plan.layout
     sampling = plan.sampling
@@ -66,10 +68,11 @@ def compute_likelihood(
     for logits in compute_sequence_logits(model, layout, prompt.rows(plan.num_rows), codes[:-1], EngineTimer()):
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
-        # Codes that are generated together do not depend on each other.
+        # Codes that are sampled together do not depend on each other, so only the codes before the group count.
         preceding_codes = [codes[: layout.codes_sampled_together(code).start] for code in part.tolist()]
         guided = guidance.mix_logits(apply_repetition_penalty(logits, preceding_codes, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
+        # The minimum 1e-300 keeps the logarithm finite if a probability is 0 by underflow.
         nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
         entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
     chosen = np.s_[:] if cell_mask is None else layout.to_generation_order(cell_mask)
@@ -77,7 +80,14 @@ def compute_likelihood(
 
 
 def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> float:
-    """Return how far rounding can move the difference of two guided logits, divided by the temperature."""
+    """Return the maximum rounding error in the difference of two guided logits, divided by the temperature.
+
+    Args:
+        model: model with the rounding bound of unguided logits.
+        sequence: sequence with sampling settings and batch rows.
+    """
+    # Guidance computes scale * cond - (scale - 1) * uncond, so rounding errors grow by scale + |scale - 1|. A
+    # repetition penalty multiplies or divides logits.
     sampling = sequence.sampling
     scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
     guidance = scale + abs(scale - 1) if len(sequence.rows) == 2 else 1.0
@@ -88,13 +98,14 @@ def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> floa
 def recompute_logits(
     model: LoadedModel, sequence: ImageSequence, preceding_codes: Ints, code_index: int, timer: EngineTimer
 ) -> Floats:
-    """Compute the guided logits of a code of a sequence again, by passes of fixed shapes.
+    """Compute the guided logits of one code of a sequence again, with passes whose shapes are the same for all methods.
 
     Args:
         model: model with its target engine.
-        preceding_codes: codes that the distribution depends on, in generation order, `[count]`.
-        code_index: number of the code in generation order.
-        timer: clock of the forward passes.
+        sequence: sequence that contains the code.
+        preceding_codes: codes that the logits depend on, in generation order, int64 `[count]`.
+        code_index: index of the code in generation order.
+        timer: timer of the target's passes.
 
     Returns:
         Float32 `[1, vocab_size]`.
@@ -102,7 +113,8 @@ def recompute_logits(
     layout = sequence.layout
     rows = sequence.rows[: sequence.guidance.count_batch_rows(code_index)]
     (last,) = deque(compute_sequence_logits(model, layout, rows, preceding_codes, timer), maxlen=1)
-    # The last pass ends with the codes that are generated together with `code_index`, so its index counts from the end.
+    # The last pass ends with the codes that are sampled together with `code_index`. So a negative index counts from the
+    # end of these codes.
     logits = last[:, [code_index - layout.codes_sampled_together(code_index).stop]]
     return sequence.guidance.mix_logits(
         apply_repetition_penalty(logits, [preceding_codes], sequence.sampling), [code_index]
@@ -112,19 +124,20 @@ def recompute_logits(
 def compute_sequence_logits(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Ints, timer: EngineTimer
 ) -> Iterator[Floats]:
-    """Yield the logits of every code that the first `codes` of an image are enough for, in generation order.
+    """Yield the logits of all codes that can be computed from the first codes of an image, in generation order.
 
     Args:
         model: model with its target engine.
-        rows: rows of one prompt.
-        codes: known codes in generation order, `[count]`.
-        timer: clock of the forward passes.
+        layout: layout of the image.
+        rows: batch rows of one prompt.
+        codes: known codes in generation order, int64 `[count]`.
+        timer: timer of the target's passes.
 
     Yields:
-        Float32 `[rows, codes, vocab_size]`: first of one code, after the prefixes.
+        Logits of each pass, float32 `[rows, codes, vocab_size]`. The first pass, over the prefixes, gives one code.
     """
     for output, lengths, (pass_layout,) in _run_passes_over_codes(model, layout, rows, [codes], timer):
-        if pass_layout is None:
+        if pass_layout is None:  # the prefill, whose rows differ in length
             pass_layout = layout.lay_out_prefix_end()
             logits = output.logits[np.arange(len(rows)), lengths - 1][:, None]
         else:
@@ -135,14 +148,16 @@ def compute_sequence_logits(
 def compute_sequence_states(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints]
 ) -> list[Floats]:
-    """Return the hidden states of each row's prefix and tokens.
+    """Return the target's hidden states for the prefix and the tokens of each batch row.
 
     Args:
         model: model with its target engine.
-        codes: known codes of each row, all of the same number, `[count]`.
+        layout: layout of the images.
+        rows: prefix of each batch row.
+        codes: known codes of each row, int64 `[count]`, with the same `count` for all rows.
 
     Returns:
-        Float32 `[prefix + tokens, hidden_size]` for each row.
+        For each row, hidden states, float32 `[prefix + tokens, hidden_size]`.
     """
     parts: list[list[Floats]] = [[] for _ in rows]
     for output, lengths, _ in _run_passes_over_codes(model, layout, rows, codes, EngineTimer()):
@@ -154,10 +169,18 @@ def compute_sequence_states(
 def _run_passes_over_codes(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints], timer: EngineTimer
 ) -> Iterator[tuple[PassOutput, Ints, Sequence[PassLayout | None]]]:
-    """Yield passes over the prefixes, then over parts of the known codes of each row, or of all rows.
+    """Run a pass over the prefixes, then passes over consecutive parts of the known codes, and yield their outputs.
+
+    Args:
+        model: model with its target engine.
+        layout: layout of the images.
+        rows: prefix of each batch row.
+        codes: known codes: one array for all rows together, or one array for each row, int64 `[count]`.
+        timer: timer of the target's passes.
 
     Yields:
-        Output, number of nodes of each row, and the layout of the pass for each entry of `codes`, None for prefixes.
+        Output of the pass, number of nodes of each row, and layout of the pass for each array in `codes`; the layout of
+        the pass over prefixes is None.
     """
     target = model.target
     prefixes = PrefixBatch(rows)
@@ -167,7 +190,7 @@ def _run_passes_over_codes(
     output = timer.run_pass(target, prefixes.build_prefill(target, cache), cache)
     timer.append_to_cache(cache, output.new_kv, [np.arange(length) for length in prefixes.lengths])
     yield output, prefixes.lengths, [None] * len(codes)
-    # With one entry of `codes`, all rows hold the same image; else every row has an image to itself.
+    # With one array in `codes`, all rows belong to the same image. Otherwise every row belongs to a separate image.
     rows_of = [slice(None)] if len(codes) == 1 else [slice(row, row + 1) for row in range(len(rows))]
     for layouts, count in zip(parts, counts, strict=True):
         placed = zip(rows_of, layouts, strict=True)

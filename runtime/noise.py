@@ -1,12 +1,12 @@
-"""Random numbers of one image: functions of its seed and a position, without a state.
+"""Random numbers of one image, which depend only on the seed of the image and on a position.
 
-The token at position t is the arg-max of log p + g, where g is standard Gumbel noise that depends only on seed and t.
-It is an exact sample from p (the Gumbel-max trick), and the same sample in every method that computes p. Drafts use the
-same noise with the drafter's distribution q, and are accepted if they equal the target's choice (drafter-invariant
-speculative decoding, Daliri, Musco, Suresh 2024). The k best of log q + g are k samples without replacement (Gumbel
-top-k).
+The token at position t is the arg-max of log p + g. Here p is the target's distribution, and g is standard Gumbel noise
+that depends only on the seed and t. This token is an exact sample from p (Gumbel-max trick), and the same sample in
+every method that computes p. Draft tokens are chosen with the same noise and the drafter's distribution q. They are
+accepted if they equal the target's token (drafter-invariant speculative decoding, Daliri, Musco, Suresh 2024). The k
+tokens with the highest log q + g are k samples from q without replacement (Gumbel top-k).
 
-docs/seeds.md specifies the numbers, which belong to the format `FORMAT` and never change within it.
+docs/seeds.md specifies the random numbers of the format `FORMAT`. They never change for this format.
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ import numpy as np
 from .engine import Floats
 
 FORMAT: Literal["philox4x64-gumbel-1"] = "philox4x64-gumbel-1"
-_GUMBEL = 0  # stream for Gumbel noise
-_DECISIONS = 1  # stream for relaxed acceptance
-GROUP_SIZE = 16  # number of positions whose noise is made at once, which is faster
-CHUNK_SIZE = 512  # number of codes whose noise is made at once; larger arrays do not stay in the processor's cache
+_GUMBEL = 0  # purpose of the random streams for Gumbel noise
+_DECISIONS = 1  # purpose of the random streams for relaxed acceptance
+GROUP_SIZE = 16  # number of positions whose noise is generated together, which is faster
+# Number of codes whose noise is computed at once. Larger arrays would not stay in the processor's cache.
+CHUNK_SIZE = 512
 
 
 class Noise:
-    """Random numbers of the image with a seed, 0 .. 2^64 - 1. Other threads may call `prepare_noise_group`."""
+    """Random numbers of the image with a seed, 0 .. 2^64 - 1.
+
+    The methods are for one thread, except `prepare_noise_group`, which other threads may call at the same time.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._lock = threading.Lock()
-        self._groups: dict[int, Floats] = {}  # group -> noise, float32 `[GROUP_SIZE, size]`
+        self._groups: dict[int, Floats] = {}  # {group: noise}, float32 `[GROUP_SIZE, vocab_size]`
 
     def gumbel(self, first_position: int, num_positions: int, vocab_size: int) -> Floats:
         """Generate standard Gumbel noise.
 
-        Code c at position t gets -log(-log((x + 1/2) / 2^32)), rounded once. Here x is number 16 c + t mod 16 of the
-        stream of group t div 16: 32-bit numbers, the lower half of each 64 bits first. The numbers of a code do not
-        depend on `vocab_size`. Groups are stored until `discard_noise_before` is called: target and drafts need the
-        same noise.
+        The noise of code c at position t is -log(-log((x + 1/2) / 2^32)), rounded once. Here x is the 32-bit number
+        with index 16 c + t mod 16 in the random stream of group t div 16. Of each 64 bits, the lower half comes first.
+        The noise of a code does not depend on `vocab_size`. Groups are stored until `discard_noise_before` deletes
+        them, because target and drafts need the same noise.
 
         Args:
+            first_position: first position, from 0.
             num_positions: number of positions.
-            vocab_size: number of codes.
+            vocab_size: number of codes in the codebook.
 
         Returns:
             Noise, float32 `[num_positions, vocab_size]`.
@@ -57,24 +62,25 @@ class Noise:
         return np.concatenate(groups)[start : start + num_positions]
 
     def prepare_noise_group(self, group: int, vocab_size: int) -> None:
-        """Generate and store a group's noise ahead of `gumbel`.
+        """Generate and store the noise of a group, so that a later call of `gumbel` is faster.
 
         Args:
             group: index of a group of `GROUP_SIZE` positions.
-            vocab_size: number of codes.
+            vocab_size: number of codes in the codebook.
         """
         self._get_noise_group(group, vocab_size)
 
     def acceptance_rng(self, position: int) -> np.random.Generator:
-        """Return the uniform numbers of relaxed acceptance at a position, independent of its Gumbel noise.
+        """Return the generator of the random numbers of relaxed acceptance at a position.
 
-        Every call starts with the first number. All positions share one generator object: take all numbers of one
-        position before the next call.
+        These numbers do not depend on the Gumbel noise. Every call returns the same generator object, set to the first
+        number of the position. So a caller must read all numbers of one position before the next call.
         """
         return self._acceptance_streams.seek(position)
 
     def discard_noise_before(self, position: int) -> None:
         """Delete stored groups whose positions are all smaller than `position`."""
+        # The loop needs a copy of the keys, because it deletes entries.
         for group in tuple(self._groups):
             if group < position // GROUP_SIZE:
                 del self._groups[group]
@@ -82,7 +88,7 @@ class Noise:
     def _get_noise_group(self, group: int, vocab_size: int) -> Floats:
         noise = self._groups.get(group)
         if noise is None or noise.shape[1] < vocab_size:
-            with self._lock:
+            with self._lock:  # the random streams of all groups use one generator
                 noise = self._groups.get(group)  # another thread may have generated it meanwhile
                 if noise is None or noise.shape[1] < vocab_size:
                     noise = self._groups[group] = self._generate_noise_group(group, vocab_size)
@@ -93,14 +99,15 @@ class Noise:
         noise = np.empty((GROUP_SIZE, vocab_size), np.float32)
         for start in range(0, vocab_size, CHUNK_SIZE):
             codes = min(CHUNK_SIZE, vocab_size - start)
-            # A 64-bit number holds two 32-bit numbers, the lower half first whatever the processor's byte order.
+            # A 64-bit number contains two 32-bit numbers. The conversion to little-endian puts the lower half first on
+            # every processor.
             numbers = bits.random_raw(codes * GROUP_SIZE // 2).astype("<u8", copy=False).view("<u4")
-            uniform = np.add(numbers, 0.5, dtype=np.float64)  # so that the noise is finite
+            uniform = np.add(numbers, 0.5, dtype=np.float64)  # 0.5 keeps the noise finite for 0
             uniform *= 2.0**-32
             np.log(uniform, out=uniform)
             np.negative(uniform, out=uniform)
             np.log(uniform, out=uniform)
-            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T  # the stream is code by code
+            noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T  # codes come first in the stream
         np.negative(noise, out=noise)
         return noise
 
@@ -114,10 +121,15 @@ class Noise:
 
 
 class _PhiloxStreams:
-    """Philox4x64-10 streams with key (seed, 0) and initial counter (0, index, use, 0), increased before each block.
+    """Philox4x64-10 random streams with key (seed, 0) and initial counter (0, index, purpose, 0).
 
-    All streams share one generator, whose state is set for each. A new generator asks the system for a seed that it
-    does not use, and took 70 to 96 us in a decode, 8 us in a loop (measured here).
+    The counter is increased before each block of numbers. All streams use one generator object, whose state is set for
+    each stream. A new generator for each stream would be slower: it asks the system for a seed that is not needed. This
+    took 70 to 96 us in a decode, and 8 us in a loop (measured here).
+
+    Args:
+        seed: seed of the image.
+        purpose: third word of the counter, `_GUMBEL` or `_DECISIONS`.
     """
 
     def __init__(self, seed: int, purpose: int) -> None:
@@ -126,7 +138,7 @@ class _PhiloxStreams:
         self._state = self._bits.state
 
     def seek(self, index: int) -> np.random.Generator:
-        """Return the generator at the start of the stream `index`."""
+        """Set the generator to the start of the stream `index`, and return the generator."""
         self._state["state"]["counter"][1] = index
         self._bits.state = self._state
         return self._generator

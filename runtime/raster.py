@@ -1,8 +1,9 @@
-"""Raster layouts: codes row after row and, in some families, a token at the end of each row but the last.
+"""Raster layouts: codes are generated row after row; some model families have end-of-row tokens between the rows.
 
-An end-of-row token is not sampled: it always follows the last code of a row. It has a position and a cache entry, but
-no forward pass: it is a further node in the pass of the code before it, and is committed with it. The next code is
-then sampled after the end-of-row token.
+An end-of-row token is not sampled, because this token always follows the last code of a row (except the last row). It
+has a position and a cache entry, but needs no separate forward pass. The pass that contains the last code of the row
+also contains the end-of-row token as one more node, and both are committed together. The next code is sampled after the
+end-of-row token.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ MAX_BATCH_NODES = 64  # maximum number of nodes in a pass over several grid rows
 
 @dataclass(frozen=True)
 class RasterLayout:
-    """Layout of an image whose codes are generated one after another, and follow one another in the cache."""
+    """Layout of an image whose codes are generated in raster order, without end-of-row tokens."""
 
     num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
-    first_grid: tuple[int, int] = (0, 0)  # rows and columns of a smaller grid, whose codes come before the image's
+    # Rows and columns of a smaller grid, whose codes are generated before the codes of the main grid; (0, 0): none.
+    first_grid: tuple[int, int] = (0, 0)
 
     @property
     def first_codes(self) -> int:
@@ -40,27 +42,32 @@ class RasterLayout:
         return self.token_position(self.num_codes - 1) + 1
 
     def noise(self, seed: int) -> Noise:
-        """Return the noise of an image."""
+        """Return the random numbers of an image with a seed, 0 .. 2^64 - 1."""
         return Noise(seed)
 
     def to_generation_order(self, values: CellValues) -> CellValues:
-        """Return values of cells `[cells]`: they are generated in raster order."""
+        """Return the values of cells `[cells]` unchanged, because raster order is the generation order."""
         return values
 
     def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells | None]:
-        """Return the new codes, see `ImageLayout.place_codes`; raster order leaves no gaps."""
+        """Return the new codes, and None because raster order leaves no gaps between known cells.
+
+        Args:
+            codes: all codes that are known, in generation order.
+            num_known_before: number of codes that were known before.
+        """
         return np.array(codes[num_known_before:], np.int64), None
 
     def codes_sampled_together(self, code_index: int) -> range:
-        """Return the code alone."""
+        """Return the index of the code alone, because every code depends on the code before it."""
         return range(code_index, code_index + 1)
 
     def token_position(self, code_index: int) -> int:
-        """Return the position of a code's token, from 0; drafts may extend past the last code."""
+        """Return the position of a code's token in the image, from 0; drafts may extend past the last code."""
         return code_index
 
     def code_above(self, code_index: int) -> int:
-        """Return the code of the cell above in the same grid; a negative number in the first row of a grid."""
+        """Return the code index of the cell above in the same grid, or a negative number in the first row of a grid."""
         first_codes = self.first_codes
         if code_index < first_codes:
             return code_index - self.first_grid[1]
@@ -68,7 +75,7 @@ class RasterLayout:
         return above if above >= first_codes else -1
 
     def left_or_upper_neighbor(self, code_index: int) -> int:
-        """Return the code to the left or, in the first column, the code above."""
+        """Return the code index of the cell to the left or, in the first column, of the cell above."""
         return code_index - (self.columns if code_index % self.columns == 0 and code_index >= self.columns else 1)
 
     def lay_out_prefix_end(self) -> PassLayout:
@@ -76,25 +83,25 @@ class RasterLayout:
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
     def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
-        """Return the pass nodes of a draft tree whose root is the code `root_index`."""
+        """Return the layout of a pass over a draft tree whose root is the code `root_index`."""
         return PassLayout(tree.tokens, root_index + tree.tree_structure.depths, tree.tree_structure.ancestor_mask)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over known codes, in parts of `max_nodes` tokens, see `ImageLayout.lay_out_known_codes`."""
+        """Yield the layouts of causal passes over known codes, with at most `max_nodes` codes each."""
         for start in range(0, len(codes), max_nodes):
             tokens = codes[start : start + max_nodes]
             yield PassLayout(tokens, start + np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
 
     def row_end_token_after(self, code_index: int) -> int | None:
-        """Return None: no token follows a code unsampled."""
+        """Return None, because this layout has no end-of-row tokens."""
         return None
 
     def insert_row_ends(self, codes: Ints, first_index: int = 0) -> Ints:
-        """Return the codes, see `ImageLayout.insert_row_ends`."""
+        """Return the codes unchanged, because this layout has no end-of-row tokens."""
         return codes
 
     def max_pass_nodes(self, num_draft_nodes: int) -> int:
-        """Return the number of draft nodes."""
+        """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
 
 
@@ -102,22 +109,23 @@ class RasterLayout:
 class RowEndLayout(RasterLayout):
     """Raster layout with an end-of-row token after every row but the last."""
 
-    row_end: int  # the end-of-row token
+    row_end: int  # token id of the end-of-row token
 
     def token_position(self, code_index: int) -> int:
         """Return the position of a code's token, after the end-of-row tokens of earlier rows."""
         return code_index + min(code_index, self.num_codes - 1) // self.columns
 
     def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
-        """Return the pass nodes of a draft tree: an end-of-row token follows each node that ends a row."""
-        codes = root_index + tree.tree_structure.depths  # [nodes], as all further arrays of draft nodes
+        """Return the layout of a pass over a draft tree, with an end-of-row token after each node that ends a row."""
+        codes = root_index + tree.tree_structure.depths  # code index of each draft node, [nodes]
         ends_before = np.minimum(codes, self.num_codes - 1) // self.columns  # end-of-row tokens before each code
-        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows
-        draft_nodes = np.repeat(np.arange(tree.num_nodes), 1 + ends)  # [pass nodes]
-        sampling_nodes = np.cumsum(1 + ends) - 1  # the node itself, or its end-of-row token
-        end_nodes = sampling_nodes[ends]
+        ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows, [nodes]
+        # A draft node that ends a row becomes two pass nodes: the node itself and the end-of-row token.
+        draft_nodes = np.repeat(np.arange(tree.num_nodes), 1 + ends)  # draft node of each pass node, [pass nodes]
+        sampling_nodes = np.cumsum(1 + ends) - 1  # last pass node of each draft node, [nodes]
+        end_nodes = sampling_nodes[ends]  # pass nodes of end-of-row tokens
         ancestor_mask = tree.tree_structure.ancestor_mask[draft_nodes][:, draft_nodes]
-        ancestor_mask[end_nodes - 1, end_nodes] = False  # a node comes before its end-of-row token
+        ancestor_mask[end_nodes - 1, end_nodes] = False  # a node precedes its end-of-row token
         tokens = tree.tokens[draft_nodes]
         positions = (codes + ends_before)[draft_nodes]
         tokens[end_nodes] = self.row_end
@@ -125,15 +133,23 @@ class RowEndLayout(RasterLayout):
         return RowEndPass(tokens, positions, ancestor_mask, draft_nodes, sampling_nodes)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield passes over known codes and the end-of-row tokens between and after them."""
-        # The next code is unknown; 0 stands for it, so that an end-of-row token before it is inserted.
+        """Yield the layouts of causal passes over known codes and their end-of-row tokens.
+
+        Args:
+            codes: known codes from the first, int64 `[count]`.
+            max_nodes: maximum number of nodes of a pass.
+        """
+        # An end-of-row token after the last known code must be inserted, too. So 0 stands for the unknown next code,
+        # and is removed again.
         tokens = self.insert_row_ends(np.append(codes, 0))[:-1]
-        follows = np.append(tokens[1:] == self.row_end, False)  # whether an end-of-row token comes next, [tokens]
+        follows = np.append(
+            tokens[1:] == self.row_end, False
+        )  # whether the next token is an end-of-row token, [tokens]
         for start in range(0, len(tokens), max_nodes):
             part = slice(start, start + max_nodes)
             count = len(tokens[part])
             nodes = np.arange(count)
-            # no code is sampled after a code that an end-of-row token follows
+            # The code before an end-of-row token predicts no code; the end-of-row token does.
             sampling_nodes = np.flatnonzero(~follows[part])
             yield RowEndPass(tokens[part], start + nodes, np.tri(count, dtype=bool), nodes, sampling_nodes)
 
@@ -143,19 +159,24 @@ class RowEndLayout(RasterLayout):
         return self.row_end if ends_row else None
 
     def insert_row_ends(self, codes: Ints, first_index: int = 0) -> Ints:
-        """Return the codes from code `first_index` on with an end-of-row token before each code that begins a row."""
+        """Return codes with an end-of-row token before each code that begins a row.
+
+        Args:
+            codes: consecutive codes, int64 `[count]`.
+            first_index: code index of the first of `codes`.
+        """
         numbers = first_index + np.arange(len(codes))
         begins = (numbers % self.columns == 0) & (numbers > 0) & (numbers < self.num_codes)
         return np.insert(codes, np.flatnonzero(begins), self.row_end)
 
     def max_pass_nodes(self, num_draft_nodes: int) -> int:
-        """Return twice the number of draft nodes: an end-of-row token may follow each."""
+        """Return twice the number of draft nodes, because an end-of-row token may follow each node."""
         return 2 * num_draft_nodes
 
 
 @dataclass(eq=False)
 class RowEndPass(PassLayout):
-    """Nodes of a forward pass: the nodes of a draft, and the end-of-row tokens behind them."""
+    """Nodes of a forward pass: the nodes of a draft, with end-of-row tokens after the nodes that end a row."""
 
     nodes_match_draft: ClassVar[bool] = False
 
@@ -163,11 +184,15 @@ class RowEndPass(PassLayout):
     sampling_pass_nodes: Ints  # pass node after which the token of each draft node is sampled, int64 `[nodes]`
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
-        """Return the logits after draft nodes, or after the end-of-row tokens that follow them.
+        """Return the logits after each draft node, or after the end-of-row token that follows the node.
 
         Args:
-            logits: logits of the pass, on the host or on a device.
+            logits: logits of the pass, on the host or on a device, float32 `[rows, pass nodes, vocab_size]`.
             rows: batch rows of the sequence.
+            nodes: draft nodes to return logits for.
+
+        Returns:
+            Float32 `[rows, nodes, vocab_size]`.
         """
         read: Floats = logits[rows, self.sampling_pass_nodes[nodes].tolist()]
         return read
@@ -181,5 +206,10 @@ class RowEndPass(PassLayout):
         return np.flatnonzero(np.isin(self.draft_nodes, path))
 
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
-        """Return the committed nodes from which a code is sampled: not a code before an end-of-row token."""
+        """Return the committed nodes after which a code is sampled, without codes before an end-of-row token.
+
+        Args:
+            committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.
+            count: number of committed tokens without end-of-row tokens; this layout does not need the number.
+        """
         return np.intersect1d(committed_nodes, self.sampling_pass_nodes)

@@ -1,18 +1,19 @@
 """Row-parallel decoding: several grid rows are generated at the same time, each some tokens behind the row above.
 
-A grid row starts when the row above is `window` tokens ahead, and stays that far behind it (ZipAR, arXiv 2412.04062).
-One pass samples the next token of every active row, so no computation is wasted. But tokens attend to fewer tokens
-than the target was trained with. Token c of a row attends to the c tokens before it in its row. Of the row i rows above
-it attends to the first c + i * window tokens, even if more are known. The distribution therefore differs from plain
-decoding's. All methods share the noise of a position, so an image is a function of seed and window. A window as wide as
-the grid gives the image of plain decoding.
+A grid row starts when the row above has `window` tokens, and stays `window` tokens behind the row above (ZipAR,
+arXiv 2412.04062). One pass samples the next token of every active row, so no computation is wasted. But tokens attend
+to fewer tokens than in training. Token c of a row attends to the c tokens before it in this row. In the row that is i
+rows above, token c attends to the first c + i * window tokens, even if more tokens are known. So the distribution
+differs from autoregressive decoding. The noise of a position does not depend on the method, so an image is a function
+of seed and window. A window as wide as the grid gives the image of autoregressive decoding.
 
-The first token of a row has no left neighbour yet. At the position of the last token of the row above, its pass reads a
-stand-in: the newest token of that row that it attends to. The stand-in is never cached. The actual last token enters
-the cache when it is known, and attends to all tokens before it.
+The first token of a row follows the last token of the row above in raster order, which is not known yet. So the pass
+reads a stand-in at the position of this last token. The stand-in is the newest token in the row above to which the
+first token attends. The stand-in is never cached. The actual last token enters the cache when it is known, and attends
+to all tokens before it.
 
 End-of-row tokens, if the model has them, are the last column of the grid. They are known from the start, so the
-end-of-row token of the row above is the stand-in; it enters the cache with the last code of its row.
+end-of-row token of the row above is the stand-in. This token enters the cache with the last code of its row.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from .tree_drafts import TreeDraft, make_preserved_chain
 
 
 class GridNode(NamedTuple):
-    """Node of a pass over grid rows; `GridPass` explains the fields."""
+    """Node of a pass over several grid rows."""
 
     token: int
-    cell: int
-    grid_row: int
-    num_attended_tokens: int
+    cell: int  # cell of the token, counted with end-of-row tokens
+    grid_row: int  # grid row to which the node belongs
+    num_attended_tokens: int  # number of tokens of the grid row to which the node attends, see `GridPass`
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,17 @@ class GridPass:
     """Nodes of one pass over the active rows of a grid, whose last column holds the end-of-row tokens, if any."""
 
     tokens: Ints  # int64 `[nodes]`
-    cells: Ints  # cell of each node, int64 `[nodes]`; the node's token precedes the next cell
-    grid_rows: Ints  # grid row that each node belongs to, int64 `[nodes]`
-    # number of tokens of its grid row that each node attends to, itself included, int64 `[nodes]`; 0 for a stand-in:
-    # no other node attends to it
+    cells: Ints  # cell of each node, int64 `[nodes]`; the target predicts the token of the next cell
+    grid_rows: Ints  # grid row to which each node belongs, int64 `[nodes]`
+    # Number of tokens in the node's grid row to which the node attends, the node included, int64 `[nodes]`. The number
+    # is 0 for a stand-in, to which no other node attends.
     num_attended_tokens: Ints
     sampled_nodes: list[int]  # nodes after which a code is sampled
-    cached_cells: Ints  # cells in the order of the cache, int64 `[entries]`
+    cached_cells: Ints  # cells of the cached tokens, in the order of the cache, int64 `[entries]`
     cached_tokens: Ints  # tokens of these cells, int64 `[entries]`
-    columns: int  # number of columns of the grid
-    window: int  # number of tokens between successive grid rows
-    next_code_indices: Ints  # index of the code after each node, without end-of-row tokens, int64 `[nodes]`
+    columns: int  # number of columns of the grid, the column of end-of-row tokens included
+    window: int  # number of tokens by which a grid row is ahead of the next grid row
+    next_code_indices: Ints  # index of the code after each node, end-of-row tokens not counted, int64 `[nodes]`
 
     @property
     def num_nodes(self) -> int:
@@ -68,15 +69,16 @@ class GridPass:
 
     @cached_property
     def tree_structure(self) -> TreeStructure:
-        """Mask of the nodes that attend to each other; `depths` are their cells."""
+        """Attention mask among the nodes, as the structure of a draft; `depths` are the cells of the nodes."""
         ancestor_mask = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0) | np.eye(
             self.num_nodes, dtype=bool
         )
         return TreeStructure(self.cells, (), ancestor_mask, self.cells, False)
 
     def build_attention_mask(self, cells: Ints) -> Bools:
-        """Return whether each node may attend to each of `cells`, bool `[nodes, cells]`."""
-        # A node attends to `num_attended_tokens` tokens of its row, and to `window` more tokens in each row further up.
+        """Return the attention mask of the nodes over `cells`, bool `[nodes, cells]`."""
+        # A node attends to `num_attended_tokens` tokens of its row. In each row further up, it attends to `window` more
+        # tokens than in the row below.
         row, column = np.divmod(cells, self.columns)
         rows_above = self.grid_rows[:, None] - row
         mask: Bools = (rows_above >= 0) & (column < self.num_attended_tokens[:, None] + rows_above * self.window)
@@ -84,23 +86,23 @@ class GridPass:
 
 
 class TokenGrid:
-    """Token grid of one image during row-parallel decoding, after the prefill.
+    """Token grid of one image during row-parallel decoding, after the first code was sampled.
 
     Args:
-        layout: layout of the image; the codes of a smaller grid do not belong to this grid.
-        first: first code of the grid, which is known.
-        window: number of tokens that a row stays behind the row above.
+        layout: layout of the image; the codes of a smaller first grid do not belong to this grid.
+        first_code: first code of the grid.
+        window: number of tokens by which a grid row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
         max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
         preserved_codes: preserved codes, -1 in cells to generate, int64 `[codes]`; None: all cells are generated.
 
     Attributes:
-        cells: token of every cell, -1 where it is not known yet.
-        codes_per_row: number of columns without the end-of-row tokens.
-        columns: number of columns with the end-of-row tokens.
-        lengths: number of known tokens of every row; the end-of-row token counts from the last code on.
-        cached_lengths: number of tokens of every row in the cache: `lengths`, or without the newest code and the
-            end-of-row token.
+        cells: token of every cell, -1 if the token is not known yet.
+        codes_per_row: number of columns without the column of end-of-row tokens.
+        columns: number of columns with the column of end-of-row tokens.
+        lengths: number of known tokens of every row; the end-of-row token counts once the last code is known.
+        cached_lengths: number of cached tokens of every row: `lengths`, or fewer, because the newest code and the
+            end-of-row token enter the cache in the next pass.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class TokenGrid:
         self.columns = self.codes_per_row + self.has_row_ends
         num_rows = (layout.num_codes - layout.first_codes) // self.codes_per_row
         cells = np.full((num_rows, self.columns), end_token or 0)
-        cells[:, : self.codes_per_row] = -1
+        cells[:, : self.codes_per_row] = -1  # only the end-of-row tokens are known
         cells[0, 0] = first_code
         self.cells: list[int] = cells.ravel().tolist()
         self.window = min(window, self.codes_per_row)
@@ -126,15 +128,16 @@ class TokenGrid:
         self.max_nodes = max_nodes
         self.lengths = [0] * num_rows
         self.cached_lengths = [0] * num_rows
-        self._cached_cells: list[int] = []  # cache order
+        self._cached_cells: list[int] = []  # cells of cached tokens, in cache order
         codes = enumerate([] if preserved_codes is None else preserved_codes.tolist())
         self._preserved = {i + self.has_row_ends * (i // self.codes_per_row): code for i, code in codes if code >= 0}
-        # Codes of cells that are not known yet: preserved codes, and tokens that earlier passes sampled after drafts.
+        # {cell: draft token} for cells that are not known yet. The draft tokens are preserved codes, and tokens that
+        # earlier passes sampled after draft tokens.
         self._drafts = dict(self._preserved)
         self._extend_row(0)
 
     def next_pass(self) -> GridPass:
-        """Return the next pass: the newest tokens and the drafts of every row whose context is complete."""
+        """Return the next pass, over the newest tokens and the draft tokens of every row whose context is complete."""
         nodes: list[GridNode] = []
         lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
         for row, count in enumerate(self.lengths):
@@ -144,15 +147,16 @@ class TokenGrid:
             # Nothing is sampled after the last code of the image, so it needs no pass.
             is_complete = row + 1 == len(self.lengths) and count >= self.codes_per_row
             if (begins_row or length < count) and not is_complete and self._has_full_context(row, count, lengths):
-                if begins_row:  # after the end-of-row token, or the newest visible token, of the row above
+                # The stand-in is the end-of-row token of the row above, or the newest token there that is attended to.
+                if begins_row:
                     stand_in = first - 1 if self.has_row_ends else first - self.columns + self.window - 1
                     nodes.append(GridNode(self.cells[stand_in], first - 1, row, num_attended_tokens=0))
-                for num_attended_tokens in range(length + 1, count + 1):  # known tokens that are not in the cache yet
+                for num_attended_tokens in range(length + 1, count + 1):  # known tokens, not cached
                     cell = first + num_attended_tokens - 1  # the token attends to itself, so its column is one less
                     nodes.append(GridNode(self.cells[cell], cell, row, num_attended_tokens))
                 length = count
                 num_drafts = self.num_drafts
-                # A row's last code gets no draft behind it, and a draft needs the row above to be far enough ahead.
+                # No draft token follows the last code of a row. A draft token needs all tokens that it attends to.
                 while length < self.codes_per_row - 1 and self._has_full_context(row, length + 1, lengths):
                     cell = first + length
                     if cell not in self._preserved:
@@ -160,12 +164,13 @@ class TokenGrid:
                             break
                         num_drafts -= 1
                     length += 1
-                    # a cell without a draft copies the token to its left
+                    # A cell without a draft token gets a copy of the token to its left.
                     nodes.append(GridNode(self._drafts.get(cell, nodes[-1].token), cell, row, length))
             lengths.append(length)
-        # Nodes beyond the maximum wait: their rows have not committed them, so the next pass contains them again.
+        # Nodes beyond the maximum are omitted. They are not committed, so the next pass contains them again.
         tokens, cells, grid_rows, num_attended_tokens = np.array(nodes[: self.max_nodes], np.int64).T  # each [nodes]
-        # After an end-of-row token the next row begins, unless a stand-in begins that row.
+        # A code is sampled after every node before the end of a row. The code after the last node of a row begins the
+        # next row; it is sampled here only without stand-ins, which begin the next row otherwise.
         begins_cell = (num_attended_tokens < self.codes_per_row) | (self.window == self.columns)
         next_code_indices = grid_rows * self.codes_per_row + np.minimum(num_attended_tokens, self.codes_per_row)
         cached_cells = np.array(self._cached_cells, np.int64)
@@ -194,15 +199,15 @@ class TokenGrid:
             `[count]`.
         """
         choices = dict(zip(grid_pass.sampled_nodes, codes.tolist(), strict=True))
-        lengths = [*self.lengths]  # before this pass; nodes beyond them are drafts
+        lengths = [*self.lengths]  # lengths before this pass; nodes beyond these lengths are draft tokens
         accepted_nodes: list[int] = []
         new_cells: list[int] = []
-        expected = -1  # code sampled after the previous node, -1 if that node was a wrong draft
+        expected = -1  # code sampled after the previous node; -1 if the previous node was rejected
         nodes = zip(
             grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended_tokens.tolist(), strict=True
         )
         for node, (token, row, count) in enumerate(nodes):
-            cell = row * self.columns + count  # the cell after the node, which its code is for
+            cell = row * self.columns + count  # the cell after the node, for which a code is sampled
             code = self._preserved.get(cell, choices[node]) if node in choices else -1
             matches = count <= lengths[row] or token == expected
             accepted = matches and self._has_full_context(row, count, self.cached_lengths)
@@ -211,7 +216,7 @@ class TokenGrid:
                 if code >= 0:
                     self._drafts[cell] = code
                 continue
-            if count:  # not a stand-in, which attends to 0 tokens of its row
+            if count:  # a stand-in (count 0) is not cached
                 accepted_nodes.append(node)
                 self._cached_cells.append(cell - 1)
                 self.cached_lengths[row] = count
@@ -223,44 +228,54 @@ class TokenGrid:
         return np.array(accepted_nodes, np.int64), np.array(new_cells, np.int64)
 
     def _extend_row(self, row: int) -> None:
-        """Add a code to the length of a row, and the end-of-row token after the last code."""
+        """Add one code to the length of a row, and after the last code also the end-of-row token."""
         self.lengths[row] += 1
         if self.lengths[row] == self.codes_per_row:
             self.lengths[row] = self.columns
 
     def _has_full_context(self, row: int, num_tokens: int, row_lengths: list[int]) -> bool:
-        """Return whether the rows above hold all tokens that a row's token `num_tokens` attends to."""
+        """Return whether the rows above have all tokens to which the token `num_tokens` of a row attends.
+
+        Args:
+            row: grid row of the token.
+            num_tokens: number of tokens in the row up to the token, the token included.
+            row_lengths: number of available tokens of each row above.
+        """
         for above in range(row - 1, -1, -1):
             num_tokens += self.window
             if row_lengths[above] < min(self.columns, num_tokens):
                 return False
             if num_tokens >= self.columns and row_lengths[above] == self.columns:
-                return True  # the rows further up are complete, too
+                return True  # the rows further up are complete, because they started earlier
         return True
 
 
 @dataclass(eq=False)
 class RowParallelPass(PassLayout):
-    """Nodes of several grid rows, which attend to a part of the tokens in the cache."""
+    """Nodes of several grid rows in a forward pass, which do not attend to all cached tokens."""
 
-    past_mask: Bools  # whether each node attends to each token of the image in the cache, bool `[nodes, entries]`
+    past_mask: Bools  # whether each node attends to each cached token of the image, bool `[nodes, entries]`
 
     def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        """Remove the entries that the nodes do not attend to, see `PassLayout.mask_cached_tokens`."""
+        """Clear the entries of an attention mask over cached tokens to which the nodes do not attend.
+
+        Args:
+            attention_mask: attention mask that is changed in place, bool `[nodes, cached tokens]`.
+        """
         attention_mask[:, : self.past_mask.shape[1]] &= self.past_mask
 
 
 @dataclass(eq=False)
 class RowParallelDraft:
-    """The nodes of one forward pass over the active rows of a sequence's grid, as a `Draft`."""
+    """Draft of one sequence that consists of the nodes of the active grid rows."""
 
     sequence: ImageSequence
     grid: TokenGrid
     grid_pass: GridPass
-    num_codes_before_grid: int = field(init=False)  # number of codes before the grid, which all nodes attend to
+    num_codes_before_grid: int = field(init=False)  # codes of a smaller first grid, to which all nodes attend
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
-    tree_structure: TreeStructure = field(init=False)  # mask of the nodes that attend to each other
-    next_code_indices: Sequence[int] = field(init=False)  # the code after each node
+    tree_structure: TreeStructure = field(init=False)  # attention mask among the nodes
+    next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
     sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
     def __post_init__(self) -> None:
@@ -274,14 +289,14 @@ class RowParallelDraft:
         """Return the tokens, positions and attention masks of the nodes in a forward pass."""
         tree_structure = self.tree_structure
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
-        # all nodes attend to the codes before the grid, which come first in the cache, [nodes, entries]
+        # All nodes attend to the codes before the grid, which come first in the cache: [nodes, entries].
         past_mask = np.pad(past_mask, ((0, 0), (self.num_codes_before_grid, 0)), constant_values=True)
         return RowParallelPass(
             self.tokens, self.num_codes_before_grid + tree_structure.depths, tree_structure.ancestor_mask, past_mask
         )
 
     def preceding_codes(self, node: int) -> Ints:
-        """Return the tokens that a node attends to, its token included."""
+        """Return the tokens to which a node attends, the token of the node included."""
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)[node]
         before = np.array(self.sequence.codes[: self.num_codes_before_grid], np.int64)
         return np.concatenate(
@@ -289,19 +304,19 @@ class RowParallelDraft:
         )
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Sample tokens, verify the drafts, and add the accepted tokens to the grid and the sequence.
+        """Sample tokens, verify the draft tokens, and add the accepted tokens to the grid and the sequence.
 
         Args:
-            output: the target's output after each node.
-            model: engines and tables, not used.
+            output: output of the target after each node.
+            model: engines and tables of the model, which this method does not need.
         """
         sequence = self.sequence
         grid = self.grid
         accepted_nodes, new_cells = grid.verify_drafts(self.grid_pass, output.choose_tokens(self.sampled_nodes))
         if grid.has_row_ends:
-            # Before a cell in row r there are r end-of-row tokens, which codes do not count.
+            # Cells count end-of-row tokens, but code indices do not: there are r end-of-row tokens before row r.
             new_cells = new_cells - new_cells // grid.columns
-        # codes of the grid in raster order, -1 where unknown, [codes]
+        # codes of the grid in raster order, -1 for unknown codes, [codes]
         image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
         unknown = np.flatnonzero(image < 0)
         end = unknown[0] if len(unknown) else len(image)
@@ -317,7 +332,7 @@ class RowParallelDraft:
 
 
 class RowParallelDrafter(Drafter):
-    """Drafter of all row-parallel sequences.
+    """Drafter of row-parallel decoding, with one token grid for each sequence.
 
     Args:
         max_nodes: maximum number of nodes of one sequence in a forward pass.
@@ -328,7 +343,8 @@ class RowParallelDrafter(Drafter):
         self._grids: dict[ImageSequence, TokenGrid] = {}
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[Draft]:
-        """Return the next pass of every sequence; codes of a smaller grid are generated before, one after another."""
+        """Return the draft of every sequence for the next pass."""
+        # Codes of a smaller first grid are generated one after another, before the grid is generated in parallel.
         drafts: list[Draft] = []
         for sequence in sequences:
             if len(sequence.codes) <= sequence.raster_layout.first_codes:
@@ -339,7 +355,7 @@ class RowParallelDrafter(Drafter):
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the grids of these sequences."""
+        """Delete the token grids of these sequences."""
         for sequence in sequences:
             self._grids.pop(sequence, None)
 

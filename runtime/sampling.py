@@ -1,6 +1,6 @@
 """Sampling of codes from logits: guidance, temperature, top-k, top-p.
 
-Logits that hold NaN or infinity raise EngineError: damaged weights must not give an image.
+NaN or infinity in logits raises EngineError, because a model with damaged weights must not generate an image.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from ..methods import Sampling
 from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
-BLOCK_SIZE = 64  # codes whose maximum is taken first in the search for the most probable codes
+BLOCK_SIZE = 64  # number of values in a block; the search for the largest values compares block maxima first
 
 
 def apply_temperature(logits: Floats, sampling: Sampling) -> Floats:
-    """Divide logits by the temperature; return greedy logits unchanged."""
+    """Divide logits by the temperature; return the logits unchanged for greedy decoding (temperature 0)."""
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
 def apply_guidance(logits: Floats, scales: Floats) -> Floats:
     """Mix conditional and unconditional logits: uncond + scale * (cond - uncond), float32 `[..., vocab_size]`.
 
-    NaN and infinity raise an error later; NumPy may already warn of them here.
+    NaN and infinity are not checked here, because sampling from the mixed logits checks for them.
 
     Args:
-        logits: float32 `[2, ..., vocab_size]`, conditional first.
+        logits: float32 `[2, ..., vocab_size]`, the conditional logits first.
         scales: guidance scales, float32 `[...]`.
     """
+    # in-place operations, as these arrays are large
     mixed: Floats = logits[0] - logits[1]
     mixed *= scales[..., None]
     mixed += logits[1]
@@ -43,8 +44,9 @@ def apply_repetition_penalty(logits: Floats, preceding_codes: Sequence[Ints], sa
     """Apply the repetition penalty to the conditional logits.
 
     Args:
-        logits: `[1 or 2, nodes, vocab_size]`, conditional first; not changed.
-        preceding_codes: for each node, the codes of its image before its choice.
+        logits: float32 `[1 or 2, nodes, vocab_size]`, the conditional logits first; this array is not changed.
+        preceding_codes: for each node, the codes of the image that precede the code sampled after the node.
+        sampling: sampling settings with the penalty.
     """
     if not sampling.has_repetition_penalty:
         return logits
@@ -52,12 +54,14 @@ def apply_repetition_penalty(logits: Floats, preceding_codes: Sequence[Ints], sa
     penalty = np.float32(sampling.repetition_penalty)
     for row, codes in zip(penalised[0], preceding_codes, strict=True):
         known = codes[codes < len(row)]  # end-of-row tokens are not sampled
+        # Either operation lowers the logit: a division would raise a negative logit.
         row[known] = np.where(row[known] < 0, row[known] * penalty, row[known] / penalty)
     return penalised
 
 
 def softmax(logits: Floats) -> Probabilities:
-    """Compute float64 probabilities of float32 logits along the last axis; they sum to 1 in float64."""
+    """Compute the softmax of float32 logits along the last axis, as float64 probabilities that sum to 1 in float64."""
+    # The exponential of float32 is faster. Only the normalisation needs float64.
     weights = logits - _compute_finite_maxima(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
     probabilities *= 1 / probabilities.sum(-1, keepdims=True)
@@ -65,14 +69,15 @@ def softmax(logits: Floats) -> Probabilities:
 
 
 def choose_codes(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
-    """Sample codes `[...]` with Gumbel noise.
+    """Sample codes `[...]` as the arg-max of logits plus Gumbel noise.
 
-    Sums are float32: rounding decides between two codes about once in a million samples, which moves a distribution
-    less than the rounding of logits does.
+    The sums of logits and noise are float32. Rounding of a sum decides between two codes about once in a million
+    samples. This changes a distribution less than the rounding of logits does.
 
     Args:
-        logits: guided, `[..., vocab_size]`.
-        noise: float32, same shape as `logits`; None chooses the most probable codes.
+        logits: guided logits, float32 `[..., vocab_size]`.
+        noise: Gumbel noise, float32, same shape as `logits`; None: the most probable codes are chosen.
+        sampling: sampling settings with the temperature and the filters.
     """
     values = process_logits(logits, sampling)
     if noise is not None:
@@ -86,16 +91,17 @@ def choose_codes(logits: Floats, noise: Floats | None, sampling: Sampling) -> In
 def choose_codes_with_margins(
     logits: Floats, noise: Floats | None, sampling: Sampling
 ) -> tuple[list[int], list[float]]:
-    """Sample as `choose_codes` does, without filters; return the codes and their margins over the next best codes.
+    """Sample codes as `choose_codes` does, and return also the margin of each code.
 
-    The loop over rows needs fewer different NumPy functions than calls over all rows. That is faster after a pass, when
-    the processor's caches are cold: 20 us instead of 49 us for one row (measured here).
+    The margin is the difference between the largest and the second largest sum of logit and noise.
 
     Args:
-        logits: guided, `[n, vocab_size]`.
-        noise: float32, same shape as `logits`; None chooses the most probable codes.
-        sampling: the sampling settings, without top-k and top-p.
+        logits: guided logits, float32 `[n, vocab_size]`.
+        noise: Gumbel noise, float32, same shape as `logits`; None: the most probable codes are chosen.
+        sampling: sampling settings without top-k and top-p.
     """
+    # The loop over rows calls fewer different NumPy functions than an operation on all rows. This is faster after a
+    # pass, when the processor's caches are cold: 20 us instead of 49 us for one row (measured here).
     values = apply_temperature(logits, sampling)
     codes: list[int] = []
     margins: list[float] = []
@@ -113,12 +119,14 @@ def choose_codes_with_margins(
 def is_robust_to_rounding(
     logits: Floats, noise: Floats | None, code: int, sampling: Sampling, rounding_margin: float
 ) -> bool:
-    """Return whether `code` remains the choice under rounding errors within `rounding_margin`.
+    """Return whether `code` would be sampled under every rounding error up to `rounding_margin`.
 
     Args:
-        logits: guided, `[vocab_size]`.
-        noise: Gumbel noise `[vocab_size]`, None when greedy.
-        rounding_margin: maximum change by rounding of a difference of two logits, after division by the temperature.
+        logits: guided logits, `[vocab_size]`.
+        noise: Gumbel noise `[vocab_size]`, None for greedy decoding.
+        code: code that was sampled from `logits`.
+        sampling: sampling settings.
+        rounding_margin: maximum rounding error in the difference of two logits, after division by the temperature.
     """
     values = scaled = apply_temperature(logits, sampling)
     if sampling.filters_tokens:
@@ -136,8 +144,8 @@ def find_top_codes(log_weights: Floats, count: int) -> tuple[Ints, Floats]:
     """Return the `count` most probable codes of each row of log-weights `[rows, vocab_size]`, best first.
 
     Returns:
-        The codes and their log-probabilities, both `[rows, count]`, fewer in a smaller vocabulary. Codes of weight
-        -inf have log-probability -inf.
+        The codes and their log-probabilities, both `[rows, min(count, vocab_size)]`. A code with log-weight -inf has
+        log-probability -inf.
     """
     weights = log_weights - _compute_finite_maxima(log_weights)
     codes = _find_largest_indices(log_weights, min(count, log_weights.shape[-1]))
@@ -149,7 +157,7 @@ def find_top_codes(log_weights: Floats, count: int) -> tuple[Ints, Floats]:
 def _find_largest_indices(values: Floats, count: int) -> Ints:
     """Return the indices of the `count` largest values of each row `[rows, n]`, largest first.
 
-    Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
+    The largest values are in the `count` blocks with the largest maxima. So only these blocks are searched, not all n.
     """
     rows, length = values.shape
     row = np.arange(rows)[:, None]
@@ -169,7 +177,7 @@ def _find_largest_indices(values: Floats, count: int) -> Ints:
 
 
 def _compute_finite_maxima(logits: Floats) -> Floats:
-    """Compute maxima `[..., 1]` along the last axis; raise EngineError if any is NaN or infinite."""
+    """Compute maxima `[..., 1]` along the last axis; raise EngineError if a maximum is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
         raise make_invalid_logits_error()
@@ -182,21 +190,22 @@ def make_invalid_logits_error() -> EngineError:
 
 
 def process_logits(logits: Floats, sampling: Sampling) -> Floats:
-    """Divide guided logits `[..., vocab_size]` by the temperature, and set codes that a filter excludes to -inf.
+    """Divide guided logits `[..., vocab_size]` by the temperature, and set logits that a filter excludes to -inf.
 
-    Greedy settings change nothing. Top-k includes the k largest logits. Top-p includes the largest logits until their
-    cumulative probability exceeds it, at least one logit. Both include all ties with the smallest included logit.
+    Greedy decoding leaves the logits unchanged. Top-k includes the k largest logits. Top-p includes the largest logits,
+    one after another, until their cumulative probability exceeds p. Both filters also include every logit that equals
+    the smallest included logit.
     """
     scaled = apply_temperature(logits, sampling)
     if not sampling.filters_tokens:
         return scaled
-    _compute_finite_maxima(scaled)
+    _compute_finite_maxima(scaled)  # raises an error for NaN, which comparisons with a threshold would hide
     threshold = np.apply_along_axis(_compute_filter_threshold, -1, scaled, sampling)[..., None]
     return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
 def _compute_filter_threshold(scaled_logits: Floats, sampling: Sampling) -> np.float32:
-    """Return the smallest logit of `scaled_logits [vocab_size]` that the filters include."""
+    """Return the smallest of `scaled_logits [vocab_size]` that the top-k and top-p filters include."""
     included = scaled_logits
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(included):
@@ -209,12 +218,13 @@ def _compute_filter_threshold(scaled_logits: Floats, sampling: Sampling) -> np.f
 
 
 def _compute_filter_bounds(scaled_logits: Floats, sampling: Sampling, rounding_margin: float) -> tuple[float, float]:
-    """Return thresholds of the filters that allow for rounding.
+    """Return two thresholds of the top-k and top-p filters that allow for rounding.
 
-    If differences of `scaled_logits [vocab_size]` move by up to `rounding_margin`, the filters exclude every logit
-    below the first threshold and include every logit above the second. The second filter gets all logits that the first
-    may include, and compares their sums with the sum of the logits that the first includes for certain.
+    Rounding may move the difference of two of `scaled_logits [vocab_size]` by up to `rounding_margin`. Whatever the
+    rounding, the filters exclude every logit below the first threshold and include every logit above the second.
     """
+    # The second filter reads all logits that the first filter may include. It compares their sums with the sum of the
+    # logits that the first filter certainly includes.
     possible = scaled_logits
     certain = -np.inf
     for name in sampling.filter_order.split(", "):
@@ -226,7 +236,7 @@ def _compute_filter_bounds(scaled_logits: Floats, sampling: Sampling, rounding_m
             ordered = np.sort(possible)[::-1]
             weights = np.exp(ordered - ordered[0], dtype=np.float64)
             sums = weights.cumsum()
-            # Rounding moves the sum that the first filter includes between `sure` and `sums[-1]`.
+            # With rounding, the sum that the first filter includes lies between `sure` and `sums[-1]`.
             sure = weights[ordered > certain].sum()
             within = int(np.count_nonzero(sums <= (sampling.top_p - rounding_margin) * sure))
             beyond = int(np.count_nonzero(sums <= (sampling.top_p + rounding_margin) * sums[-1]))
@@ -240,12 +250,12 @@ def _compute_filter_bounds(scaled_logits: Floats, sampling: Sampling, rounding_m
 
 
 def compute_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
-    """Compute the distributions of guided logits, both `[..., vocab_size]`; the plain softmax when greedy."""
+    """Compute the distributions of guided logits, both `[..., vocab_size]`; for greedy decoding, the softmax alone."""
     return softmax(process_logits(logits, sampling))
 
 
 def sample_code(distribution: Probabilities, rng: np.random.Generator) -> int:
-    """Sample a code of positive probability from a distribution `[vocab_size]`, with one number of the stream."""
+    """Sample a code of positive probability from a distribution `[vocab_size]`, with one random number."""
     ends = distribution.cumsum()
     code = int(ends.searchsorted(rng.random() * ends[-1], "right"))
-    return code if code < len(ends) else int(np.flatnonzero(distribution)[-1])  # rounding at the very end
+    return code if code < len(ends) else int(np.flatnonzero(distribution)[-1])  # past the end by rounding

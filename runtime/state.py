@@ -1,4 +1,4 @@
-"""Data of a decode: the model, the prompts, and the image sequences being generated."""
+"""Data of a decode: the loaded model, the prompts, and the image sequences that are being generated."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NO_CODES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class DrafterLayout:
-    """Layout of drafter slots; the manifest's `DrafterSpec` explains the fields."""
+    """Positions and tokens of an EAGLE drafter's inputs; the manifest's `DrafterSpec` specifies the fields."""
 
-    position_shift: int = -1
-    masks_prefix: bool = True
-    prefix_token: int = 0
-    code_offset: int = 0
+    position_shift: int = -1  # position of a drafter input minus position of its token
+    masks_prefix: bool = True  # whether padding in the prefix is masked
+    prefix_token: int = 0  # token that the drafter reads in the prefix
+    code_offset: int = 0  # token id of code 0 in the drafter's vocabulary
 
 
 @dataclass(frozen=True)
@@ -37,28 +37,28 @@ class LoadedModel:
     """Engines and tables of one model, for images of every size."""
 
     target: Engine  # runs the target model
-    drafter: Engine | None  # runs the EAGLE drafter, None where no method needs a drafter
+    drafter: Engine | None  # runs the EAGLE drafter; None if no method needs a drafter
     num_positions: int  # number of rows of the rotary table
     layout: DrafterLayout = DrafterLayout()
-    # table of nearest codes, integers `[vocab_size, k]`, None where no method needs the table
+    # Table of the nearest codes of each code, integers `[vocab_size, k]`; None if no method needs the table.
     neighbors: NDArray[np.integer] | None = None
-    # Bound, in nats, on how far rounding may change the difference of two target logits between forward passes.
-    # With 0, near-ties are not recomputed, see `likelihood.py`.
+    # Maximum change, in nats, of the difference of two target logits by rounding, between different forward passes.
+    # With 0, near-ties (choices that rounding could change) are not recomputed, see `likelihood.py`.
     rounding_bound: float = 0.0
     max_nodes: int = 1 << 20  # maximum number of nodes of a draft
-    # draft heads for windows and for trees of draft heads, None where no method needs them
+    # Draft heads, which draft without a drafter engine; None if no method needs them.
     heads: DraftHeads | None = None
 
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """Prefix of a prompt in one batch row."""
+    """Tokens of the prompt in one batch row, which come before the image."""
 
     embeds: Floats  # float32 `[length, hidden_size]`
     is_real_token: Bools  # bool `[length]`, False on padding
-    # tokens that the drafter reads in the prefix, int64 `[length]`; None: the layout's `prefix_token` everywhere
+    # Tokens that the drafter reads in the prefix, int64 `[length]`; None: `DrafterLayout.prefix_token` everywhere.
     tokens: Ints | None = None
-    # position of each column, int64 `[length]`; None: consecutive positions, padding included, up to the first code
+    # Position of each token, int64 `[length]`; None: consecutive positions, padding included, up to the first code.
     positions: Ints | None = None
     first_position: int | None = None  # position of the first code; None: the prefix begins at position 0
 
@@ -68,13 +68,18 @@ class PrefixRow:
         return len(self.embeds) if self.first_position is None else self.first_position
 
     def node_positions(self, num_nodes: int) -> Ints:
-        """Return the positions of a prefill's nodes, int64 `[num_nodes]`; nodes behind the prefix are not used."""
+        """Return the positions of the nodes of a prefill, int64 `[num_nodes]`.
+
+        Args:
+            num_nodes: number of nodes, at least the length of the prefix; the output of additional nodes is not used.
+        """
         if self.positions is None:
             return self.first_code_position - len(self.embeds) + np.arange(num_nodes)
         return np.pad(self.positions, (0, num_nodes - len(self.positions)), "edge")
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
-        """Return the tokens of the drafter's prefix slots, int64 `[length - 1]`: slot p reads token p + 1."""
+        """Return the tokens that the drafter reads in the prefix, int64 `[length - 1]`."""
+        # Drafter slot p reads token p + 1, so the first token has no slot.
         if self.tokens is None:
             return np.full(len(self.embeds) - 1, layout.prefix_token, np.int64)
         return self.tokens[1:]
@@ -82,64 +87,69 @@ class PrefixRow:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prefix of one sequence: a conditional and an unconditional row, whose lengths and padding may differ."""
+    """Prompt of one image, with and without the text, for classifier-free guidance.
 
-    cond: PrefixRow
-    uncond: PrefixRow
-    # preserved codes of the image, -1 in cells to generate, int64 `[cells]`; None: all cells are generated
+    Both rows may differ in length and padding.
+    """
+
+    cond: PrefixRow  # conditional row
+    uncond: PrefixRow  # unconditional row
+    # Preserved codes of the image, -1 in cells to generate, int64 `[cells]`; None: all cells are generated.
     preserved_codes: Ints | None = None
 
     def rows(self, count: int) -> list[PrefixRow]:
         """Return the rows to decode: the conditional row and, with guidance, the unconditional row.
 
         Args:
-            count: 1, or 2 with guidance.
+            count: number of rows, 1 without guidance and 2 with guidance.
         """
         return [self.cond, self.uncond][:count]
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """Settings and layout of the images of one request: everything but prompts and seeds."""
+    """Settings and layout of the images of one request, without prompts and seeds."""
 
     layout: ImageLayout
     sampling: Sampling
     method: MethodConfig
-    max_nodes: int  # maximum number of nodes of a draft, `drafters.count_draft_nodes`
-    adaptive_window: bool = False  # whether the window of an exact `sjd` is an `AdaptiveWindow`
+    max_nodes: int  # maximum number of nodes of a draft, from `drafters.count_draft_nodes`
+    adaptive_window: bool = False  # whether an exact `sjd` method adapts its window, see `AdaptiveWindow`
 
     @property
     def num_rows(self) -> int:
-        """Number of batch rows of an image, at least at its start."""
+        """Number of batch rows of an image at its start; later a guided image may need only one row."""
         return 2 if self.sampling.uses_guidance else 1
 
     def count_cache_columns(self, prefix_length: int) -> int:
         """Return the number of cache columns for the prefix, the image and one draft.
 
         Args:
-            prefix_length: number of columns of the prefix.
+            prefix_length: number of tokens of the prefix, padding included.
         """
         return prefix_length + self.layout.num_tokens + self.layout.max_pass_nodes(self.max_nodes) + 2
 
 
 @dataclass(eq=False)
 class ImageSequence:
-    """Sequence of the tokens of an image being generated."""
+    """Token sequence of one image that is being generated, with its settings and statistics."""
 
-    index: int  # number of the image, chosen by the caller
+    index: int  # number that the caller chose for the image
     plan: DecodeSettings
     prompt: Prompt
     seed: int  # 0 .. 2^64 - 1
-    rows: Sequence[PrefixRow] = field(init=False)  # prefix rows, the conditional row first
-    preserved_codes: Ints | None = field(init=False)  # see `Prompt`, but in generation order
+    rows: Sequence[PrefixRow] = field(init=False)  # prefix of each batch row, the conditional row first
+    preserved_codes: Ints | None = field(init=False)  # like `Prompt.preserved_codes`, in generation order
     max_nodes: int = field(init=False)  # maximum number of nodes of the next draft
     guidance: Guidance = field(init=False)
     noise: Noise = field(init=False)
-    # codes generated or preserved so far, in generation order
+    # Codes that have been generated or preserved so far, in generation order.
     codes: list[int] = field(init=False, default_factory=list)
-    rounding_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
+    # Maximum rounding error of the difference of two guided logits, see `likelihood.compute_rounding_margin`.
+    rounding_margin: float = field(init=False, default=0.0)
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
-    error: EngineError | None = field(init=False, default=None)  # error in its logits, which ends this sequence alone
+    # Error such as NaN in the logits of this sequence, which ends only this sequence.
+    error: EngineError | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -147,7 +157,7 @@ class ImageSequence:
         self.sampling = plan.sampling
         self.method = plan.method
         self.exact = plan.method.exact  # whether the tokens follow the target's distribution exactly
-        self.relaxed = isinstance(plan.method, RelaxedMethod) and not self.exact  # `rows` is neither
+        self.relaxed = isinstance(plan.method, RelaxedMethod) and not self.exact  # `rows` is neither exact nor relaxed
         self.greedy = plan.sampling.greedy
         self.rows = self.prompt.rows(plan.num_rows)
         self.noise = plan.layout.noise(self.seed)
@@ -162,7 +172,7 @@ class ImageSequence:
 
     @property
     def raster_layout(self) -> RasterLayout:
-        """Layout of an image whose codes are generated one after another."""
+        """Layout of the image, for methods that need a raster layout."""
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
 
@@ -179,30 +189,30 @@ class ImageSequence:
         return self.max_nodes - 1
 
     def adapt_window(self, num_images: int) -> None:
-        """Set the window of the next forward pass over `num_images` images."""
+        """Choose the window for the next forward pass over `num_images` images, if the window is adaptive."""
         if self._window is not None:
             self.max_nodes = 1 + self._window.choose_size(num_images)
 
     def record_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """Record how many tokens of a forward pass were drafted and accepted."""
+        """Record the numbers of drafted and accepted tokens of a forward pass."""
         self.statistics.accepted_per_step.append(num_accepted)
         if self._window is not None:
             self._window.record(num_drafted, num_accepted)
 
     @property
     def num_remaining_codes(self) -> int:
-        """Number of codes still to generate or to insert as preserved."""
+        """Number of codes that are still to be generated or preserved."""
         return self.layout.num_codes - len(self.codes)
 
     def next_preserved_codes(self, num_skipped: int = 0) -> tuple[Ints, int]:
-        """Return the run of preserved codes at the next cell, and the length of the gap after the run.
+        """Return the consecutive preserved codes from the next cell on, and the number of cells to generate after them.
 
         Args:
-            num_skipped: number of cells to skip before the run.
+            num_skipped: number of cells to skip first.
 
         Returns:
-            Preserved codes, int64 `[count]`, empty if the cell is to be generated; number of cells to generate
-            between the run and the next preserved cell.
+            Preserved codes, int64 `[count]`, empty if the cell is to be generated. Then the number of cells to generate
+            after these codes, up to another preserved cell or the end of the image.
         """
         if self.preserved_codes is None:
             return _NO_CODES, self.num_remaining_codes - num_skipped
@@ -213,14 +223,18 @@ class ImageSequence:
         return rest[:count], int(preserved[0]) if len(preserved) else len(rest) - count
 
     def count_codes_until_preserved(self, num_skipped: int = 0) -> int:
-        """Return the number of cells to generate before the next preserved cell, after skipping `num_skipped` cells."""
+        """Return the number of cells to generate before the next preserved cell.
+
+        Args:
+            num_skipped: number of cells to skip first.
+        """
         if self.preserved_codes is None:
             return self.num_remaining_codes - num_skipped
         preserved, gap = self.next_preserved_codes(num_skipped)
         return 0 if len(preserved) else gap
 
     def append_codes(self, codes: Ints) -> None:
-        """Append codes; if only preserved codes remain, append these, too."""
+        """Append codes, and also all remaining codes if only preserved codes remain."""
         self.codes += codes.tolist()
         if self.preserved_codes is not None:
             preserved, _ = self.next_preserved_codes()

@@ -1,4 +1,4 @@
-"""Statistics of a decode: engine calls, seconds, acceptance lengths, effect of relaxed acceptance."""
+"""Statistics of a decode: engine calls, seconds, acceptance lengths, and the effect of relaxed acceptance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .engine import Cache, Engine, Ints, PassInput, PassOutput
 
 
 class EngineTimer:
-    """Counter of one engine's forward passes, and of the seconds spent in passes and in appending to its cache."""
+    """Counter of the forward passes of one engine, and of the seconds spent in passes and in appending to its cache."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -18,14 +18,18 @@ class EngineTimer:
         self.start_time = time.perf_counter()
 
     def copy(self) -> EngineTimer:
-        """Return a copy of the counts that begins now."""
+        """Return a timer with the same counts and a start time of now, to pass to `elapsed_since` later."""
         timer = EngineTimer()
         timer.calls = self.calls
         timer.seconds = self.seconds
         return timer
 
     def elapsed_since(self, start: EngineTimer) -> EngineTimer:
-        """Return the counts since `start`, a copy of this clock, was made."""
+        """Return a timer that counts only the passes and seconds since `start`.
+
+        Args:
+            start: copy that was made of this timer.
+        """
         timer = EngineTimer()
         timer.calls = self.calls - start.calls
         timer.seconds = self.seconds - start.seconds
@@ -47,9 +51,10 @@ class EngineTimer:
         return output
 
     def append_to_cache(self, cache: Cache, new_kv: Any, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes to a cache and add the time.
+        """Append accepted nodes to a cache, and add the time to the seconds of the engine.
 
         Args:
+            cache: cache of the engine.
             new_kv: keys and values of a pass.
             accepted_indices: accepted nodes of each batch row, int64 `[accepted]`.
         """
@@ -63,13 +68,15 @@ class SequenceStatistics:
     """Statistics of one image. The prefill pass, which samples the first token, is not a step."""
 
     accepted_per_step: list[int] = field(default_factory=list)  # accepted draft tokens; with `rows`, tokens - 1
-    tie_passes: int = 0  # passes that recomputed near-ties
+    # Number of passes that recomputed near-ties: choices between two tokens that rounding could change.
+    tie_passes: int = 0
     preserved: int = 0  # number of preserved codes, which are not generated
-    realised_tvd: float = 0.0  # total variation distance from the target by relaxed acceptance, summed
+    # Total variation distance from the target's distribution that relaxed acceptance caused, summed over all tokens.
+    realised_tvd: float = 0.0
 
     @property
     def target_passes(self) -> int:
-        """Number of target passes that included this image, the prefill and recomputed near-ties included."""
+        """Number of target passes that included this image: the prefill, the steps, and recomputed near-ties."""
         return 1 + len(self.accepted_per_step) + self.tie_passes
 
 
@@ -79,18 +86,19 @@ class Statistics:
 
     method: str  # name of the method
     images: int  # number of images
-    target_passes: int  # calls of the target, each over the batch, or over one sequence to recompute a near-tie
-    drafter_passes: int  # calls of the drafter
-    # generated tokens of an image per target pass that included the image (see `SequenceStatistics.target_passes`),
-    # averaged over images
+    # Number of target passes, each over the batch, or over one sequence to recompute a near-tie.
+    target_passes: int
+    drafter_passes: int  # number of drafter passes
+    # Generated tokens of an image divided by the target passes that included the image, averaged over images.
     tokens_per_forward_pass: float
-    accepted_lengths: list[int]  # number of steps that accepted 0, 1, 2, ... draft tokens, the bonus not counted
-    seconds: float  # wall time
+    # Number of steps that accepted 0, 1, 2, ... draft tokens. The token sampled after the accepted path does not count.
+    accepted_lengths: list[int]
+    seconds: float  # wall-clock time of the decode
     target_seconds: float  # time in the target's passes and in appending to its cache
     drafter_seconds: float  # time in the drafter's passes and in appending to its cache
-    host_seconds: float  # remaining time
+    host_seconds: float  # remaining time, spent in the Python code of the decode
     realised_tvd: float  # mean of `SequenceStatistics.realised_tvd` over images
-    per_image: list[SequenceStatistics] = field(repr=False)
+    per_image: list[SequenceStatistics] = field(repr=False)  # statistics of each image
 
 
 def summarize_decode(
@@ -100,10 +108,13 @@ def summarize_decode(
     drafter_timer: EngineTimer,
     sequence_statistics: list[SequenceStatistics],
 ) -> Statistics:
-    """Return the statistics of a decode that began when the target's clock was created and ends now.
+    """Return the statistics of a decode that began when `target_timer` was created and ends now.
 
     Args:
+        method: name of the method.
         codes_per_image: number of codes of an image, preserved codes included.
+        target_timer: timer of the target's passes.
+        drafter_timer: timer of the drafter's passes.
         sequence_statistics: statistics of each image, not empty.
     """
     seconds = time.perf_counter() - target_timer.start_time

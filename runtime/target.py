@@ -1,4 +1,4 @@
-"""Tokens and distributions of the target after the nodes of a draft, computed from the logits of a forward pass."""
+"""Output of the target after the nodes of a draft: tokens and distributions, computed from logits of a pass."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from .sampling import (
 from .state import ImageSequence
 from .tree import TreeStructure
 
-MAX_BLOCK_NODES = 256  # maximum number of nodes, over several sequences, that are sampled after at once
+MAX_BLOCK_NODES = 256  # maximum number of nodes of several sequences for which tokens are sampled at once
 
 
 @dataclass(slots=True)
 class LogitBlock:
-    """Guided logits of consecutive nodes that are computed together: a whole chain, or one node of a tree."""
+    """Guided logits that are computed together for consecutive nodes: a whole chain, or one node of a tree."""
 
     first_node: int  # first node of the block
-    logits: Floats  # guided, float32 `[nodes, vocab_size]`
-    noise: Floats | None = None  # noise of the sampled tokens, `[nodes, vocab_size]`; None if greedy or not sampled yet
-    # difference between the best and the second best value of each node; empty if not sampled yet, and with filters,
-    # because rounding may then change the token at any difference
+    logits: Floats  # guided logits, float32 `[nodes, vocab_size]`
+    # Gumbel noise of the sampled tokens, float32 `[nodes, vocab_size]`; None if greedy or not sampled yet.
+    noise: Floats | None = None
+    # For each node, the difference between the largest and the second largest sum of logit and noise. Empty before
+    # sampling. Also empty with top-k or top-p, because rounding may then change the token whatever the difference is.
     margins: Sequence[float] = ()
 
 
 class DraftNodes(Protocol):
-    """Nodes of a draft, after which the target samples."""
+    """Interface to the nodes of a draft; the target samples a token after each node."""
 
     @property
     def tree_structure(self) -> TreeStructure:
@@ -48,7 +49,7 @@ class DraftNodes(Protocol):
 
     @property
     def next_code_indices(self) -> Sequence[int]:
-        """The code that is sampled after each node."""
+        """Index of the code that is sampled after each node, `[nodes]`."""
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`, int64 `[codes]`."""
@@ -57,15 +58,17 @@ class DraftNodes(Protocol):
 class TargetOutput:
     """Output of the target after the nodes of one sequence's draft, computed on demand.
 
-    The choice after a node is the token that plain decoding would sample there.
+    The token chosen after a node is the token that autoregressive decoding would sample after the same codes.
 
     Args:
         sequence: sequence of the draft, with its sampling settings, guidance and noise.
+        draft: draft of the sequence.
         layout: layout of the draft in the pass.
         logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
         rows: batch rows of the sequence.
-        recompute_node_logits: function from a node to guided logits `[1, vocab_size]` after it, computed again from the
-            whole sequence; called if rounding may change the choice. None: near-ties are not recomputed.
+        recompute_node_logits: function from a node to the guided logits `[1, vocab_size]` after the node, computed
+            again from the whole sequence. It is called if rounding could change the chosen token. None: near-ties are
+            not recomputed.
     """
 
     def __init__(
@@ -88,12 +91,12 @@ class TargetOutput:
         self.noise = sequence.noise
         self._draft = draft
         self._logits = logits
-        self._block: LogitBlock | None = None  # last block used
-        self._choices: dict[int, int] = {}  # keys are nodes
-        self._distributions: dict[int, Probabilities] = {}  # keys are nodes
+        self._block: LogitBlock | None = None  # the block that was used last
+        self._choices: dict[int, int] = {}  # {node: token chosen after the node}
+        self._distributions: dict[int, Probabilities] = {}  # {node: distribution after the node}
 
     def choose_token(self, node: int) -> int:
-        """Return the choice after `node`. Every near-tie costs a forward pass."""
+        """Return the token that the target chooses after `node`; a near-tie costs additional forward passes."""
         code = self.choose_token_without_recompute(node)
         if self.recompute_node_logits is None or self._is_robust_to_rounding(node, code):
             return code
@@ -103,7 +106,10 @@ class TargetOutput:
         return code
 
     def choose_token_without_recompute(self, node: int) -> int:
-        """Return the choice after `node`, or possibly another token at a near-tie: good enough for a draft."""
+        """Return the token that the target chooses after `node`, without recomputing near-ties.
+
+        At a near-tie, the token may differ from the token of `choose_token`. This is sufficient for a draft.
+        """
         if node not in self._choices:
             block = self._get_logit_block(node)
             block.noise = self._read_noise(block.first_node, block.logits)
@@ -128,13 +134,17 @@ class TargetOutput:
         return self._distributions[node]
 
     def acceptance_rng(self, node: int) -> np.random.Generator:
-        """Return the random stream with which relaxed acceptance decides on the children of `node`."""
+        """Return the random number generator with which relaxed acceptance decides on the children of `node`."""
         return self.noise.acceptance_rng(self.next_code_indices[node])
 
     def choose_tokens(self, nodes: Sequence[int]) -> Ints:
-        """Return the choices after ascending nodes that need not form a chain, int64 `[nodes]`."""
+        """Return the tokens that the target chooses after nodes, without recomputing near-ties, int64 `[nodes]`.
+
+        Args:
+            nodes: nodes in ascending order, which need not form a chain.
+        """
         if not all(node in self._choices for node in nodes):
-            # a slice of logits is read without a copy, a list of nodes with one
+            # NumPy reads a slice without a copy, but copies the logits of a list of nodes.
             consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided_logits(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
@@ -145,12 +155,12 @@ class TargetOutput:
         return np.array([self._choices[node] for node in nodes], np.int64)
 
     def store_choices(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
-        """Store choices that were sampled elsewhere.
+        """Store tokens that were sampled elsewhere, on a device or together with other sequences.
 
         Args:
             nodes: nodes after which the codes were sampled.
             codes: sampled codes, int64 `[nodes]`.
-            block: logits and noise of the nodes, None if they are on a device.
+            block: logits and noise of the nodes; None if they are on a device.
         """
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
         self._block = block
@@ -160,20 +170,21 @@ class TargetOutput:
         index = node - block.first_node
         if len(block.margins):
             return block.margins[index] > self.sequence.rounding_margin
-        assert block.noise is not None or self.sampling.greedy, "the block of a sampled node has its noise"
+        assert block.noise is not None or self.sampling.greedy, "the block of a sampled node contains the noise"
         noise = None if block.noise is None else block.noise[index]
         return is_robust_to_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
 
     def _get_logit_block(self, node: int) -> LogitBlock:
         block = self._block
         if block is None or not block.first_node <= node < block.first_node + len(block.logits):
-            # Acceptance reads most nodes of a chain, but only one path of a tree.
+            # Acceptance reads most nodes of a chain, so their logits are computed at once. It reads only one path of a
+            # tree, so logits are computed node by node.
             first, nodes = (0, len(self.tree_structure.depths)) if self.tree_structure.is_chain else (node, 1)
             block = self._block = LogitBlock(first, self._read_guided_logits(slice(first, first + nodes)))
         return block
 
     def _read_noise(self, first_node: int, logits: Floats) -> Floats | None:
-        # Nodes of a block are consecutive codes, whose noise follows that of the first, [nodes, vocab_size].
+        # The nodes of a block are consecutive codes, so their noise is a consecutive range, too: [nodes, vocab_size].
         return None if self.sequence.greedy else self.noise.gumbel(self.next_code_indices[first_node], *logits.shape)
 
     def _read_guided_logits(self, nodes: slice | Sequence[int]) -> Floats:
@@ -186,17 +197,17 @@ class TargetOutput:
 
 
 def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetOutput]) -> None:
-    """Sample the tokens of several sequences together, which is faster, and store them in the sequences' outputs.
+    """Sample the tokens of several sequences together, which is faster, and store the tokens in their outputs.
 
-    Sequences are sampled together if they are neighbours in the batch, and draft chains of one length with the same
-    sampling settings. All others are left to sample alone.
+    Sequences are sampled together if they are neighbours in the batch, have the same sampling settings, and have drafts
+    that are chains of the same length. The other sequences are skipped; their tokens are sampled on demand.
 
     Args:
         logits: logits of a pass, float32 `[rows, nodes, vocab_size]`.
         target_outputs: outputs of several sequences, in the order of their batch rows.
     """
     for (nodes, num_rows, sampling), group in groupby(target_outputs, _sampling_group_key):
-        # The limit bounds memory; further sequences of the group sample alone.
+        # The limit on the nodes saves memory. The other sequences of the group are sampled on demand.
         outputs = list(islice(group, MAX_BLOCK_NODES // max(1, nodes)))
         count = len(outputs)
         start = outputs[0].rows.start
@@ -204,7 +215,8 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
         adjacent = stop - start == count * num_rows  # no rows of other sequences in between
         if nodes == 0 or count < 2 or not adjacent:
             continue
-        # Rows of a sequence are neighbours; guidance reads rows first: [num_rows, sequences, nodes, vocab_size].
+        # The rows of a sequence are neighbours. `apply_guidance` needs the conditional and unconditional logits on the
+        # first axis: [num_rows, sequences, nodes, vocab_size].
         guided = logits[start:stop, :nodes].reshape(count, num_rows, nodes, -1).swapaxes(0, 1)
         if num_rows == 1:
             guided = guided[0]
@@ -219,7 +231,7 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
             noise = np.concatenate(
                 [output.noise.gumbel(output.next_code_indices[0], nodes, size) for output in outputs]
             )
-        margins: list[float] = []  # see `LogitBlock.margins`
+        margins: list[float] = []  # see `LogitBlock.margins`; empty with filters
         if sampling.filters_tokens:
             codes = choose_codes(guided, noise, sampling)
         else:
@@ -232,10 +244,10 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
 
 
 def _sampling_group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
-    """Return the key by which drafts are grouped to sample together.
+    """Return the key by which drafts are grouped for sampling them together.
 
     Returns:
-        Length of the chain (0 for drafts that sample alone); number of batch rows; sampling settings.
+        Length of the chain (0 for drafts that are not sampled together), number of batch rows, sampling settings.
     """
     num_rows = output.rows.stop - output.rows.start
     together = (
@@ -243,6 +255,7 @@ def _sampling_group_key(output: TargetOutput) -> tuple[int, int, Sampling]:
         and output.layout.nodes_match_draft
         and not output.sampling.has_repetition_penalty
     )
-    # All codes are guided if the last is, as guided codes come first; without rows for guidance none is.
+    # The batch rows must fit every code of the draft. Guided codes come first, so the last code decides: if the last
+    # code is guided, all codes are guided.
     together &= num_rows == output.guidance.count_batch_rows(output.next_code_indices[-1])
     return len(output.tree_structure.depths) if together else 0, num_rows, output.sampling

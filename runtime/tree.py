@@ -1,6 +1,7 @@
-"""Draft trees: their shapes, and the trees of draft tokens. Node 0 is the root, the last committed token.
+"""Draft trees: shapes of trees, builders, and trees of draft tokens. Node 0 is the root, the last committed token.
 
-A `StaticTree` fixes the shape before drafting; a `DynamicTree` (EAGLE-2) only bounds it. A `DraftTree` holds tokens.
+A `StaticTree` is a shape that is fixed before drafting. A `DynamicTree` (EAGLE-2) only limits the size of the shape. A
+`DraftTree` contains the draft tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from .engine import Bools, Floats, Ints
 from .sampling import Probabilities
 
 Proposal = Callable[[int], Probabilities | None]
-MAX_NODES = 128
-MAX_LEVELS = 32  # drafting takes a drafter pass for each level
+MAX_NODES = 128  # maximum number of nodes of a tree
+MAX_LEVELS = 32  # maximum number of levels; a limit, because drafting needs one drafter pass for each level
 
 
 def _check_size(noun: str, size: int, limit: int) -> None:
@@ -29,13 +30,16 @@ def _check_size(noun: str, size: int, limit: int) -> None:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed shape. Nodes are numbered from 1 in order of (length, path).
+    """Fixed shape of a draft tree.
+
+    Nodes below the root are numbered from 1, sorted by depth and then by path.
 
     Raises:
         TreeError: a parent is missing, siblings have a gap, a path is repeated, or the tree is too large.
     """
 
-    # Child ranks from the root to every node: (0,) is the root's first child, (0, 1) the second child of (0,).
+    # Path to each node below the root, as ranks among siblings: (0,) is the first child of the root, and (0, 1) is the
+    # second child of (0,).
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
@@ -55,6 +59,7 @@ class StaticTree:
                 raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its parent {list(parent)}, too")
             if rank and (*parent, rank - 1) not in listed:
                 raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its sibling {rank - 1}, too")
+        # A frozen dataclass allows no direct assignment. Sorting gives every node its number.
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
 
     @cached_property
@@ -65,19 +70,22 @@ class StaticTree:
 
     @cached_property
     def levels(self) -> list[Ints]:
-        """Nodes that have children, by depth: `levels[0]` is the root alone."""
+        """Nodes that have children, as one array for each depth; `levels[0]` contains the root alone."""
         inner = sorted(set(self.parents[1:].tolist()))
         depth = [0] + [len(path) for path in self.paths]
         return [np.array([n for n in inner if depth[n] == d], np.int64) for d in range(max(depth))]
 
     @cached_property
     def children(self) -> list[Ints]:
-        """Children of every node in order of rank, int64 `[children]` each."""
+        """Children of every node, sorted by rank, int64 `[children]` each."""
         return [np.flatnonzero(self.parents == n) for n in range(self.num_nodes)]
 
     @cached_property
     def leaves(self) -> list[int]:
-        """Nodes without children, depth first; in this published order greedy decoding breaks ties."""
+        """Nodes without children, in depth-first order.
+
+        As in the published code, greedy decoding prefers the first leaf among equally long paths.
+        """
         return sorted(set(range(self.num_nodes)) - set(self.parents.tolist()), key=lambda n: self.paths[n - 1])
 
     @property
@@ -88,7 +96,7 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Bounds of an EAGLE-2 tree, which grows where paths are most probable.
+    """Size limits of an EAGLE-2 tree, which grows along the most probable paths.
 
     Raises:
         TreeError: the sizes contradict each other, or the tree is too large.
@@ -96,9 +104,10 @@ class DynamicTree:
 
     num_nodes: int  # number of nodes after pruning: the root and the nodes with the most probable paths
     depth: int  # number of levels below the root
-    branching_factor: int  # number of nodes of a level that get children, and number of children of each
+    branching_factor: int  # number of nodes in a level that get children, and number of children of each node
 
     def __post_init__(self) -> None:
+        # The root has `branching_factor` children; in each later level, that many nodes have that many children.
         num_candidates = self.branching_factor + (self.depth - 1) * self.branching_factor**2
         if min(self.num_nodes - 1, self.depth, self.branching_factor) < 1:
             raise TreeError(field="tree", found=str(self), expected="nodes >= 2, depth >= 1, branch >= 1")
@@ -111,23 +120,26 @@ class DynamicTree:
 
 
 def no_proposal_distribution(node: int) -> None:
-    """Return None: the children of `node` were not sampled (q = 1)."""
+    """Return None, which means that the children of `node` were not sampled and count as certain (q = 1)."""
 
 
 @dataclass(eq=False)
 class DraftTree:
-    """A tree of draft tokens of one sequence; it is never changed."""
+    """Tree of draft tokens of one sequence, which is never changed after it was built."""
 
-    tokens: Ints  # int64 `[nodes]`
-    parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
-    # function from a node to the distribution that its children were sampled from without replacement, in their order;
-    # None if they were not sampled (q = 1). Acceptance visits few nodes, so distributions are computed on demand
+    tokens: Ints  # token of each node, int64 `[nodes]`
+    parents: (
+        Ints  # parent of each node, int64 `[nodes]`, -1 for the root; a parent has a smaller index than its children
+    )
+    # Function from a node to the distribution from which its children were sampled without replacement, one after
+    # another; the function returns None if they were not sampled (q = 1). A function, because acceptance visits few
+    # nodes, and only their distributions need to be computed.
     proposal: Proposal = no_proposal_distribution
-    # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; None: node
-    # order
+    # Leaves in the order in which acceptance tries siblings, and in which greedy decoding prefers equally long paths.
+    # None: the order of node numbers.
     leaf_order: Sequence[int] | None = None
-    num_preserved_tokens: int = 0  # number of preserved tokens, a chain below the root; they are not drafts
-    _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
+    num_preserved_tokens: int = 0  # number of preserved tokens, a chain directly below the root; they are not drafts
+    _structure: TreeStructure | None = field(init=False, default=None)  # a `cached_property` would take a lock
 
     @property
     def num_nodes(self) -> int:
@@ -136,7 +148,7 @@ class DraftTree:
 
     @property
     def tree_structure(self) -> TreeStructure:
-        """Depths, children and ancestor mask of the nodes; trees of one shape share the object."""
+        """Depths, children and ancestor mask of the nodes; trees of the same shape have the same object."""
         if self._structure is None:
             order = None if self.leaf_order is None else tuple(self.leaf_order)
             self._structure = _build_structure(self.parents.tobytes(), order)
@@ -152,22 +164,25 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeStructure:
-    """Depths, children and ancestor mask, derived from `parents` and `leaf_order`."""
+    """Depths, children and ancestor mask of the nodes of a tree, derived from `parents` and `leaf_order`."""
 
-    depths: Ints  # int64 `[nodes]`
-    children: tuple[tuple[int, ...], ...]  # children of every node, ordered by `leaf_rank`, by default in node order
-    ancestor_mask: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
-    leaf_rank: Ints  # rank of the first leaf below every node, int64 `[nodes]`
-    is_chain: bool  # whether every node is the parent of the next
+    depths: Ints  # depth of each node, 0 for the root, int64 `[nodes]`
+    children: tuple[tuple[int, ...], ...]  # children of every node, sorted by `leaf_rank`, else in node order
+    ancestor_mask: (
+        Bools  # whether the column node is the row node or an ancestor of the row node, bool `[nodes, nodes]`
+    )
+    leaf_rank: Ints  # smallest index in `leaf_order` of a leaf below each node, int64 `[nodes]`
+    is_chain: bool  # whether every node is the parent of the next node
 
 
+# Cached, because most passes of a decode have trees of the same shape. The key is bytes, as arrays are not hashable.
 @lru_cache(maxsize=64)
 def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
     depths: list[int] = []
     children: list[list[int]] = [[] for _ in parents]
     ancestor_mask = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):  # a parent comes first, so its row of `ancestor_mask` is complete
+    for node, parent in enumerate(parents):  # a parent precedes its children, so its mask row is complete
         depths.append(0 if parent < 0 else depths[parent] + 1)
         if parent >= 0:
             children[parent].append(node)
@@ -176,7 +191,7 @@ def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -
     leaf_rank = [len(parents)] * len(parents)
     for rank, leaf in enumerate(leaves):
         node = int(leaf)
-        while node >= 0 and leaf_rank[node] > rank:  # up to a node that has a leaf of lower rank
+        while node >= 0 and leaf_rank[node] > rank:  # up to an ancestor that has a leaf of smaller rank
             leaf_rank[node] = rank
             node = parents[node]
     if leaf_order is not None:
@@ -192,7 +207,12 @@ def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -
 
 
 class StaticTreeBuilder:
-    """Builder of one sequence's static tree, level by level."""
+    """Builder of the draft tree of one sequence, level by level, with a fixed shape.
+
+    Args:
+        shape: shape of the tree.
+        root: token of the root.
+    """
 
     def __init__(self, shape: StaticTree, root: int) -> None:
         self.shape = shape
@@ -202,27 +222,27 @@ class StaticTreeBuilder:
         self.has_token[0] = True
 
     def add_children(self, parents: Ints, codes: Ints, scores: Floats) -> None:
-        """Store the tokens of a level's children.
+        """Store tokens for the children of the nodes of one level.
 
         Args:
             parents: nodes of the level that have children, int64 `[n]`.
-            codes: candidates for the children of each parent, best first, int64 `[n, candidates]`.
+            codes: candidate tokens for the children of each parent, best first, int64 `[n, candidates]`.
             scores: scores of the candidates, float32 `[n, candidates]`; -inf excludes a candidate.
         """
-        counts = np.isfinite(scores).sum(1)  # candidates come best first, the possible before the impossible
+        counts = np.isfinite(scores).sum(1)  # excluded candidates come last, because the best candidates come first
         for slot in np.flatnonzero(self.has_token[parents]).tolist():
             children = self.shape.children[int(parents[slot])][: counts[slot]]
             self.tokens[children] = codes[slot, : len(children)]
             self.has_token[children] = True
 
     def build(self, proposal: Proposal, greedy: bool) -> DraftTree:
-        """Return the tree of the nodes that have a token.
+        """Return the draft tree of all nodes that have a token.
 
-        Other nodes are dropped: a peaked distribution may have too few candidates, an image too few cells.
+        A node has no token if the distribution had too few candidates, or if the image ends before the node.
 
         Args:
-            proposal: function from a node to the distribution of its children, see `DraftTree`.
-            greedy: whether decoding is greedy, with ties to break.
+            proposal: function from a node to the distribution from which its children were sampled, see `DraftTree`.
+            greedy: whether decoding is greedy, so that the order of the leaves decides between equally long paths.
         """
         leaf_order = self.shape.leaves if greedy else None
         tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
@@ -230,18 +250,22 @@ class StaticTreeBuilder:
 
 
 class DynamicTreeBuilder:
-    """Builder of one sequence's dynamic tree, level by level."""
+    """Builder of the draft tree of one sequence, level by level, along the most probable paths.
+
+    Args:
+        root: token of the root.
+    """
 
     def __init__(self, root: int) -> None:
         self.tokens = np.array([root])
         self.parents = np.array([-1])
         self.scores = np.zeros(1)  # log-probability of the path to each node
-        # index of each node's parent in the `nodes` of the `add_children` call that added the node
+        # Index of each node's parent in the argument `nodes` of the `add_children` call that added the node.
         self.slot_of_parent = np.zeros(1, np.int64)
         self.last_level_start = 0  # first node of the last level
 
     def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
-        """Append a level: the children of `nodes`.
+        """Append a new level, which contains the children of `nodes`.
 
         Args:
             nodes: nodes of the last level that get children, int64 `[nodes]`.
@@ -249,7 +273,7 @@ class DynamicTreeBuilder:
             log_probabilities: log-probabilities of the codes, `[nodes, branch]`; -inf excludes a child.
         """
         branch = codes.shape[1]
-        scores = log_probabilities + self.scores[nodes][:, None]  # log-probabilities of paths, [nodes, branch]
+        scores = log_probabilities + self.scores[nodes][:, None]  # log-probability of each path, [nodes, branch]
         possible = np.isfinite(scores).ravel()
         self.last_level_start = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
@@ -264,14 +288,20 @@ class DynamicTreeBuilder:
 
     def prune(self, count: int) -> DraftTree:
         """Return the tree of the root and the `count` - 1 nodes with the most probable paths, in node order."""
-        # A path is never more probable than its parent's, and the stable sort puts the parent first where they are
-        # equal: the best nodes include all their parents. The root is not sorted, which shifts indices by 1.
+        # The best nodes include all their parents: a path is never more probable than the path to its parent, and the
+        # stable sort puts the parent first if both are equal. The root is not sorted, so indices are shifted by 1.
         best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
         return extract_subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
 
 
 def extract_subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
-    """Return the tree of some nodes, which include the parent of every node, in their order."""
-    new_index = np.full(tree.num_nodes + 1, -1, np.int64)  # the last entry is the root's parent, -1
+    """Return the tree of the given nodes, in the given order.
+
+    Args:
+        tree: tree that contains the nodes.
+        nodes: nodes of `tree`, int64 `[n]`; the parent of a node is included and comes before the node.
+    """
+    # New index of each old node. The root has parent -1, so the additional last entry is read for it and stays -1.
+    new_index = np.full(tree.num_nodes + 1, -1, np.int64)
     new_index[nodes] = np.arange(len(nodes))
     return DraftTree(tree.tokens[nodes], new_index[tree.parents[nodes]], lambda node: tree.proposal(int(nodes[node])))

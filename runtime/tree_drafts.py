@@ -1,4 +1,4 @@
-"""Draft trees below the last token of a sequence, and the base of their drafters; chains and windows are trees."""
+"""Drafts that are trees, and the base class of their drafters. A chain or window is a tree without branches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .tree import DraftTree, Proposal, TreeStructure, no_proposal_distribution
 
 @dataclass(eq=False)
 class TreeDraft:
-    """A tree of draft tokens as a `Draft`, its root the last token of the sequence."""
+    """Draft of one sequence that is a tree of draft tokens; the root is the last token of the sequence."""
 
-    sequence: ImageSequence
+    sequence: ImageSequence  # sequence that the draft continues
     tree: DraftTree
-    first_code_index: int = field(init=False)  # the code that is sampled after the root
+    first_code_index: int = field(init=False)  # index of the code that is sampled after the root
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
     tree_structure: TreeStructure = field(init=False)  # depths, children and ancestor mask of the nodes
-    next_code_indices: Sequence[int] = field(init=False)  # the code that is sampled after each node
+    next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
 
     def __post_init__(self) -> None:
         self.first_code_index = len(self.sequence.codes)
@@ -41,7 +41,7 @@ class TreeDraft:
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
-        """All nodes; None for relaxed acceptance, which asks for distributions."""
+        """All nodes, as acceptance needs their sampled tokens; None if relaxed acceptance needs distributions."""
         return None if self.sequence.relaxed else range(len(self.tokens))
 
     def make_pass_layout(self) -> PassLayout:
@@ -50,25 +50,27 @@ class TreeDraft:
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the codes that precede the code sampled after `node`: committed codes, then the path in the tree."""
-        path = self.tree.path_to(node)[1:]
+        path = self.tree.path_to(node)[1:]  # the root is already among the committed codes
         return np.array([*self.sequence.codes[: self.first_code_index], *self.tree.tokens[path].tolist()], np.int64)
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Walk down the tree as far as the target accepts, and append the codes of the path and the next code.
+        """Verify the tree, and append the accepted codes and the code sampled after them to the sequence.
 
         Args:
-            output: outputs of the target for the nodes of the tree.
-            model: model with the neighbour table.
+            output: output of the target after each node of the tree.
+            model: model with the table of neighbours for relaxed acceptance.
         """
         sequence = self.sequence
         tree = self.tree
         accepted = self._verify_tree(output, model)
         sequence.statistics.realised_tvd += accepted.realised_tvd
+        # The root and preserved tokens are not drafts.
         sequence.record_draft(
             len(self.tokens) - 1 - tree.num_preserved_tokens, len(accepted.path) - 1 - tree.num_preserved_tokens
         )
         tokens = tree.tokens[accepted.path[1:]].tolist()
-        path = accepted.path[:-1]  # the last node is the next root
+        # Without a bonus token, the last accepted node is the next root. The next pass caches the keys of its root.
+        path = accepted.path[:-1]
         if accepted.bonus_token is not None:
             path = accepted.path
             tokens.append(accepted.bonus_token)
@@ -92,15 +94,16 @@ class TreeDraft:
 
 
 class TreeDrafter(Drafter):
-    """Base of drafters whose drafts are trees; by itself plain decoding's, which drafts nothing.
+    """Base class of drafters whose drafts are trees, and the drafter of autoregressive decoding (no draft tokens).
 
-    Codes that a sequence preserves are no drafts: a run of them stands in one pass, below the last token.
+    Preserved codes need no verification. One pass commits consecutive preserved codes as a chain below the last token.
 
     Args:
         max_nodes: maximum number of nodes of a sequence in a forward pass.
 
     Attributes:
-        needs_new_codes: whether the drafter cannot draft directly after preserved codes, where it drafts nothing.
+        needs_new_codes: whether the drafter can draft only after generated codes. A draft then contains preserved codes
+            or draft tokens, never both.
     """
 
     needs_new_codes = False
@@ -110,44 +113,48 @@ class TreeDrafter(Drafter):
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[TreeDraft]:
         """Return a draft for every sequence."""
-        plain = {
+        without_drafts = {
             sequence: make_preserved_chain(sequence, self.max_nodes)
             for sequence in sequences
             if self.needs_new_codes and len(sequence.next_preserved_codes()[0])
         }
-        drafting = [sequence for sequence in sequences if sequence not in plain]
-        trees = plain | dict(zip(drafting, self.draft_trees(drafting) if drafting else (), strict=True))
+        drafting = [sequence for sequence in sequences if sequence not in without_drafts]
+        trees = without_drafts | dict(zip(drafting, self.draft_trees(drafting) if drafting else (), strict=True))
         return [TreeDraft(sequence, trees[sequence]) for sequence in sequences]
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> Sequence[DraftTree]:
-        """Return a tree below the last token of each of these sequences, which are not empty."""
+        """Return a draft tree for each of these sequences; the root is the last token of the sequence.
+
+        Args:
+            sequences: sequences with at least one committed code; not empty.
+        """
         return [make_preserved_chain(sequence, self.max_nodes) for sequence in sequences]
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the maximum number of nodes of the next draft, see `Drafter.min_pass_nodes`."""
+        """Return the maximum number of nodes of the next draft, so that all passes have the same number of nodes."""
         return sequence.max_nodes
 
 
 def make_preserved_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
-    """Return the last token of a sequence and the codes that it preserves next, as many as a pass takes."""
+    """Return a chain of the last token of a sequence and the next preserved codes, at most `max_nodes` nodes."""
     preserved_codes = () if sequence.preserved_codes is None else next_preserved_tokens(sequence, max_nodes)
     return make_chain([sequence.codes[-1], *preserved_codes])
 
 
 def next_preserved_tokens(sequence: ImageSequence, max_nodes: int) -> list[int]:
-    """Return the codes that a sequence preserves next, as many as a pass takes below their root."""
+    """Return the next preserved codes of a sequence, at most `max_nodes` - 1 because the root is a node, too."""
     return [] if sequence.preserved_codes is None else sequence.next_preserved_codes()[0][: max_nodes - 1].tolist()
 
 
 def make_chain(
     tokens: Sequence[int], num_preserved_tokens: int | None = None, proposal: Proposal = no_proposal_distribution
 ) -> DraftTree:
-    """Return a tree of tokens one below the other.
+    """Return a draft tree without branches.
 
     Args:
-        tokens: the root first.
-        num_preserved_tokens: number of preserved tokens below the root, which are not drafts; None: all.
-        proposal: distributions that children were sampled from.
+        tokens: tokens from the root down.
+        num_preserved_tokens: number of preserved tokens directly below the root; None: all tokens below the root.
+        proposal: function from a node to the distribution from which its child was sampled, see `DraftTree`.
     """
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int64)
     num_preserved_tokens = len(tokens) - 1 if num_preserved_tokens is None else num_preserved_tokens

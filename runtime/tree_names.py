@@ -1,4 +1,4 @@
-"""Names of tree shapes: published static trees, chains, dynamic trees, and static trees written out in digits."""
+"""Names of tree shapes: published static trees, chains, dynamic trees, and static trees as lists of child counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .tree import DynamicTree, StaticTree
 
 
 def _parse_child_counts(child_counts: str) -> tuple[tuple[int, ...], ...]:
-    """Return the paths of a tree from child counts.
+    """Return the paths to all nodes of a tree from the numbers of children of its nodes.
 
     Args:
-        child_counts: a group of digits (a = 10 .. z = 35) for each level, separated by `-`. A digit is the number of
-            children of a node of the level above.
+        child_counts: digits (0 .. 9, a = 10 .. z = 35) for each level of the tree, separated by `-`. Each digit is the
+            number of children of one node of the level above.
     """
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
@@ -34,12 +34,13 @@ PUBLISHED_TREES = {
 
 
 def parse_tree(tree_name: str) -> StaticTree | DynamicTree:
-    """Return the tree shape with a name.
+    """Return the tree shape that a name specifies.
 
     Args:
-        tree_name: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or `tree-LEVELS`. LEVELS
-            has a group of digits (0 .. 9, a .. z) for each level; a digit is the number of children of a node of the
-            level above. `tree-2-10-1` is a root with two children; the first has one child, which has one child.
+        tree_name: a name in `PUBLISHED_TREES`, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or
+            `tree-LEVELS`. LEVELS has digits (0 .. 9, a .. z) for each level, separated by `-`. Each digit is the number
+            of children of one node of the level above. In `tree-2-10-1`, the root has two children. The first of these
+            has one child, which has one child.
 
     Raises:
         TreeError: the name is unknown, or the tree is not valid.
@@ -47,6 +48,7 @@ def parse_tree(tree_name: str) -> StaticTree | DynamicTree:
     if tree_name in PUBLISHED_TREES:
         return StaticTree(PUBLISHED_TREES[tree_name])
     if match := re.fullmatch(r"chain-(\d{1,2})", tree_name):
+        # Every node of a chain is the first child of its parent, so its path is (0, ..., 0).
         return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)))
     if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", tree_name):
         return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10))

@@ -1,53 +1,61 @@
-"""The size of an exact window: smaller where images share a forward pass, and where drafts are rejected.
+"""Size of the draft window of an exact method.
 
-An exact method samples the same tokens under any window, so a window decides the time of an image and nothing else.
-It follows from counts alone and never from a clock: the same sequences take the same forward passes on every host.
+The window is smaller if several images share a forward pass, or if the target rejects many drafts. An exact method
+samples the same tokens with every window size, so the size affects only the time. The size depends on counts and never
+on a clock, so the same sequences take the same forward passes on every host.
 """
 
 from __future__ import annotations
 
-# Images that share a forward pass, up to a number, and the widest window of each; measured (docs/measurements.md).
+# Pairs (n, w): with up to n images in a forward pass, each image drafts at most w tokens. Measured, see
+# docs/measurements.md.
 MAX_WINDOWS = ((1, 128), (2, 7), (4, 3), (8, 2))
-MAX_WINDOW_ABOVE = 1  # the widest window of each of more images, not measured
-# Time of a further node of a forward pass, in passes of one node: 8 nodes took 1.7 in float32 on two AVX-512 cores.
-# With AVX2 alone nodes of int8 cost more than twice that, so windows narrow later there than would pay.
+MAX_WINDOW_ABOVE = 1  # maximum window with more images than in `MAX_WINDOWS`; not measured
+# Time that one more node adds to a forward pass, as a fraction of the time of a pass over one node. Measured: a float32
+# pass over 8 nodes took 1.7 times as long as over one node on two AVX-512 cores. With AVX2 alone, an int8 node costs
+# more than twice this fraction, so windows shrink later there than would be best.
 NODE_COST = 0.1
-MAX_BALANCE = 4.0  # forward passes that drafts lose before a window is halved, or save before it is doubled
+MAX_BALANCE = 4.0  # number of forward passes that drafts must lose to halve the window, or save to double it
 
 
 class AdaptiveWindow:
-    """The window of one image.
+    """Draft window of one image, which grows and shrinks with the number of accepted drafts.
 
     Args:
-        max_window: tokens to draft at most, from 1.
+        max_window: maximum number of tokens to draft in one forward pass, at least 1.
     """
 
     def __init__(self, max_window: int) -> None:
         self.max_window = max_window
         self._window = max_window
-        self._balance = 0.0  # forward passes that drafts saved since the window changed
+        # Number of forward passes that drafts saved since the window changed; negative if drafts cost more.
+        self._balance = 0.0
 
     def choose_size(self, num_images: int) -> int:
         """Return how many tokens to draft in the next forward pass.
 
         Args:
-            num_images: number of images that share the pass, from 1.
+            num_images: number of images in the pass, at least 1.
         """
         widest = next((window for count, window in MAX_WINDOWS if num_images <= count), MAX_WINDOW_ABOVE)
         return min(self._window, widest)
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Halve the window once its drafts have cost more time than they saved, double it once they have paid.
+        """Update the window from the result of one forward pass.
+
+        The window is halved when its drafts have cost much more time than they saved. It is doubled when they have
+        saved much more time than they cost.
 
         Args:
-            num_drafted: number of tokens drafted in a forward pass.
-            num_accepted: number of them that were accepted.
+            num_drafted: number of tokens drafted in the forward pass.
+            num_accepted: number of drafted tokens that were accepted.
         """
+        # An accepted token saves one forward pass; every drafted token costs `NODE_COST` of a pass.
         self._balance += num_accepted - NODE_COST * num_drafted
         window = self._window
         if self._balance <= -MAX_BALANCE:
             window = max(1, window // 2)
         elif self._balance >= MAX_BALANCE:
-            window = min(self.max_window, 2 * window + 1)
+            window = min(self.max_window, 2 * window + 1)  # inverts `window // 2` also for an odd window
         self._balance = max(-MAX_BALANCE, min(MAX_BALANCE, self._balance)) if window == self._window else 0.0
         self._window = window

@@ -1,1 +1,1 @@
-"""Running graphs with ONNX Runtime."""
+"""ONNX Runtime backend: execution providers, sessions, engines and device memory."""

@@ -1,4 +1,4 @@
-"""A bundle's graphs in ONNX Runtime."""
+"""Loader of a bundle's graphs in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from .session import GraphSession, check_provider
 
 
 class OrtGraphLoader:
-    """Loads the graphs of a bundle, each on the provider that `providers` names for it.
+    """Loader of a bundle's graphs in ONNX Runtime.
+
+    Args:
+        bundle: bundle with the graphs.
+        threads: number of threads per graph.
+        providers: execution provider of each graph.
 
     Raises:
-        EngineError: a provider is not installed, or has no convolutions.
+        EngineError: a provider is not installed, or cannot run a convolution.
     """
 
     def __init__(self, bundle: Bundle, threads: int, providers: ProviderChoice) -> None:
@@ -43,7 +48,8 @@ class OrtGraphLoader:
         provider = self._providers.provider_for(role)
         if provider in self._devices:
             manifest = self._bundle.manifest
-            # At most a sequence and its draft. A rotary table may have rows for several sequences, one per image size.
+            # A pass has at most the nodes of a whole sequence and a draft. This is a tighter limit than the size of the
+            # rotary table, which may have rows for several sequences, one per image size.
             max_nodes = manifest.condition.prefix + manifest.max_image_tokens + COLUMN_STEP
             return OrtDeviceEngine(
                 path, spec, code_embeddings, self._threads, self._devices[provider], manifest.target.dtype, max_nodes
@@ -51,12 +57,12 @@ class OrtGraphLoader:
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
-        """Load another graph and check its tensors.
+        """Load a graph without a KV cache, check its tensors, and return a function that runs the graph.
 
         Args:
-            role: name of the graph, such as `condition` or `vq_decoder`.
-            inputs: all expected inputs.
-            outputs: expected outputs, in the order in which the function returns them.
+            role: role of the graph in the bundle, such as `condition` or `vq_decoder`.
+            inputs: declarations of all inputs.
+            outputs: declarations of the outputs, in the order in which the function returns them.
         """
         provider = self._providers.provider_for(role)
         if role in PROVIDERS[provider].cpu_only_graphs:

@@ -1,7 +1,7 @@
-"""Cache blocks on a device, reused by later caches of the same shape, and forward passes that are bound to them.
+"""Pool of cache blocks (device memory for KV caches), and forward passes that are bound to the tensors of a block.
 
-When the shape of a pass recurs, the pass keeps the addresses of its inputs and outputs. Nothing is bound or allocated
-again, and a provider that can record passes as graphs replays the recording.
+Later caches of the same shape reuse a block. When the shape of a pass recurs, its inputs and outputs keep their
+addresses. Then nothing is bound or allocated again, and a provider that can record passes replays a recording.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from .device import OrtDevice
 MAX_BOUND_PASSES = 32  # per cache block, as outputs and recordings take memory
 _ALIGNMENT = 256  # alignment of arrays in a buffer, in bytes
 _MAX_UNUSED = 2  # maximum number of unused cache blocks
-_MAX_SAMPLERS = 8  # sampling graphs per bound pass
+_MAX_SAMPLERS = 8  # maximum number of bound sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """A buffer that uploads several arrays in one copy; in one copy each if the device has no views into memory.
+    """Buffer that uploads several arrays to a device in one copy.
+
+    If the device does not support views into memory, each array is uploaded separately.
 
     Args:
-        size: size in bytes, the `count_bytes` all arrays.
+        device: device to upload to.
+        size: size of the buffer in bytes, as `count_bytes` returns for all arrays.
     """
 
     def __init__(self, device: OrtDevice, size: int) -> None:
@@ -46,14 +49,14 @@ class UploadBuffer:
 
     @staticmethod
     def count_bytes(*arrays: Array) -> int:
-        """Return the number of bytes that arrays take in a buffer."""
+        """Return the number of bytes that arrays take in a buffer, with alignment."""
         return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
     def allocate_tensors(self, arrays: Mapping[str, Array], byte_offset: int = 0) -> dict[str, Any]:
-        """Return tensors on the device, usable as inputs of graphs, with the shapes and types of `arrays`.
+        """Allocate tensors on the device, as inputs of graphs, with the shapes and types of `arrays`.
 
         Args:
-            arrays: arrays by name, as they will be uploaded.
+            arrays: arrays by name, with the shapes and types of all arrays that will be uploaded later.
             byte_offset: offset of the first tensor in the buffer, in bytes.
         """
         if self._value is None:
@@ -65,7 +68,14 @@ class UploadBuffer:
         return tensors
 
     def stage_arrays(self, tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Write arrays to be uploaded to their `tensors`, which `allocate_tensors` returned."""
+        """Copy arrays to the host copy of the buffer, which `upload_staged` uploads.
+
+        On a device without views, the arrays are uploaded at once.
+
+        Args:
+            tensors: tensors by name, as `allocate_tensors` returned them.
+            arrays: arrays for the tensors, by name.
+        """
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
                 self._bytes[tensor.byte_offset :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
@@ -73,18 +83,18 @@ class UploadBuffer:
                 tensor.update_inplace(np.ascontiguousarray(arrays[name]))
 
     def upload_staged(self) -> None:
-        """Copy the arrays that `stage_arrays` wrote to the device, after all work of this thread."""
+        """Upload the arrays that `stage_arrays` copied. The device first finishes earlier work of this thread."""
         if self._value is not None:
             self._value.update_inplace(self._bytes)
 
 
 class BoundSampler(NamedTuple):
-    """A sampling graph bound to logits.
+    """Sampling graph bound to the logits of a forward pass.
 
     Attributes:
-        noise_table: noise table on the device, an input.
-        inputs: tensors of the uploaded inputs on the device.
-        samples: output of the graph: sampled tokens and their scores.
+        noise_table: noise table on the device, an input of the graph; None: greedy sampling.
+        inputs: all other inputs of the graph, tensors on the device.
+        samples: output of the graph: sampled tokens and their scores, `[2, images, nodes, num_best]`.
         run: function that runs the graph and waits for the device.
     """
 
@@ -95,9 +105,9 @@ class BoundSampler(NamedTuple):
 
 
 class BoundForwardPass:
-    """A forward pass of one shape with preallocated tensors, which runs when its outputs are first used.
+    """Forward pass of a fixed shape with preallocated tensors. A queued pass runs when its outputs are first used.
 
-    Each run overwrites `outputs`. If tokens are sampled first, the pass and the sampling graph run together.
+    Each run overwrites `outputs`. If tokens are sampled first, one copy uploads the inputs of the pass and of sampling.
 
     Args:
         graph: decoder to run.
@@ -107,7 +117,9 @@ class BoundForwardPass:
         capture_graph: whether the pass and its sampling graphs may be recorded.
 
     Attributes:
-        output_owners: objects that refer to the outputs; while there are any, `begin` must not be called.
+        outputs: caches and outputs by name.
+        output_owners: objects that refer to the outputs. While one exists, `queue_inputs` must not be called, as a run
+            would overwrite the outputs.
     """
 
     def __init__(
@@ -126,20 +138,20 @@ class BoundForwardPass:
         self._queued_inputs: list[tuple[Mapping[str, Any], object]] = []
         rows, self._nodes = feeds["token_ids"].shape
         arrays = _select_arrays(feeds)
-        self._start = UploadBuffer.count_bytes(*arrays.values())
+        self._sampler_offset = UploadBuffer.count_bytes(*arrays.values())  # inputs of sampling follow in the buffer
         # A sampling graph has up to four inputs with a number per node, and two with a number per row.
         per_node = np.zeros((rows, padded_node_count(self._nodes)), np.int32)
         size = 4 * UploadBuffer.count_bytes(per_node) + 2 * UploadBuffer.count_bytes(per_node[:, 0])
-        self._buffer = UploadBuffer(device, self._start + size)
+        self._buffer = UploadBuffer(device, self._sampler_offset + size)
         self._inputs = self._buffer.allocate_tensors(arrays)
         self._run = graph.bind_tensors({**feeds, **self._inputs, **device_values}, capture_graph)
 
     def queue_inputs(self, feeds: Mapping[str, Any], input_owner: object = None) -> None:
-        """Store the inputs of the next run, which `finish` or `sample` starts.
+        """Store the inputs of the next run, which `run_queued_pass` or `sample` starts.
 
         Args:
             feeds: inputs by name, of the same shapes as before.
-            input_owner: owner of device memory that the pass reads, to be kept until the pass has run.
+            input_owner: object that owns device memory which the pass reads. It is referenced until the pass has run.
         """
         self._queued_inputs = [(feeds, input_owner)]
 
@@ -151,9 +163,14 @@ class BoundForwardPass:
                 self.device.wait()
 
     def sample(self, head: SamplingHead, requests: Sequence[SamplingRequest]) -> tuple[Ints, Floats]:
-        """Return tokens and scores of requests, `[requests, nodes, num_best]`, padded to the largest number of nodes.
+        """Run the pass if it is queued, and sample tokens from its logits.
 
-        The inputs of a queued pass are uploaded by the same copy.
+        Args:
+            head: settings of the sampling graph.
+            requests: nodes and sampling settings of each image.
+
+        Returns:
+            Tokens and scores, `[requests, nodes, num_best]`; `nodes` is padded above the largest number of nodes.
         """
         with self.device.lock:
             feeds = self.device.make_sampling_inputs(head, self._nodes, requests)
@@ -161,15 +178,15 @@ class BoundForwardPass:
             self._buffer.stage_arrays(sampler.inputs, feeds)
             self._upload_and_run()
             sampler.run()
-            codes, scores = sampler.samples.numpy().copy()  # on the host, `numpy()` is the output's memory
-        scores[scores <= FILTERED_OUT / 2] = -np.inf
+            codes, scores = sampler.samples.numpy().copy()  # for provider `cpu`, `numpy()` is a view of the output
+        scores[scores <= FILTERED_OUT / 2] = -np.inf  # the graph gives excluded tokens a finite score
         return codes.astype(np.int64), scores
 
     def _upload_and_run(self) -> None:
         waiting = self._queued_inputs.pop() if self._queued_inputs else None
         if waiting is not None:
             self._buffer.stage_arrays(self._inputs, waiting[0])
-        self._buffer.upload_staged()
+        self._buffer.upload_staged()  # also uploads inputs of sampling, which `sample` staged
         if waiting is not None:
             self._run()
 
@@ -177,8 +194,10 @@ class BoundForwardPass:
         shape = feeds["conditional"].shape
         sampler = self._samplers.pop((head, shape), None)
         noise_table = feeds.get("noise")
-        if sampler is None or sampler.noise_table is not noise_table:  # a larger table may have replaced it
-            inputs = self._buffer.allocate_tensors(_select_arrays(feeds), self._start)
+        if (
+            sampler is None or sampler.noise_table is not noise_table
+        ):  # a larger noise table may have replaced the table
+            inputs = self._buffer.allocate_tensors(_select_arrays(feeds), self._sampler_offset)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
             run = self.device.get_helper_graph(head, head.write_graph, allow_graph_capture=True).bind_tensors(
@@ -186,7 +205,7 @@ class BoundForwardPass:
             )
             sampler = BoundSampler(noise_table, inputs, drawn, run)
         self._samplers[head, shape] = sampler
-        if len(self._samplers) > _MAX_SAMPLERS:
+        if len(self._samplers) > _MAX_SAMPLERS:  # the first key is the least recently used
             del self._samplers[next(iter(self._samplers))]
         return sampler
 
@@ -197,12 +216,14 @@ def _select_arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Device memory for key 0, value 0, key 1, ... of a cache, and the forward passes bound to it.
+    """Device memory for the keys and values of a cache, and the forward passes that are bound to this memory.
 
     Attributes:
-        shape: batch rows, columns (of all heads, if heads are separate), shape of a column.
-        device_values: values on the device.
-        bound_passes: bound passes by shape.
+        shape: number of batch rows, number of columns, and shape of a column. If heads are stored separately, the
+            number of columns is the sum over all heads.
+        device_values: OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with
+            all of these if heads are stored separately.
+        bound_passes: bound passes by shape, and number among passes of the same shape.
         is_reusable: whether other caches may use the block later; False: it may contain NaN, which masks do not hide.
     """
 
@@ -213,15 +234,16 @@ class CacheBlock:
 
 
 class CachePool:
-    """Reuses the cache blocks of an engine after their caches are released.
+    """Pool of the cache blocks of an engine, which reuses a block after its cache is released.
 
     Args:
-        num_tensors: number of tensors, two per layer.
+        device: device that provides the memory.
+        num_tensors: number of tensors of keys or values, two per layer.
         dtype: type of the tensors.
-        column_width: width of a column, of one head if heads are separate, else of all heads.
-        num_cache_heads: number of separate heads, each with all columns; all tensors are then one value
-            `[tensors, rows, num_cache_heads * columns, width]`, which one operation moves. None: columns contain all
-            heads, and every tensor is a value `[rows, columns, parts, part]`.
+        column_width: width of a column: of one head if heads are stored separately, else of all heads.
+        num_cache_heads: number of heads, if heads are stored separately. All tensors are then one OrtValue
+            `[tensors, rows, num_cache_heads * columns, width]`, so that one operation moves entries of all tensors.
+            None: a column contains all heads, and each tensor is an OrtValue `[rows, columns, parts, part]`.
     """
 
     def __init__(
@@ -236,7 +258,10 @@ class CachePool:
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
     def acquire_block(self, num_rows: int, num_columns: int) -> BlockHandle:
-        """Return a handle of a block for `num_rows` rows of `num_columns` columns, which contains finite numbers."""
+        """Return a handle of a block for `num_rows` rows of `num_columns` columns, unused or newly allocated.
+
+        The block contains only finite numbers, as masks do not hide NaN.
+        """
         shape = num_rows, num_columns * (self._heads or 1), *self._column
         with self._lock:
             block = next((block for block in list(self._unused.values()) if block.shape == shape), None)
@@ -252,35 +277,40 @@ class CachePool:
         return handle
 
     def get_block_tensors(self, block: CacheBlock) -> list[Any]:
-        """Return all tensors of a block: values, or views `[rows, heads, columns, width]` if heads are separate."""
+        """Return all tensors of a block, in the order of `CacheBlock.device_values`.
+
+        If heads are stored separately, the tensors are views `[rows, heads, columns, width]` of one OrtValue.
+        """
         if self._heads is None:
             return block.device_values
         rows, lines, width = block.shape
         size = [rows, self._heads, lines // self._heads, width]
         bytes_each = prod(size) * np.dtype(self._dtype).itemsize
-        # All tensors are one value, one after another.
+        # One OrtValue contains all tensors, one after another.
         starts = [number * bytes_each for number in range(self._tensors)]
         return [TensorView(value, start, size, self._dtype) for value in block.device_values for start in starts]
 
     def gather_rows(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
-        """Copy rows of other blocks to a block, in their order.
+        """Copy rows of other blocks to a block.
 
         Args:
-            sources: blocks, and the rows to copy.
-            target: block with as many rows as are copied.
+            sources: blocks, and the rows to copy from each, in the order of the rows of `target`.
+            target: block to overwrite, with as many rows as are copied.
         """
         for i, value in enumerate(target.device_values):
             rows_of = [(block.device_values[i], rows) for block, rows in sources]
             self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)
 
     def move_entries(self, block: CacheBlock, sources: Ints, targets: Ints, column_offsets: Ints) -> None:
-        """Copy entries within all tensors of a block with separate heads.
+        """Copy entries to other columns of a block, in all tensors. Heads must be stored separately.
 
         Args:
-            sources: entries to copy, `[entries, 2]`, row and column.
-            targets: entries to overwrite.
-            column_offsets: offsets of columns for which the copy is repeated, `[column_offsets]`.
+            block: block to change.
+            sources: row and column of each entry to copy, `[entries, 2]`.
+            targets: row and column to which each entry is copied, `[entries, 2]`.
+            column_offsets: first column of each head, `[heads]`. The copy is repeated for each head.
         """
+        # Indices are tensor, row and column: [tensors, heads, 3].
         offsets = np.zeros((self._tensors, len(column_offsets), 3), np.int64)
         offsets[..., 0] = np.arange(self._tensors)[:, None]
         offsets[..., 2] = column_offsets
@@ -291,12 +321,16 @@ class CachePool:
     def get_bound_pass(
         self, block: CacheBlock, shape: tuple[int, ...], make_bound_pass: Callable[[], BoundForwardPass]
     ) -> BoundForwardPass:
-        """Return a bound pass of a shape whose outputs are unused; drop the least recently used above a maximum.
+        """Return a pass that is bound to a block, and whose outputs nothing refers to.
+
+        A block keeps at most `MAX_BOUND_PASSES` passes: the least recently used pass is dropped.
 
         Args:
-            make_bound_pass: function that makes a new bound pass.
+            block: block that the pass reads and writes.
+            shape: shape of the pass.
+            make_bound_pass: function that makes a new bound pass, for use if no existing pass is free.
         """
-        # Several passes of one shape are bound, numbered from 0, while earlier outputs are still referenced.
+        # While outputs of earlier passes are referenced, several passes of one shape are bound, numbered from 0.
         keys = ((*shape, number) for number in itertools.count())
         key = next(key for key in keys if key not in block.bound_passes or not block.bound_passes[key].output_owners)
         bound = block.bound_passes.pop(key, None) or make_bound_pass()
@@ -316,6 +350,6 @@ class CachePool:
 
 @dataclass(eq=False)
 class BlockHandle:
-    """Ownership of a cache block, which returns to its pool when the handle is deleted."""
+    """Handle of a cache block. When the handle is garbage-collected, the block returns to its pool."""
 
     block: CacheBlock

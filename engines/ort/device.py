@@ -1,4 +1,7 @@
-"""Operations on a provider's device besides decoders: helper graphs, and noise in the device's memory."""
+"""Memory of a device, and small graphs (helper graphs) that ONNX Runtime runs there besides decoders.
+
+Helper graphs copy and move vectors, and sample tokens. Values are OrtValues of ONNX Runtime.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,20 @@ from .providers import DEVICE_LOCKS, find_provider
 from .session import GraphSession
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
-_CUDNN_CAPABILITY = 90  # compute capability, times 10, from which ONNX Runtime prefers cuDNN for attention
+_CUDNN_CAPABILITY = 90  # minimum compute capability, times 10, for which ONNX Runtime prefers cuDNN for attention
 _MIN_GROUPS = 32  # minimum number of groups of positions in a noise table
-_MAX_THREADS = 4  # threads that generate noise
+_MAX_THREADS = 4  # maximum number of threads that generate noise
 GraphTensors = tuple[list[TensorSpec], list[TensorSpec]]  # inputs and outputs of a graph
 
 
 class OrtDevice:
-    """The device of a provider, with memory in ONNX Runtime's values. Threads use it one at a time, holding `lock`."""
+    """Device of an execution provider, on which ONNX Runtime allocates memory and runs helper graphs.
+
+    A thread must hold `lock` while it uses the device.
+
+    Args:
+        provider: name of the execution provider.
+    """
 
     def __init__(self, provider: str) -> None:
         chosen = find_provider(provider, import_onnxruntime())
@@ -45,9 +54,10 @@ class OrtDevice:
     def get_helper_graph(
         self, key: object, write_graph: Callable[[GraphWriter], GraphTensors], allow_graph_capture: bool = False
     ) -> GraphSession:
-        """Return a helper graph, which is written and loaded at first use.
+        """Return the helper graph of a key. It is written and loaded at first use.
 
         Args:
+            key: key that identifies the graph.
             write_graph: function that writes the graph and returns its inputs and outputs.
             allow_graph_capture: whether runs of the graph may be recorded.
         """
@@ -67,12 +77,12 @@ class OrtDevice:
         wait: bool = True,
         allow_graph_capture: bool = False,
     ) -> None:
-        """Run a helper graph.
+        """Run the helper graph of a key. It is written and loaded at first use.
 
         Args:
-            key: key of the graph, as for `get_helper_graph`.
-            write_graph: function that writes the graph, as for `get_helper_graph`.
-            values: inputs and outputs by name, values on the device; inputs may be arrays.
+            key: key that identifies the graph.
+            write_graph: function that writes the graph and returns its inputs and outputs.
+            values: inputs and outputs by name: OrtValues on the device. Inputs may also be NumPy arrays.
             wait: whether to wait until the device has run the graph.
             allow_graph_capture: whether runs of the graph may be recorded.
         """
@@ -82,23 +92,26 @@ class OrtDevice:
                 self.wait()
 
     def has_cudnn_attention(self) -> bool:
-        """Return whether the op MultiHeadAttention calls cuDNN in half precision, 1.1 to 4 times as fast as others."""
+        """Return whether ONNX Runtime runs the operator MultiHeadAttention with cuDNN in half precision.
+
+        cuDNN is 1.1 to 4 times as fast as other kernels.
+        """
         gpu = find_gpu() if self.provider == "cuda" else None
         return gpu is not None and int(gpu.compute_capability.removeprefix("SM")) >= _CUDNN_CAPABILITY
 
     def upload(self, array: Array) -> Any:
-        """Copy an array to the device."""
+        """Copy an array to the device and return an OrtValue."""
         with self.lock:
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """Allocate a value on the device, uninitialised."""
+        """Allocate an OrtValue on the device without initializing it."""
         values = import_onnxruntime().OrtValue
         with self.lock:
             return values.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, self.name, 0)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        """Return a value of zeros, computed on the device."""
+        """Return an OrtValue of zeros. They are written on the device, without an upload."""
 
         def write_graph(graph: GraphWriter) -> GraphTensors:
             graph.op("Expand", graph.add_constant(np.zeros(1, dtype)), "shape", name="out")
@@ -111,13 +124,16 @@ class OrtDevice:
         return out
 
     def read_vectors(self, value: Any, indices: Ints) -> Floats:
-        """Copy vectors of a value to the host, as float32.
+        """Copy vectors from the device to the host, as float32.
 
         Args:
-            value: value `[rows, nodes, width]`.
-            indices: indices in the flattened first two axes of `value`, of any shape.
+            value: OrtValue `[rows, nodes, width]`.
+            indices: indices of vectors in the flattened first two axes of `value`, int64 of any shape.
+
+        Returns:
+            The vectors, float32 `[*indices.shape, width]`.
         """
-        dtype = dtype_of(value)
+        dtype = get_value_dtype(value)
         width = value.shape()[2]
 
         def write_graph(graph: GraphWriter) -> GraphTensors:
@@ -134,14 +150,15 @@ class OrtDevice:
         return rows
 
     def gather_rows(self, sources: Sequence[tuple[Any, Ints]], target: Any, axis: int) -> None:
-        """Copy rows of other values to a value, in their order; missing columns become zeros.
+        """Copy rows of several OrtValues to another OrtValue. Columns that a source does not have become zeros.
 
         Args:
-            sources: values with the rank and type of `target` and at most its number of columns; the rows to copy.
-            target: value with the number of rows that are copied.
-            axis: axis of rows; the next axis is that of columns.
+            sources: OrtValues, and the rows to copy from each, in the order of the rows of `target`. A source has the
+                number of axes and the type of `target`, and at most as many columns.
+            target: OrtValue to overwrite, with as many rows as are copied.
+            axis: axis of rows; the next axis is the axis of columns.
         """
-        dtype = dtype_of(target)
+        dtype = get_value_dtype(target)
         shape = target.shape()
         free: list[int | None] = [None if i in (axis, axis + 1) else size for i, size in enumerate(shape)]
 
@@ -164,10 +181,11 @@ class OrtDevice:
         self.run_helper_graph(("gather", dtype, tuple(free), len(sources)), write_graph, values)
 
     def write_noise(self, table: Any, group_index: int, noise: Floats) -> None:
-        """Copy noise to a group of a noise table.
+        """Upload the noise of a group of positions to a noise table.
 
         Args:
-            table: value `[groups, GROUP_SIZE, parts, part]`.
+            table: noise table, OrtValue `[groups, GROUP_SIZE, parts, part]`.
+            group_index: index of the group in the table.
             noise: Gumbel noise, float32 `[GROUP_SIZE, parts * part]`.
         """
         parts, part = table.shape()[2:]
@@ -182,25 +200,26 @@ class OrtDevice:
 
         places = np.zeros((1, GROUP_SIZE, 1, 3), np.int64)
         places[..., 0] = group_index
-        places[0, :, 0, 1] = np.arange(GROUP_SIZE)
+        places[0, :, 0, 1] = np.arange(GROUP_SIZE)  # indices of group, position and first part (0)
         values = {"table": table, "places": places, "noise": noise[None], "out": table}
-        # Without recording, WebGPU would not compute int64.
+        # `allow_graph_capture` is set because WebGPU computes int64 only in sessions that may record.
         self.run_helper_graph(("noise", parts, part), write_graph, values, wait=False, allow_graph_capture=True)
 
     def move_vectors(self, value: Any, sources: Ints, targets: Ints, index_offsets: Ints) -> None:
-        """Copy vectors within a value; all vectors are read before the first is overwritten.
+        """Copy vectors to other indices of an OrtValue. All vectors are read before the first is overwritten.
 
         Args:
-            value: value `[tensors, rows, columns, width]`.
-            sources: indices of the vectors to copy, `[vectors, 3]`.
-            targets: indices of the vectors to overwrite.
-            index_offsets: offsets of indices for which the copy is repeated, `[index_offsets, 3]`.
+            value: OrtValue `[tensors, rows, columns, width]`.
+            sources: indices of the vectors to copy (tensor, row, column), int64 `[vectors, 3]`.
+            targets: indices of the vectors to overwrite, int64 `[vectors, 3]`.
+            index_offsets: offsets that are added to sources and targets, int64 `[offsets, 3]`. The copy is repeated for
+                each offset.
         """
-        dtype = dtype_of(value)
+        dtype = get_value_dtype(value)
         width = value.shape()[3]
 
         def write_graph(graph: GraphWriter) -> GraphTensors:
-            offsets = graph.add_constant(index_offsets[:, None])  # [steps, 1, 3]
+            offsets = graph.add_constant(index_offsets[:, None])  # [offsets, 1, 3]
             moved = graph.op("GatherND", "data", graph.op("Add", offsets, "sources"))
             graph.op("ScatterND", "data", graph.op("Add", offsets, "targets"), moved, name="out")
             cache = (None, None, None, width)
@@ -217,22 +236,22 @@ class OrtDevice:
     def make_sampling_inputs(
         self, head: SamplingHead, nodes_per_row: int, requests: Sequence[SamplingRequest]
     ) -> dict[str, Any]:
-        """Return the inputs of a sampling graph, except the logits. The caller holds `lock`.
+        """Return the inputs of a sampling graph by name, except the logits. The caller must hold `lock`.
 
         Args:
-            head: settings of the graph.
+            head: settings of the sampling graph.
             nodes_per_row: number of nodes per row of the pass, with padding.
-            requests: nodes and settings of each image.
+            requests: nodes and sampling settings of each image.
         """
         nodes = padded_node_count(max(len(request.positions) for request in requests))
-        logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # conditional and unconditional
+        logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # [conditional or unconditional, images, nodes]
         guidance_scales = np.ones((len(requests), nodes, 1), np.float32)
-        numbers = np.ones((2, len(requests), 1, 1), np.float32)
+        numbers = np.ones((2, len(requests), 1, 1), np.float32)  # temperature and top-p of each image
         for i, request in enumerate(requests):
             count = request.nodes.shape[1]
-            last = len(request.nodes) - 1  # 0 without guidance
+            last = len(request.nodes) - 1  # row of the unconditional logits; 0 without guidance
             for guidance, row in ((0, 0), (1, last)):
-                # index in the pass's logits, flattened to [rows * width, vocab_size]
+                # index in the logits of the pass, flattened to [rows * nodes_per_row, vocab_size]
                 logit_ids[guidance, i, :count] = (request.rows.start + row) * nodes_per_row + request.nodes[row]
             sampling = request.sampling
             guidance_scales[i, :count, 0] = request.guidance_scales
@@ -251,32 +270,43 @@ class OrtDevice:
         return feeds
 
     def wait(self) -> None:
-        """Wait until the device has done all work of this thread."""
+        """Wait until the device has done all work of this thread, by copying a number from the device."""
         if self._wait_value is None:
             self._wait_value = self.upload(np.zeros(1, np.float32))
         self._wait_value.numpy()
 
 
 class NoiseTable:
-    """Noise on a device, `[groups, GROUP_SIZE, parts, part]`; new groups replace the least recently used.
+    """Table of Gumbel noise on a device, `[groups, GROUP_SIZE, parts, part]`.
+
+    A group contains the noise of `GROUP_SIZE` positions of a seed. When the table is full, a new group replaces the
+    least recently used group.
 
     Args:
-        vocab_size: number of tokens, `vocab_size`.
+        device: device to store the table on.
+        vocab_size: number of tokens of the codebook, for which a position has a number each.
     """
 
     def __init__(self, device: OrtDevice, vocab_size: int) -> None:
         self.device = device
         self.vocab_size = vocab_size
         self.value = None
-        # Keys are a seed and a group of positions, the least recently used first.
+        # Index in the table by seed and group of positions; the first key is the least recently used.
         self._indices: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, count_usable_cores()), "noise")
 
     def find_noise_ids(self, requests: Sequence[SamplingRequest], num_nodes: int) -> Array:
-        """Return the index of every node's noise, int32 `[requests, nodes]`; upload the noise if necessary.
+        """Find the noise of all nodes in the table, and upload noise that the table lacks.
 
-        Threads meanwhile generate the noise of the positions after an uploaded group.
+        After an upload, other threads generate the noise of the next group, as it will probably be needed soon.
+
+        Args:
+            requests: positions and noise of each image.
+            num_nodes: number of nodes per image, with padding.
+
+        Returns:
+            The index of the noise of each node, `group * GROUP_SIZE + position`, int32 `[requests, num_nodes]`.
         """
         needed: dict[tuple[int, int], Noise] = {}
         places = [[divmod(position, GROUP_SIZE) for position in request.positions.tolist()] for request in requests]
@@ -285,7 +315,7 @@ class NoiseTable:
                 needed |= {(request.noise.seed, group): request.noise for group, _ in request_places}
         if len(needed) > len(self._indices) + len(self._free):
             self._allocate_groups(max(_MIN_GROUPS, 2 * len(needed)))
-        # Moves the groups in use to the end: the first key is then the least recently used, which is replaced below.
+        # The groups in use move to the end. The first key is then the least recently used group, to be replaced first.
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
         for key in [key for key in needed if key not in self._indices]:
             index = self._free.pop() if self._free else self._indices.pop(next(iter(self._indices)))
@@ -308,6 +338,6 @@ class NoiseTable:
         self._free = list(range(num_groups))
 
 
-def dtype_of(value: Any) -> str:
-    """Return the NumPy name of a value's type."""
+def get_value_dtype(value: Any) -> str:
+    """Return the NumPy name of the type of an OrtValue, such as `float32`."""
     return _DTYPES[value.data_type()]

@@ -1,6 +1,7 @@
-"""A bundle's decoders in ONNX Runtime: CPUs run the bundle's graphs, accelerators run their device layout.
+"""Decoder engines of ONNX Runtime: one for CPUs, and one for GPUs and other devices.
 
-Several threads may use an engine at once, each with separate caches.
+The engine for CPUs runs the graph in the bundle. The engine for devices runs a graph in the device layout. Several
+threads may use an engine at once if each thread has separate caches.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from .session import GraphSession
 
 
 class OrtEngine:
-    """A decoder that runs the bundle's graph; ONNX Runtime reads keys and values in place from NumPy buffers.
+    """Decoder engine for CPUs, which runs the graph in the bundle.
+
+    ONNX Runtime reads keys and values in place from the NumPy arrays of the cache.
 
     Args:
-        path: graph file, in the folder of its weights.
+        path: path of the graph file, which is in the same folder as its weights.
         spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
         threads: number of threads; None: one per core.
@@ -47,7 +50,7 @@ class OrtEngine:
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
         self._embedding_table = code_embeddings
-        self._checked_shapes: set[tuple[int, ...]] = set()  # mask shapes of passes whose outputs were checked
+        self._checked_shapes: set[tuple[int, ...]] = set()  # attention mask shapes whose outputs were checked
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """Create an empty cache for `rows` batch rows of at most `capacity` entries each."""
@@ -55,18 +58,23 @@ class OrtEngine:
         return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
     def padded_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the length of the longest row, rounded up.
+        """Return the number of cache columns in a pass's attention mask: the longest row, rounded up.
 
-        Rounding makes a row's sums independent of the other rows of the batch (`COLUMN_STEP`).
+        Rounding up makes the sums of a row independent of the other rows of the batch, as `COLUMN_STEP` explains.
+
+        Args:
+            cache: cache that the pass reads.
+            nodes: number of nodes per row of the pass, which this engine does not need.
         """
         return BaseKVCache.require_instance(cache).past_length()
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
-        """Run a pass and increment `cache.num_passes`."""
+        """Run a forward pass, and increment `num_passes` of the cache."""
         kv_cache = KVCache.require_instance(cache)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
-        feeds.update(zip(self._past, kv_cache.past_views(check_past_length(batch, kv_cache)), strict=True))
+        feeds.update(zip(self._past, kv_cache.view_past_columns(check_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
+        # Outputs of a shape are checked once, as checks take time in every pass.
         logits, features, *new_kv = (
             self._graph.run(feeds) if shape in self._checked_shapes else self._run_and_check(feeds, shape)
         )
@@ -77,7 +85,7 @@ class OrtEngine:
         outputs = self._graph.run_and_check(feeds)
         rows, nodes, _ = shape
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
-            expected = (rows, nodes) if i < 2 else (nodes, rows)
+            expected = (rows, nodes) if i < 2 else (nodes, rows)  # logits and hidden states first, then keys and values
             if array.shape[:2] != expected:
                 raise self._graph.make_shape_error(name, array.shape, f"{list(expected)} first")
         self._checked_shapes.add(shape)
@@ -85,12 +93,15 @@ class OrtEngine:
 
 
 class OrtDeviceEngine(DeviceEngine):
-    """A decoder that runs the device layout of a bundle's graph. Provider `cpu` uses the host's memory (for tests).
+    """Decoder engine for a GPU or other device, which runs a graph in the device layout (`device_graph.py`).
+
+    Tests use provider `cpu`, whose device memory is the memory of the host.
 
     Args:
-        path: graph file, in the folder of its weights.
+        path: path of the graph file, which is in the same folder as its weights.
         spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
+        threads: number of threads for the nodes that ONNX Runtime runs on the CPU.
         device: device to run on.
         dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.

@@ -1,8 +1,8 @@
-"""ONNX Runtime's execution providers: their options, and checks that they are installed and run a whole graph.
+"""Execution providers of ONNX Runtime: their options, and checks that a provider is installed and runs a whole graph.
 
-ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, and for single nodes when the
-provider has no kernel. `check_node_assignment` raises an error instead.
-The drafter and the graphs that run once per image may have another provider than the target.
+ONNX Runtime silently uses the CPU when the libraries of a provider do not load, and for nodes for which the provider
+has no kernel. `check_node_assignment` raises an error instead. The drafter and the graphs that run once per image may
+have another provider than the target.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from typing import Any, NamedTuple
 from ...errors import EngineError
 from ...inputs import format_error, format_value, reraise_signal_error
 from ..gpu import find_gpu
-from ..host import installed_distributions
+from ..host import list_installed_packages
 
 AUTO = "auto"  # the provider that `detect_provider` returns
 DEFAULT_PROVIDER = "cpu"  # runs every graph; other providers may leave shape arithmetic to it
-# Copies, and ops on shapes and indices. Providers leave them on the CPU on purpose, as it needs their few numbers.
+# Operators on shapes and indices, and copies. Providers leave them on the CPU on purpose: the results are a
+# few numbers, which the CPU needs.
 _SHAPE_OPS = {"Shape", "Size", "Constant", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Pow"}
 _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """An execution provider: names, package, options, and limitations.
+    """Execution provider of ONNX Runtime: names, package, options and limitations.
 
     Attributes:
-        name: name that users give.
-        execution_provider: name in ONNX Runtime.
+        name: name of the provider in this project, such as `cuda`.
+        execution_provider: name of the provider in ONNX Runtime, such as `CUDAExecutionProvider`.
         package: package that contains the provider.
-        options: options of sessions.
-        memory_device: ONNX Runtime's name for the memory of values; decoders use the device layout unless it is `cpu`.
-        supports_views: whether a value may be a view into another value's memory.
-        basic_ops_only: whether graphs must avoid ops for attention, and float16 on some devices.
-        is_plugin: whether the library is a module of the package and must be registered with onnxruntime.
-        extra_library: library from further packages that convolutions need.
-        cpu_only_graphs: graphs that run on the CPU, once per image, because the provider lacks some of their ops.
-        rounds_to_bfloat16: whether matmuls round to bfloat16, which images tolerate and sampled tokens do not.
+        options: provider options of sessions.
+        memory_device: name of the provider's memory in ONNX Runtime. Decoders use the device layout unless it is `cpu`.
+        supports_views: whether a tensor may be a view into the memory of another tensor.
+        basic_ops_only: whether graphs must avoid the operators for attention, and float16 on some devices.
+        is_plugin: whether the provider is a separate library, which must be registered with onnxruntime.
+        extra_library: name of a library that convolutions need and that another package contains; "": none.
+        cpu_only_graphs: roles of graphs that run on the CPU because the provider lacks some of their operators.
+        rounds_to_bfloat16: whether matmuls round to bfloat16. This is accurate enough for the VQ decoder, but not for
+            decoders, as other tokens would be sampled.
         graph_capture_options: additional options for recording passes as graphs; empty if the provider cannot record.
-        max_captured_graphs: maximum number of recordings per graph.
+        max_captured_graphs: maximum number of recorded passes per session.
     """
 
     name: str
@@ -61,8 +63,8 @@ class Provider(NamedTuple):
     max_captured_graphs: int = 0
 
 
-# `cudaStreamPerThread`, a default stream for each thread: work that a thread submits to any session runs in that order,
-# so only reads wait. A thread waits for its work before it releases `get_device_lock`.
+# `cudaStreamPerThread`: each thread has a default stream. The work that a thread submits to any session runs in the
+# order of submission, so only reads have to wait. A thread waits for its work before it releases `get_device_lock`.
 CUDA_STREAM = 2
 _ALL = (
     Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),
@@ -113,21 +115,26 @@ _ALL = (
 PROVIDERS = {provider.name: provider for provider in _ALL}
 DEVICE_LOCKS = {name: threading.RLock() for name in PROVIDERS}
 IMAGE_DECODER = "vq_decoder"
-_SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may have another provider
+_SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may have another provider than the target
 
 
 class ProviderChoice(NamedTuple):
-    """Names of providers: `graph_providers` for single graphs, `main_provider` for all others."""
+    """Choice of an execution provider for each graph of a bundle.
+
+    Attributes:
+        main_provider: name of the provider of all graphs that are not in `graph_providers`.
+        graph_providers: names of providers by role of the graph.
+    """
 
     main_provider: str = AUTO
     graph_providers: Mapping[str, str] = MappingProxyType({})
 
     def provider_for(self, role: str) -> str:
-        """Return the name of the requested provider of a graph."""
+        """Return the name of the provider for the graph `role`, such as `target`."""
         return self.graph_providers.get(role, self.main_provider)
 
     def __str__(self) -> str:
-        """Return the names in the format that `parse` reads."""
+        """Format the choice as text that `parse` reads, such as `cuda,vq_decoder=cpu`."""
         return ",".join([self.main_provider, *(f"{role}={name}" for role, name in self.graph_providers.items())])
 
     @classmethod
@@ -135,16 +142,17 @@ class ProviderChoice(NamedTuple):
         """Parse names of providers.
 
         Args:
-            names: `NAME` for all graphs and `GRAPH=NAME` for a single graph, in a sequence or separated by commas.
+            names: items in a sequence, or separated by commas. An item is `NAME` for all graphs or `GRAPH=NAME` for a
+                single graph, such as `vq_decoder=cpu`.
 
         Raises:
-            EngineError: a name is unknown or given twice, or a graph cannot have the provider.
+            EngineError: a provider or graph is unknown, a graph has two providers, or a graph cannot have the provider.
         """
         graph_providers: dict[str, str] = {}
         for item in names.split(",") if isinstance(names, str) else names:
             role, equals, name = item.strip().rpartition("=")
             if equals and role not in _SEPARATE_ROLES:
-                remedy = "all others run on one provider, NAME"
+                remedy = "all other graphs run on one provider, given as NAME"
                 raise _make_provider_error(
                     found=f"graph {format_value(role)}", expected=" or ".join(_SEPARATE_ROLES), remedy=remedy
                 )
@@ -158,32 +166,34 @@ class ProviderChoice(NamedTuple):
                     f"{name} rounds to bfloat16", found=f"{name} for {role or 'all graphs'}", remedy=remedy
                 )
             graph_providers[role] = name
-        return cls(graph_providers.pop("", AUTO), graph_providers)
+        return cls(graph_providers.pop("", AUTO), graph_providers)  # the key "" stands for all graphs
 
 
-ON_CPU = ProviderChoice(DEFAULT_PROVIDER)
+ON_CPU = ProviderChoice(DEFAULT_PROVIDER)  # all graphs on the CPU
 
 
 def _make_provider_error(problem: str = "", **fields: str) -> EngineError:
     return EngineError(problem, field="provider", **fields)
 
 
-_registered: set[tuple[Any, str]] = set()  # pairs of an onnxruntime module and the name of a registered plugin's module
+# Registered plugins: the onnxruntime module, and the name of the module that contains the plugin.
+_registered: set[tuple[Any, str]] = set()
 _lock = threading.Lock()
 
 
 def find_provider(name: str, runtime: Any) -> Provider:
-    """Return a provider by its name.
+    """Return a provider by name, after checking that ONNX Runtime can use it.
 
     Args:
-        name: name that users give.
+        name: name of the provider, a key of `PROVIDERS`.
         runtime: the onnxruntime module.
 
     Raises:
-        EngineError: the name is unknown, or `runtime` does not have the provider or a device for it, or has CUDA as
-            well, whose memory ONNX Runtime then takes for that of every other GPU provider.
+        EngineError: the name is unknown, or ONNX Runtime does not have the provider or a device for it. Also raised
+            for a GPU provider other than CUDA if `runtime` includes CUDA.
     """
     provider = _look_up_provider(name)
+    # If ONNX Runtime includes CUDA, it takes the memory of every other GPU provider for CUDA memory.
     if provider.is_plugin and provider.memory_device != "cpu" and _has_cuda(runtime):
         raise EngineError(
             field=f"provider {name}",
@@ -192,7 +202,7 @@ def find_provider(name: str, runtime: Any) -> Provider:
             remedy="use provider cuda, or install onnxruntime in place of onnxruntime-gpu",
         )
     if provider.is_plugin and not find_plugin_devices(provider, runtime):
-        problem = "ONNX Runtime finds no device that it runs on"
+        problem = "ONNX Runtime finds no device for this provider"
         raise EngineError(problem, field=f"provider {name}", remedy="install its driver")
     if not provider.is_plugin and provider.execution_provider not in runtime.get_available_providers():
         raise EngineError(
@@ -205,12 +215,18 @@ def find_provider(name: str, runtime: Any) -> Provider:
 
 
 def detect_provider(runtime: Any) -> str:
-    """Return the name of the first GPU provider whose package is installed and that finds a GPU, otherwise `cpu`.
+    """Return the name of a GPU provider that is installed and finds a GPU, otherwise `cpu`.
 
-    Raises: EngineError: the library of an installed plugin does not load.
+    If several providers qualify, the first in the order of `PROVIDERS` is returned.
+
+    Args:
+        runtime: the onnxruntime module.
+
+    Raises:
+        EngineError: the library of an installed plugin does not load.
     """
     for provider in _ALL:
-        is_installed = provider.memory_device != "cpu" and installed_distributions(provider.package.partition("[")[0])
+        is_installed = provider.memory_device != "cpu" and list_installed_packages(provider.package.partition("[")[0])
         if not is_installed or (provider.is_plugin and _has_cuda(runtime)):
             continue
         if find_plugin_devices(provider, runtime) if provider.is_plugin else find_gpu():
@@ -229,9 +245,14 @@ def _look_up_provider(name: str) -> Provider:
 
 
 def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
-    """Return the devices of a plugin after registering it, if necessary.
+    """Return the devices on which a plugin can run. The plugin is registered with onnxruntime first if necessary.
 
-    Raises: EngineError: the plugin is not installed, or its library does not load.
+    Args:
+        provider: provider that is a plugin.
+        runtime: the onnxruntime module.
+
+    Raises:
+        EngineError: the plugin is not installed, or its library does not load.
     """
     field = f"provider {provider.name}"
     module = provider.package.replace("-", "_")
@@ -253,19 +274,21 @@ def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
 
 
 def get_device_lock(provider: str) -> AbstractContextManager[object]:
-    """Return the lock that a thread holds while it uses a provider's device; providers in host memory need none.
+    """Return the lock that a thread must hold while it uses the device of a provider.
 
-    The lock is necessary because any other allocation fails while CUDA records a pass.
+    The lock is necessary because allocations by other threads fail while CUDA records a pass. Providers that use the
+    memory of the host need no lock, and get a context manager that does nothing.
     """
     return nullcontext() if PROVIDERS[provider].memory_device == "cpu" else DEVICE_LOCKS[provider]
 
 
 def check_node_assignment(graph_label: object, provider: Provider, session: Any) -> None:
-    """Check that a provider runs all nodes of a session's graph except shape arithmetic.
+    """Check that a provider runs all nodes of a graph except operators on shapes and indices.
 
     Args:
-        graph_label: graph file or description, for the error.
-        session: the session, with recorded assignments of nodes.
+        graph_label: graph file, or a description of the graph, for the error.
+        provider: provider that must run the nodes.
+        session: ONNX Runtime session of the graph, which has recorded the assignment of nodes to providers.
 
     Raises:
         EngineError: the provider did not load, or ONNX Runtime assigned nodes to another provider.

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: names, types and shapes of all tensors of a graph are checked when it is loaded."""
+"""ONNX Runtime sessions. When a graph is loaded, the names, types and shapes of its tensors are checked."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from .providers import (
 _TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64", "uint8")} | {
     "tensor(float)": "float32"
 }
-# Microseconds that a thread waits for the next operator before it sleeps. Waking a thread takes about as long as an
-# operator of a small model: with threads that sleep at once, forward passes of `scenes` took 2.1 ms instead of 1.35 ms
-# and more processor time. Threads that spin for longer, as they do by default, slow down other programs.
+# Time in microseconds that a thread waits (spins) for the next operator before it sleeps. Waking a thread takes
+# about as long as an operator of a small model. With threads that sleep at once, passes of the model `scenes` took
+# 2.1 ms instead of 1.35 ms, and more processor time. Threads that spin longer, as by default, slow down other programs.
 SPIN_MICROSECONDS = 10
-RUNS_BEFORE_RECORDING = 2  # runs of a bound graph on a thread before it is recorded
+RUNS_BEFORE_RECORDING = 2  # number of runs of a bound graph on a thread before the pass is recorded
 _NO_RECORDING = -1  # graph id of forward passes that are run op by op
-# Exceptions of ONNX Runtime that mean a damaged file; all others mean a graph that ONNX Runtime cannot run.
+# Names of exceptions that ONNX Runtime raises for a damaged file. Others mean that it cannot run the graph.
 _DAMAGED_FILE_ERRORS = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
-# Keys are words of ONNX Runtime's messages.
+# Remedies for errors by a word in the message of ONNX Runtime.
 _REMEDY_OF_WORD = {"bad_alloc": "close other programs, there is too little memory", "procfs": "mount /proc"}
-_open_sessions = weakref.WeakSet[Any]()
+_open_sessions = weakref.WeakSet[Any]()  # for `_keep_sessions_after_fork`
 
 
 class GraphSession:
-    """A loaded graph; `run` may be called from several threads at once.
+    """Graph that is loaded in an ONNX Runtime session. Several threads may call `run` at once.
 
     Args:
-        path: graph file, in the folder of its weights.
-        inputs: all expected inputs.
-        outputs: expected outputs; the graph may have more.
+        path: path of the graph file, which is in the same folder as its weights.
+        inputs: declarations of all inputs.
+        outputs: declarations of the outputs to return; the graph may have further outputs.
         threads: number of threads; None: one per core.
         provider: name of the execution provider.
-        model_bytes: serialized graph to run instead of the file's, with the same weights.
+        model_bytes: serialized graph to run instead of the graph in the file; it reads the same weights.
         allow_graph_capture: whether passes may be recorded as graphs, if the provider supports it.
 
     Raises:
         EngineError: the provider cannot run the graph.
-        BundleError: the file is damaged, or its tensors differ from the expected tensors.
+        BundleError: the file is damaged, or a tensor differs from its declaration.
     """
 
     def __init__(
@@ -84,24 +84,30 @@ class GraphSession:
             )
         with convert_read_errors(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: dict[str, type[np.generic]] = {}
-            for kind, tensors, expected in (
+            for direction, tensors, expected in (
                 ("input", self.session.get_inputs(), inputs),
                 ("output", self.session.get_outputs(), outputs),
             ):
                 actual = {tensor.name: (_TYPES.get(tensor.type, tensor.type), tensor.shape) for tensor in tensors}
-                make_error = partial(self._make_tensor_error, kind, "the graph is not the one bundle.json describes")
-                self.dtypes |= check_graph_tensors(actual, expected, make_error, reject_undeclared=kind == "input")
+                make_error = partial(self._make_tensor_error, direction, "the graph differs from bundle.json")
+                self.dtypes |= check_graph_tensors(actual, expected, make_error, reject_undeclared=direction == "input")
         self.inputs = inputs
         self.outputs = outputs
         self._graph_ids = iter(range(1, 1 + PROVIDERS[provider].max_captured_graphs))
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph and return its outputs in the declared order. Contiguous inputs are read in place."""
+        """Run the graph on inputs by name, and return the outputs in the declared order.
+
+        Contiguous inputs are not copied.
+        """
         return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
     def run_and_check(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph and check the outputs. Raises: BundleError: an output does not have its declared shape."""
+        """Run the graph like `run`, and check the shapes of the outputs.
+
+        Raises: BundleError: an output does not have its declared shape.
+        """
         outputs = self.run(feeds)
         for tensor, array in zip(self.outputs, outputs, strict=True):
             if not tensor.matches_shape(array.shape):
@@ -112,14 +118,15 @@ class GraphSession:
         """Return the error for an output of the wrong shape.
 
         Args:
+            name: name of the output.
             actual: shape of the output.
             expected: declaration or description of the expected shape.
         """
         remedy = "the graph is damaged, export the bundle again"
         return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
-    def _make_tensor_error(self, kind: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
-        return BundleError(field=f"{self.path}: {kind} `{name}`", found=actual, expected=expected, remedy=remedy)
+    def _make_tensor_error(self, direction: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
+        return BundleError(field=f"{self.path}: {direction} `{name}`", found=actual, expected=expected, remedy=remedy)
 
     def bind_tensors(
         self, values: Mapping[str, Any], capture_graph: bool = False, wait: bool = False
@@ -128,9 +135,9 @@ class GraphSession:
 
         Args:
             values: inputs and outputs by name.
-            capture_graph: whether to record the pass as a graph, within the provider's `max_captured_graphs`, after
-                `RUNS_BEFORE_RECORDING` runs of a thread.
-            wait: whether a run waits for the device, while other threads of Python go on.
+            capture_graph: whether to record the pass, such as in a CUDA graph, after `RUNS_BEFORE_RECORDING` runs of a
+                thread. A session records at most `max_captured_graphs` passes.
+            wait: whether a run waits until the device is done; other Python threads can run meanwhile.
         """
         values = {
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
@@ -151,14 +158,15 @@ class GraphSession:
                 else:
                     bind_value(name, value)
         graph_id = next(self._graph_ids, None) if capture_graph else None
-        plain = make_run_options(_NO_RECORDING, wait)
-        recorded = plain if graph_id is None else make_run_options(graph_id, wait)
-        thread = threading.local()  # cuDNN plans attention once for each thread, and not while a pass is recorded
-        bound = (binding, values)  # `run` refers to it, which keeps the values' memory
+        without_recording = make_run_options(_NO_RECORDING, wait)
+        with_recording = without_recording if graph_id is None else make_run_options(graph_id, wait)
+        # Runs are counted per thread: cuDNN plans attention once in each thread, but not while a pass is recorded.
+        thread = threading.local()
+        bound = (binding, values)  # `run` refers to this tuple, so the memory of the values is not released
 
         def run() -> None:
             thread.runs = getattr(thread, "runs", 0) + 1
-            options = recorded if thread.runs > RUNS_BEFORE_RECORDING else plain
+            options = with_recording if thread.runs > RUNS_BEFORE_RECORDING else without_recording
             self._call_session(self.session.run_with_iobinding, bound[0], options)
 
         if graph_id is not None:
@@ -177,7 +185,12 @@ class GraphSession:
 
 
 def make_run_options(graph_id: int = _NO_RECORDING, wait: bool = False) -> Any:
-    """Return options of a run that is recorded as graph number `graph_id`, and waits for the device if asked to."""
+    """Return the `RunOptions` of a run.
+
+    Args:
+        graph_id: number under which the pass is recorded, and later replayed; -1: without recording.
+        wait: whether the run waits until the device is done.
+    """
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
@@ -191,14 +204,14 @@ def open_session(
     providers: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Open an ONNX Runtime session that logs nothing. Raises: the exceptions of ONNX Runtime.
+    """Open an ONNX Runtime session that logs nothing. Exceptions of ONNX Runtime are not converted.
 
     Args:
         source: path of the graph, or the serialized graph.
-        threads: number of threads within an operator.
+        threads: number of threads that run an operator.
         configure_options: function that changes the `SessionOptions`.
-        providers: execution providers as for `InferenceSession`; None: the CPU. Empty if `configure_options` adds
-            providers.
+        providers: execution providers as for `InferenceSession`; None: the CPU. An empty list: `configure_options` adds
+            the providers.
         arguments: further arguments of `InferenceSession`.
     """
     runtime = import_onnxruntime()
@@ -214,9 +227,12 @@ def open_session(
 
 
 def _keep_sessions_after_fork() -> None:
-    """Keep inherited sessions in a forked process: freeing them would wait for threads that do not exist there."""
+    """Keep the sessions of the parent process alive in a forked process.
+
+    Freeing a session waits for its threads, which do not exist in the forked process.
+    """
     for session in _open_sessions:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # any other reference is dropped at exit
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # at exit, Python drops all other references
 
 
 if hasattr(os, "register_at_fork"):
@@ -230,11 +246,11 @@ def load_session(
     weights_folder: Path | None = None,
     allow_graph_capture: bool = False,
 ) -> Any:
-    """Load a graph on a provider, checking that the provider runs all of it.
+    """Load a graph on a provider, and check that the provider runs the whole graph.
 
     Args:
         source: path of the graph, or the serialized graph.
-        threads: number of threads within an operator.
+        threads: number of threads that run an operator.
         provider: name of the execution provider.
         weights_folder: folder of the weights of a serialized graph.
         allow_graph_capture: whether passes may be recorded as graphs.
@@ -245,9 +261,9 @@ def load_session(
     """
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
-    if (
-        chosen.extra_library
-    ):  # The system does not search the packages of CUDA and cuDNN. `check_node_assignment` reports failures.
+    # The dynamic linker does not find the libraries in the packages of CUDA and cuDNN, so they are loaded here. If this
+    # fails, `check_node_assignment` raises an error.
+    if chosen.extra_library:
         with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
     provider_options = {**chosen.options, **(chosen.graph_capture_options if allow_graph_capture else {})}
@@ -258,7 +274,7 @@ def load_session(
     def configure_options(options: Any) -> None:
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
-        options.add_session_config_entry("session.force_spinning_stop", "1")  # for old releases without the entry above
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # for releases that ignore the entry above
         on_device = str(int(provider != DEFAULT_PROVIDER))
         options.add_session_config_entry("session.record_ep_graph_assignment_info", on_device)
         if weights_folder is not None:
@@ -291,7 +307,7 @@ def load_session(
 
 
 def check_provider(name: str) -> None:
-    """Run a convolution on a provider, so that a provider without convolutions fails before an image is generated.
+    """Check that a provider can run a convolution. Otherwise only the VQ decoder would fail, after generation.
 
     Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
     """

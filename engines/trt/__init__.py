@@ -1,1 +1,1 @@
-"""Building and running TensorRT engines."""
+"""TensorRT backend: building, loading and running of TensorRT engines."""

@@ -1,4 +1,4 @@
-"""Load engine folders of TensorRT and TensorRT-RTX through the API that both libraries share."""
+"""Loader of engine folders, for TensorRT and TensorRT-RTX, whose Python API is largely the same."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .builder import import_library
 from .engine import TensorRTEngine, TensorRTFunction
 from .executable import KernelCache, TensorRTExecutable
 
-MEMORY = "cuda"  # ONNX Runtime provider that allocates the memory of TensorRT engines
+MEMORY = "cuda"  # execution provider of ONNX Runtime that allocates the device memory for TensorRT engines
 
 
 class TensorRTGraphLoader(OrtGraphLoader):
-    """Loads TensorRT engines on the first GPU, and graphs without an engine on the CPU.
+    """Loader of TensorRT engines on the first GPU, and of graphs without an engine on the CPU.
 
     Args:
         library: module `tensorrt` or `tensorrt_rtx`.
         bundle: bundle that the engines were built from.
-        folder: checked engine folder.
-        threads: number of threads of graphs on the CPU.
+        folder: engine folder that has been checked by `check_compatibility`.
+        threads: number of threads per graph on the CPU.
 
     Raises:
         EngineError: ONNX Runtime cannot allocate memory on the GPU.
@@ -41,9 +41,9 @@ class TensorRTGraphLoader(OrtGraphLoader):
         self._library = library
         self._gpu = OrtDevice(MEMORY)
         self._folder = folder
-        self._gpu.zeros((1,), "float32")  # raises if the provider cannot be loaded
+        self._gpu.zeros((1,), "float32")  # raises now if the provider cannot be loaded
         self._kernels = KernelCache(folder)
-        weakref.finalize(self, self._kernels.save)  # TensorRT-RTX compiles kernels while engines run
+        weakref.finalize(self, self._kernels.save)  # at the end, as TensorRT-RTX compiles kernels while engines run
 
     def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         return TensorRTEngine(self._load_executable(role), spec, code_embeddings, self._gpu)
@@ -64,14 +64,15 @@ class TensorRTGraphLoader(OrtGraphLoader):
 
 
 def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
-    """Check an engine folder and prepare the first GPU for its engines.
+    """Check that an engine folder fits a bundle and the GPU of this host, and return a loader of its engines.
 
     Args:
         bundle: bundle that the engines must have been built from.
-        threads: number of threads of graphs on the CPU.
+        folder: engine folder.
+        threads: number of threads per graph on the CPU.
 
     Raises:
-        EngineError: the engines do not fit the bundle, library or GPU, or were altered.
+        EngineError: the engines do not fit the bundle, library version or GPU, or were altered.
     """
     built = folder.manifest
     library = import_library(built.backend)

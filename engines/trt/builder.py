@@ -1,7 +1,7 @@
-"""Build TensorRT engines with Polygraphy from graph files and bounds of their inputs' shapes.
+"""Build TensorRT engines with Polygraphy, from ONNX files and bounds of the shapes of their inputs.
 
-Networks are strongly typed: every tensor has the type that the graph gives it, so the exporter chooses the precision.
-Attention is decomposed where no fused kernel supports it, so that a graph can be built for any GPU.
+Networks are strongly typed: TensorRT computes in the types of the ONNX graph, so the exporter chooses the precision.
+Where no fused kernel supports an Attention operator, TensorRT decomposes it, so that a graph can be built for any GPU.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ from ..profiles import BACKENDS, RTX, ShapeProfile, count_profile_columns
 from .executable import format_first_error
 
 Shape = tuple[int, ...]
-Bounds = tuple[Shape, Shape, Shape]  # smallest, optimal, largest
-Inputs = dict[str, Bounds]  # bounds of a graph's inputs by name, for one profile
-MODULES = {name: name.replace("-", "_") for name in BACKENDS}
+Bounds = tuple[Shape, Shape, Shape]  # smallest shape, shape that TensorRT optimizes for, largest shape
+Inputs = dict[str, Bounds]  # bounds of the inputs of a graph by name, for one optimization profile
+MODULES = {name: name.replace("-", "_") for name in BACKENDS}  # names of Python modules by backend
 
 
 def import_library(backend: str, module: str | None = None) -> Any:
-    """Return the module of a backend, or `module`, which the same extra installs.
+    """Import the Python module of a backend.
 
-    Raises: EngineError: it cannot be imported.
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`, which is also the extra to recommend in the error.
+        module: name of another module of the same extra to import, such as `polygraphy`; None: the backend's module.
+
+    Raises:
+        EngineError: the module cannot be imported.
     """
     module = module or MODULES[backend]
     try:
         library = importlib.import_module(module)
-        _ = library.__version__  # missing if Python imported a mere folder of that name
+        _ = library.__version__  # missing if Python imported a folder of that name
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         problem = f"{module} cannot be imported ({format_error(error, 200)})"
         raise EngineError(problem, remedy=f"install it with `{install_command(backend)}`") from error
@@ -49,14 +54,22 @@ def import_library(backend: str, module: str | None = None) -> Any:
 
 
 def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
-    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules.
+    """Set up Polygraphy for a backend, and silence its log.
+
+    Returns:
+        A function that imports a module of Polygraphy by name, such as `backend.trt`.
 
     Raises: EngineError: Polygraphy is not installed, or this process already uses it with the other library.
     """
+    # Polygraphy reads the variable once, when it is first imported.
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(backend == RTX))
     package = import_library(backend, "polygraphy")
     if (backend == RTX) != package.config.USE_TENSORRT_RTX:
-        raise EngineError("is in use with another library", field="polygraphy", remedy="start a new process")
+        raise EngineError(
+            "this process already uses Polygraphy with another library",
+            field="polygraphy",
+            remedy="start a new process",
+        )
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
     logger.use_python_logging_system = True
     logger.colors = False
@@ -68,15 +81,17 @@ def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
 def write_device_graph(
     bundle: Bundle, role: str, profiles: Sequence[ShapeProfile], folder: Path
 ) -> list[Inputs] | None:
-    """Write the graph of a TensorRT engine as `<role>.onnx`, and link its weights.
+    """Write the ONNX graph of a TensorRT engine as `<role>.onnx`, and a link to the weights in the bundle.
 
     Args:
         bundle: bundle with the graph.
         role: `target`, `drafter` or `vq_decoder`.
+        profiles: optimization profiles of the engine.
+        folder: engine folder to write to.
 
     Returns:
-        Bounds of the inputs for each profile; None for VQ decoders of several image sizes or in int8, which run on the
-        CPU.
+        Bounds of the inputs for each profile. None for a VQ decoder of several image sizes or in int8, for which no
+        graph is written, as it runs on the CPU.
     """
     manifest = bundle.manifest
     path = bundle.path(role)
@@ -88,8 +103,9 @@ def write_device_graph(
             path, spec, role == "drafter", manifest.target.dtype, capacity=capacity, max_nodes=entries
         )
         if role == "target":
-            prefixes = entries * max(profile.rows[2] for profile in profiles)
-            entries = max(manifest.num_embeddings, prefixes)
+            # The input `embeddings` is the table of token embeddings or, for a prefix, has an entry per node and row.
+            prefix_entries = entries * max(profile.rows[2] for profile in profiles)
+            entries = max(manifest.num_embeddings, prefix_entries)
     elif manifest.sizes or manifest.vq_precision == "int8":
         return None
     else:
@@ -108,12 +124,13 @@ def write_device_graph(
 def make_shape_bounds(
     tensor_name: str, shape: Sequence[int | str | None], profile: ShapeProfile, max_entries: int
 ) -> Bounds:
-    """Return the smallest, optimal and largest shape of a graph's input for a profile.
+    """Return the smallest, optimal and largest shape of an input of a graph for an optimization profile.
 
     Args:
-        shape: declared sizes; integers are fixed.
+        tensor_name: name of the input.
+        shape: declared size of each axis; integers are fixed sizes.
         profile: ranges of rows, nodes and columns.
-        max_entries: maximum number of rows of `embeddings`, or of slots of `hidden`.
+        max_entries: maximum size of the first axis of `embeddings`, or of the second axis of `hidden`.
     """
     table_sizes: Shape = (1, max_entries, max_entries)
     axes: list[Shape] | None = {"embeddings": [table_sizes], "hidden": [(1, *profile.rows[1:]), table_sizes]}.get(
@@ -122,7 +139,7 @@ def make_shape_bounds(
     if axes is None:
         axes = [profile.rows, profile.nodes, tuple(size // MASK_WORD_BITS for size in profile.columns)]
     low, best, high = (
-        tuple(size if isinstance(size, int) else axes[i][which] for i, size in enumerate(shape)) for which in range(3)
+        tuple(size if isinstance(size, int) else axes[i][bound] for i, size in enumerate(shape)) for bound in range(3)
     )
     return low, best, high
 
@@ -130,15 +147,17 @@ def make_shape_bounds(
 def build_engine_file(
     backend: str, graph: Path, profile_bounds: Sequence[Inputs], compute_capabilities: Sequence[str], progress: Progress
 ) -> Path:
-    """Build a TensorRT engine of a graph file and write it to the same folder.
+    """Build a TensorRT engine from an ONNX file, and write it to the same folder.
 
     Args:
-        graph: ONNX file.
-        profile_bounds: bounds of the inputs for each profile.
-        compute_capabilities: compute capabilities to build for; only TensorRT-RTX reads them.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        graph: path of the ONNX file.
+        profile_bounds: bounds of the inputs for each optimization profile.
+        compute_capabilities: compute capabilities to build for; only TensorRT-RTX uses them.
+        progress: progress callback.
 
     Returns:
-        The file of the engine.
+        The path of the engine.
 
     Raises:
         EngineError: the library rejects the graph.
@@ -149,7 +168,7 @@ def build_engine_file(
     trt = polygraphy("backend.trt")
     errors = _ErrorCollector()
     timings = None
-    if backend != RTX:  # TensorRT-RTX does not time kernels
+    if backend != RTX:  # TensorRT-RTX does not time kernels during builds
         timings = timing_cache_path(library.__version__)
     monitor = make_progress_monitor(library, f"building {graph.stem}", progress)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
@@ -167,7 +186,7 @@ def build_engine_file(
         config = polygraphy("backend.tensorrt_rtx").CreateConfigRTX(compute_capabilities=capabilities, **options)
     else:
         config = trt.CreateConfig(**options)
-    tf32 = library.BuilderFlag.TF32  # cleared: it would round the operands of float32 matmuls
+    tf32 = library.BuilderFlag.TF32  # cleared, as TF32 would round the operands of float32 matmuls
     config = trt.PostprocessConfig(config, lambda builder, network, config: config.clear_flag(tf32))
     network = trt.SetDecomposableAttentions(trt.NetworkFromOnnxPath(str(graph)))
     logging.getLogger("Polygraphy").addFilter(errors)
@@ -190,7 +209,10 @@ def build_engine_file(
 
 
 def timing_cache_path(library_version: str) -> str | None:
-    """Return the file with times of kernels on this GPU, which Polygraphy locks; None: there is no cache folder."""
+    """Return the path of the timing cache, in which TensorRT keeps the measured times of kernels on this GPU.
+
+    Polygraphy locks the file, so that several builds may use it. None: there is no cache folder.
+    """
     gpu = find_gpu()
     with suppress(OutputError, OSError):
         folder = cache_folder() / "timings"
@@ -207,15 +229,18 @@ def format_build_commands(
     compute_capabilities: Sequence[str],
     folder: Path,
 ) -> list[str]:
-    """Return two command lines that build the TensorRT engine of a graph.
+    """Return two shell commands that build the TensorRT engine of a graph.
 
-    The first uses Polygraphy, which then compares the engine with ONNX Runtime on this host. It reads weights from the
-    bundle, since ONNX Runtime follows no links to them. The second uses the builder program of the library.
+    The first command builds with Polygraphy, and then compares outputs of the engine with ONNX Runtime on this host.
+    The command reads the weights from the bundle, because ONNX Runtime does not follow links to weights. The second
+    command builds with the program `trtexec` or `tensorrt_rtx` of the library.
 
     Args:
+        backend: `tensorrt` or `tensorrt-rtx`.
         bundle: bundle with the weights.
-        profile_bounds: bounds of the inputs for each profile.
-        compute_capabilities: compute capabilities to build for; only TensorRT-RTX reads them.
+        role: `target`, `drafter` or `vq_decoder`.
+        profile_bounds: bounds of the inputs for each optimization profile.
+        compute_capabilities: compute capabilities to build for; only TensorRT-RTX uses them.
         folder: folder with the graph, `<role>.onnx`.
     """
     graph = folder / f"{role}.onnx"
@@ -240,7 +265,7 @@ def format_build_commands(
 
 
 class _ErrorCollector(logging.Filter):
-    """Filter that collects logged errors for an EngineError, and lets nothing be printed."""
+    """Logging filter that collects error messages for an `EngineError`, and suppresses all output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,13 +278,18 @@ class _ErrorCollector(logging.Filter):
 
 
 def make_progress_monitor(library: Any, description: str, progress: Progress) -> Any:
-    """Return a progress monitor that reports the two outermost levels of phases, and stops the build on Ctrl-C.
+    """Return a monitor that reports the progress of a build, and stops the build on Ctrl-C.
+
+    Only the two outermost levels of build phases are reported.
 
     Args:
         library: module `tensorrt` or `tensorrt_rtx`.
+        description: description of the build, for the progress callback.
+        progress: progress callback.
 
     Returns:
-        The monitor. If Ctrl-C stopped the build, its `interrupted` is true: an exception must not cross the library.
+        The monitor. Its attribute `interrupted` is True if Ctrl-C stopped the build. It replaces KeyboardInterrupt,
+        because an exception must not pass through the library.
     """
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]

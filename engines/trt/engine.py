@@ -1,4 +1,4 @@
-"""TensorRT engines of target and drafter, and functions of other graphs."""
+"""Decoder engines and graph functions that run TensorRT engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from .executable import TensorRTExecutable
 
 
 class TensorRTEngine(DeviceEngine):
-    """Target or drafter that runs as a TensorRT engine. All caches have as many columns as the engine was built for."""
+    """Decoder engine that runs a TensorRT engine. Every cache has the number of columns that the engine was built for.
+
+    Args:
+        executable: loaded TensorRT engine.
+        spec: sizes of the decoder.
+        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
+        device: device that allocates memory and samples tokens.
+    """
 
     def __init__(
         self,
@@ -37,7 +44,8 @@ class TensorRTEngine(DeviceEngine):
 
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         self._executable.check_profile_size("rows", rows)
-        # The columns of the largest pass come last, and no later pass reads them.
+        # The profile may have fewer columns than the capacity: the nodes of the last pass come last, and no later pass
+        # reads their columns.
         self._executable.check_profile_size("columns", capacity - self._max_nodes() - 2)
         return DeviceCache(self._pool, rows, capacity, self._columns)
 
@@ -48,6 +56,7 @@ class TensorRTEngine(DeviceEngine):
             ("columns", cache.count_attended_columns(num_nodes)),
         ):
             self._executable.check_profile_size(name, size)
+        # Padding nodes, too, must fit the profile and the columns after the longest row.
         return min(
             padded_node_count(num_nodes), self._max_nodes(), cache.num_columns - int(cache.lengths.max(initial=0))
         )
@@ -57,9 +66,15 @@ class TensorRTEngine(DeviceEngine):
 
 
 class TensorRTFunction:
-    """Function of a graph over batch rows, such as the VQ decoder, that runs as a TensorRT engine.
+    """Function that runs the TensorRT engine of a graph without a KV cache, such as the VQ decoder.
 
-    More rows than the engine was built for run in several calls.
+    If a call has more rows than the engine was built for, the engine runs several times.
+
+    Args:
+        executable: loaded TensorRT engine.
+        inputs: declarations of the inputs.
+        outputs: declarations of the outputs.
+        device: device that allocates memory.
     """
 
     def __init__(
@@ -75,7 +90,7 @@ class TensorRTFunction:
         self._device = device
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Return the outputs in their declared order."""
+        """Run the engine on inputs by name, and return the outputs in the declared order."""
         max_rows = self._executable.profiles[0].rows[2]
         results: list[list[Array]] = []
         with self._device.lock:  # while another engine records a CUDA graph, nothing else may allocate memory

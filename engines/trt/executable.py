@@ -1,8 +1,8 @@
 """Load, check and run a TensorRT or TensorRT-RTX engine on device memory.
 
-Each profile has an execution context, made at its first run. Runs are queued on ONNX Runtime's CUDA stream, in order
-with ONNX Runtime's work. TensorRT-RTX records passes as CUDA graphs when their shapes recur. TensorRT records none:
-each shape would need an execution context.
+Each optimization profile has an execution context, which is made at the first run. Runs are queued on the CUDA stream
+of ONNX Runtime, so that they run in order with the work of ONNX Runtime. TensorRT-RTX records passes as CUDA graphs
+when their shapes recur. With TensorRT, passes are not recorded, as each shape would need an execution context.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from ..gpu import find_gpu
 from ..ort.providers import CUDA_STREAM
 from ..profiles import ShapeProfile
 
-_MAX_CACHE_BYTES = 1 << 30
+_MAX_CACHE_BYTES = 1 << 30  # maximum size of a file with compiled kernels
 
 
 def make_logger(library: Any, errors: list[str]) -> Any:
-    """Return a logger of the library that prints nothing and appends errors to `errors`.
+    """Return a TensorRT logger that prints nothing, and appends error messages to `errors`.
 
-    The logger has no attributes: builds of TensorRT-RTX 1.7 hung in 3 of 4 runs if it had any.
+    The logger has no attributes, because builds of TensorRT-RTX 1.7 hung in 3 of 4 runs with a logger that had some.
+
+    Args:
+        library: module `tensorrt` or `tensorrt_rtx`.
+        errors: list that receives the messages.
     """
     severities = (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR)
 
@@ -44,17 +48,18 @@ def make_logger(library: Any, errors: list[str]) -> Any:
 
 
 def format_first_error(errors: Sequence[str]) -> str:
-    """Return the first error as one line, because later errors are usually its consequences."""
+    """Return the first error message as one line. Later errors are usually consequences of the first error."""
     return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
 
 class KernelCache:
-    """Kernels that TensorRT-RTX compiles while engines run, stored in the user's cache folder for each GPU.
+    """Cache of the kernels that TensorRT-RTX compiles while engines run, stored in the user's cache folder.
 
-    TensorRT compiles kernels only during builds.
+    There is a file for each engine folder and GPU. TensorRT does not use the cache, as it compiles kernels only during
+    builds.
 
     Args:
-        folder: engine folder, whose kernels share one file; None: do not store kernels.
+        folder: engine folder whose kernels are stored; None: do not store kernels.
     """
 
     def __init__(self, folder: EngineFolder | None) -> None:
@@ -64,17 +69,21 @@ class KernelCache:
             name = hashlib.blake2b(
                 f"{folder.manifest.model_dump_json()} {find_gpu()}".encode(), digest_size=16
             ).hexdigest()
-            with suppress(OutputError):  # no home folder
+            with suppress(OutputError):  # there is no home folder: kernels are not stored
                 self._path = cache_folder() / "kernels" / f"{name}.bin"
 
     def make_execution_context(self, library: Any, engine: Any) -> Any:
-        """Return an execution context that reads kernels from this cache, and adds the kernels that it compiles.
+        """Return an execution context that reads kernels from this cache, and adds newly compiled kernels to it.
 
-        The context allocates memory for intermediate results when a profile is chosen.
+        The context allocates memory for intermediate results when an optimization profile is chosen.
+
+        Args:
+            library: module `tensorrt` or `tensorrt_rtx`.
+            engine: loaded engine, a `library.ICudaEngine`.
         """
         strategy = library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE
         config = engine.create_runtime_config() if hasattr(engine, "create_runtime_config") else None
-        if config is None or not hasattr(config, "create_runtime_cache"):
+        if config is None or not hasattr(config, "create_runtime_cache"):  # TensorRT
             return engine.create_execution_context(strategy)
         config.set_execution_context_allocation_strategy(strategy)
         if self._cache is None:
@@ -87,21 +96,21 @@ class KernelCache:
         return engine.create_execution_context(config)
 
     def save(self) -> None:
-        """Store the kernels. If their file cannot be written, the next process compiles them again."""
+        """Write the kernels to their file. If this fails, the next process compiles the kernels again."""
         if self._path is not None and self._cache is not None:
-            # The bindings raise TypeError or RuntimeError if the library returns nothing.
+            # The Python bindings raise TypeError or RuntimeError if the library returns a null pointer.
             with suppress(OSError, TypeError, RuntimeError):
                 replace_file(self._path, bytes(memoryview(self._cache.serialize())))
 
 
 class TensorRTExecutable:
-    """TensorRT engine loaded on the GPU, as an `ExecutableGraph`. Only one thread may use it at a time.
+    """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time.
 
     Args:
         library: module `tensorrt` or `tensorrt_rtx`.
-        path: file of the engine.
-        profiles: ranges of shapes that it was built for.
-        rebuild_command: command that rebuilds it, for error messages.
+        path: path of the engine file.
+        profiles: optimization profiles that the engine was built for.
+        rebuild_command: command that rebuilds the engine, for error messages.
         kernel_cache: cache of kernels, shared by the engines of a folder; None: do not store kernels.
 
     Raises:
@@ -122,13 +131,13 @@ class TensorRTExecutable:
         self._rebuild_command = rebuild_command
         self._kernels = kernel_cache or KernelCache(None)
         self._errors: list[str] = []
-        self._logger = make_logger(library, self._errors)  # referenced here, as the library keeps no reference
+        self._logger = make_logger(library, self._errors)  # kept here, as the library holds no reference to it
         self._engine: Any = None
         try:
             self._runtime = library.Runtime(self._logger)
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-                self._engine = self._runtime.deserialize_cuda_engine(pages)  # mapped, not copied: hashing has read them
-        except (TypeError, RuntimeError, ValueError) as error:  # the library returned nothing, or the file is empty
+                self._engine = self._runtime.deserialize_cuda_engine(pages)  # hashing has left the pages in memory
+        except (TypeError, RuntimeError, ValueError) as error:  # the library returned null, or the file is empty
             self._errors.append(str(error))
         except OSError as error:
             raise EngineError(f"cannot be read ({error.strerror or error})", field=str(path)) from error
@@ -140,24 +149,25 @@ class TensorRTExecutable:
         self._inputs = [name for name in names if self._engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
         self._outputs = [name for name in names if name not in self._inputs]
         self.dtypes: dict[str, type[np.generic]] = {}
-        self._contexts: dict[int, Any] = {}  # keys are indices of profiles
-        self._last_binding: dict[int, object] = {}  # the binding that each profile's context ran last
+        self._contexts: dict[int, Any] = {}  # execution contexts by index of the profile
+        # The binding that each execution context ran last. If it runs again, addresses and shapes are already set.
+        self._last_binding: dict[int, object] = {}
 
     def make_mismatch_error(self, actual: str, expected: str, options: str = "") -> EngineError:
-        """Return the error for an engine that does not fit.
+        """Return the error for an engine that does not fit its declaration or a forward pass.
 
         Args:
             actual: property of the engine, or size that a forward pass needs.
             expected: required property, or sizes that the engine supports.
-            options: further options of the recommended rebuild command, after a space.
+            options: further options of the recommended rebuild command, with a leading space.
         """
         remedy = f"rebuild with `{self._rebuild_command}{options}`"
         return EngineError(field=str(self.path), found=actual, expected=expected, remedy=remedy)
 
     def check_tensors(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Compare the engine's tensors with their declarations, and store their types in `dtypes`.
+        """Compare the tensors of the engine with their declarations, and store the types in `dtypes`.
 
-        Raises: EngineError: they differ.
+        Raises: EngineError: a tensor differs from its declaration.
         """
         for declared, names in ((inputs, self._inputs), (outputs, self._outputs)):
             actual = {name: self._read_dtype_and_shape(name) for name in names}
@@ -175,7 +185,15 @@ class TensorRTExecutable:
         return self.make_mismatch_error(f"tensor `{name}`: {actual}", expected)
 
     def check_profile_size(self, axis_name: str, size: int) -> None:
-        """Raise if no profile supports `size` `rows`, `nodes` or `columns` (`axis_name`). Raises: EngineError."""
+        """Check that a profile of the engine supports a size of a forward pass.
+
+        Args:
+            axis_name: `rows`, `nodes` or `columns`, as in `ShapeProfile`.
+            size: number of batch rows, of nodes per row, or of cache columns.
+
+        Raises:
+            EngineError: the size is above the maximum of all profiles.
+        """
         max_size = max(getattr(profile, axis_name)[2] for profile in self.profiles)
         if size > max_size:
             noun = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[axis_name]
@@ -183,9 +201,13 @@ class TensorRTExecutable:
             raise self.make_mismatch_error(f"{size} {noun}", f"at most {max_size}, which it was built for", options)
 
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
-        """Return a function that runs the engine, as in `ExecutableGraph`, in the smallest profile that fits the nodes.
+        """Return a function that runs the engine on tensors, as in `ExecutableGraph`.
 
-        `capture_graph` has no effect: the library decides which passes it records.
+        The function uses the smallest profile that supports the number of nodes.
+
+        Args:
+            values: inputs and outputs by name, OrtValues or views on the device.
+            capture_graph: ignored, as the library decides which passes it records.
         """
         nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
         _, profile = min((ranges.nodes[2], i) for i, ranges in enumerate(self.profiles) if ranges.nodes[2] >= nodes)
@@ -198,7 +220,7 @@ class TensorRTExecutable:
             if self._last_binding.pop(profile, None) is not binding:
                 self._set_tensors(context, tensors)
             self._require_success(context.execute_async_v3(CUDA_STREAM), "run this engine")
-            self._last_binding[profile] = binding  # not after an exception: the context may hold other tensors
+            self._last_binding[profile] = binding  # not reached after an exception, when tensors may be set in part
 
         return run
 

@@ -51,7 +51,7 @@ PromptOption = Annotated[
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        help="Random seed; further images and candidates have the next. [default: drawn, and printed]",
+        help="Random seed; further images and candidates have the next. [default: random, and printed]",
         rich_help_panel=SUBJECTS,
     ),
 ]

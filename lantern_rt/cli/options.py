@@ -135,7 +135,7 @@ REQUEST_OPTIONS: dict[str, Any] = {
     "seed": Annotated[
         int | None,
         typer.Option(
-            help="Random seed; image i of a prompt has seed + i. [default: drawn, and printed]",
+            help="Random seed; image i of a prompt has seed + i. [default: random, and printed]",
             rich_help_panel=SUBJECTS,
         ),
     ],

@@ -26,5 +26,5 @@ def load_device_pipeline(bundle: str | Path, provider: str = "cpu") -> Pipeline:
 
         patch.setattr(OrtGraphLoader, "__init__", initialize_with_device)
         pipe = Pipeline.from_bundle(bundle, threads=1, provider=provider)
-    pipe.engines.rounding = 0.0  # logits never count as near-equal
+    pipe.engines.rounding_bound = 0.0  # logits never count as near-equal
     return pipe

@@ -162,7 +162,7 @@ def test_the_padded_length_of_the_kv_cache_is_a_multiple_of_64_and_never_0(tiny_
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
         assert tiny_harness.engine.padded_past_length(cache, 5) == past_length
-        assert cache.past_views(past_length)[0].shape[0] == past_length
+        assert cache.view_past_columns(past_length)[0].shape[0] == past_length
 
 
 def test_a_wrong_kv_cache_length_or_too_many_entries_are_rejected_before_the_graph_runs(

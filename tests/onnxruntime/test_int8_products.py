@@ -38,7 +38,7 @@ def test_every_exact_method_generates_the_tokens_of_plain_decoding_with_int8_mat
 
 
 def test_near_equal_logits_of_int8_bundles_need_no_recomputation(t2i_products_bundle: Path) -> None:
-    assert Pipeline.from_bundle(t2i_products_bundle).engines.rounding == 0.0
+    assert Pipeline.from_bundle(t2i_products_bundle).engines.rounding_bound == 0.0
 
 
 def test_the_memory_estimate_of_int8_weights_is_the_size_of_the_weight_files(t2i_products_bundle: Path) -> None:

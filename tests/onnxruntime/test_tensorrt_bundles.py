@@ -20,9 +20,9 @@ from lantern_rt.engines import build as build_module
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
-from lantern_rt.engines.engine_folder import file_blake2b, open_engine_folder
+from lantern_rt.engines.engine_folder import compute_blake2b, open_engine_folder
 from lantern_rt.engines.gpu import Gpu
-from lantern_rt.engines.ort.device import OrtDevice, dtype_of
+from lantern_rt.engines.ort.device import OrtDevice, get_value_dtype
 from lantern_rt.engines.profiles import BuildOptions, ShapeProfile
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.builder import Inputs
@@ -115,7 +115,7 @@ def test_tensorrt_engines_generate_the_same_images_as_onnx_runtime(
         prompts = prompt_embeddings, np.ones((2, prefix), np.int64)
         results.append(pipeline(embeddings=prompts, seed=3, **METHODS[method]))
         # Rounding is 0 on a device, which does not recompute near-equal logits.
-        assert bool(pipeline.engines.rounding) == (engines is None)
+        assert bool(pipeline.engines.rounding_bound) == (engines is None)
     for expected, codes in zip(*(result.codes for result in results), strict=True):
         np.testing.assert_array_equal(codes, expected)
     for expected, image in zip(*(result.images for result in results), strict=True):
@@ -159,7 +159,7 @@ def test_a_float16_bundle_generates_with_a_float16_kv_cache(
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, DeviceCache)
-    assert [dtype_of(value) for value in cache.block_handle.block.device_values] == ["float16"]
+    assert [get_value_dtype(value) for value in cache.block_handle.block.device_values] == ["float16"]
 
 
 def test_row_end_tokens_halve_the_maximum_number_of_nodes_of_a_pass(
@@ -261,7 +261,7 @@ def test_verify_detects_a_device_graph_that_differs_from_the_graph_of_the_bundle
     arguments = open_bundle(bundle), open_engine_folder(folder), lambda *progress: None
     with pytest.raises(EngineError, match="another graph"):
         verify_module.verify_engines(*arguments)
-    arguments[1].manifest.graphs["target"].__dict__["onnx"] = file_blake2b(folder / "target.onnx")
+    arguments[1].manifest.graphs["target"].__dict__["onnx"] = compute_blake2b(folder / "target.onnx")
     result, _ = verify_module.verify_engines(*arguments)
     failed = {row["graph"] for row in result.tensors if not row["passed"]}
     assert failed == {f"target.onnx: {name} rows" for name in ("chain, 1", "tree, 1", "chain, 4", "tree, 4")}

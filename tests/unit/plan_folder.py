@@ -11,7 +11,7 @@ from lantern_rt.engines.engine_folder import (
     BuiltEngine,
     EngineFolder,
     EngineManifest,
-    file_blake2b,
+    compute_blake2b,
     open_engine_folder,
 )
 from lantern_rt.engines.profiles import BuildOptions, profiles
@@ -30,7 +30,7 @@ def write_engine_folder(bundle: Path, folder: Path) -> EngineFolder:
         path.write_bytes(f"plan of {role}".encode())
         graphs[role] = BuiltEngine(
             path=path.name,
-            blake2b=file_blake2b(path),
+            blake2b=compute_blake2b(path),
             bytes=path.stat().st_size,
             onnx="0" * 64,
             profiles=profiles(loaded_bundle.manifest, role, BUILD_OPTIONS),

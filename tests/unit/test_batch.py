@@ -143,9 +143,10 @@ class BatchQueue:
 
 
 def add_request(queue: BatchQueue, number: int, request: TimedRequest) -> ImageSequence:
+    settings = make_decode_settings(make_batch_model().image, request.sampling, request.method)
     sequence = ImageSequence(
         number,
-        make_decode_settings(make_batch_model().image, request.sampling, request.method, adaptive=bool(number % 2)),
+        replace(settings, adaptive_window=bool(number % 2)),
         make_padded_prompt(request.prompt_id),
         request.prompt_id,
     )

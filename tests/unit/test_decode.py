@@ -62,7 +62,9 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAM
 
 def make_tree_model(**options: Any) -> ToyModel:
     """Return the toy model of these tests; `options` replace arguments of `make_model`."""
-    return make_model(**({"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEIGHBORS} | options))
+    return make_model(
+        **({"vocabulary": VOCABULARY, "codes": CODES, "past_length_multiple": 4, "neighbors": NEIGHBORS} | options)
+    )
 
 
 def make_prompts(identities: Iterable[int]) -> list[Prompt]:

@@ -236,7 +236,7 @@ def test_an_altered_missing_linked_or_unreadable_engine_file_is_rejected(
     def fail_to_read(path: Path) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(engine_folder, "file_blake2b", fail_to_read)
+    monkeypatch.setattr(engine_folder, "compute_blake2b", fail_to_read)
     assert get_open_error(bundle, engines).problem == "cannot be read (Permission denied)"
 
 

@@ -51,7 +51,7 @@ class SumEngine:
         new_entries[:, :, 0, 0] = values.T
         new_entries[:, :, 0, 1] = batch.positions.T
         past_length = batch.attention_mask.shape[2] - nodes
-        entries = np.concatenate([cache.past_views(past_length)[0], new_entries])[
+        entries = np.concatenate([cache.view_past_columns(past_length)[0], new_entries])[
             :, :, 0
         ]  # [past + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])

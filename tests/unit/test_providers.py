@@ -187,7 +187,7 @@ def test_webgpu_is_rejected_with_onnxruntime_gpu_where_cuda_would_allocate_the_m
     runtime = MockOnnxRuntime(CUDA, CPU, devices=(WEBGPU,))
     error = catch_error(EngineError, find_provider, "webgpu", runtime)
     assert (error.field, error.found, error.expected) == ("provider webgpu", "onnxruntime-gpu", "onnxruntime")
-    monkeypatch.setattr(providers, "installed_distributions", lambda name: name != "onnxruntime")
+    monkeypatch.setattr(providers, "list_installed_packages", lambda name: name != "onnxruntime")
     for gpu, expected in ((Gpu("13.0", "SM89", "L4"), "cuda"), (None, "cpu")):
         monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
         assert detect_provider(runtime) == expected
@@ -197,7 +197,7 @@ def test_webgpu_is_rejected_with_onnxruntime_gpu_where_cuda_would_allocate_the_m
 def test_the_gpu_is_the_default_if_the_package_for_the_gpu_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
-        monkeypatch.setattr(providers, "installed_distributions", lambda name, package=package: name == package)
+        monkeypatch.setattr(providers, "list_installed_packages", lambda name, package=package: name == package)
         for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
             monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
             assert detect_provider(MockOnnxRuntime(CPU, devices=(WEBGPU,) if gpu else ())) == expected

@@ -65,7 +65,12 @@ SAMPLINGS = [
 
 
 def make_row_end_model(columns: int, **options: Any) -> ToyModel:
-    defaults: dict[str, Any] = {"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEIGHBORS}
+    defaults: dict[str, Any] = {
+        "vocabulary": VOCABULARY,
+        "codes": CODES,
+        "past_length_multiple": 4,
+        "neighbors": NEIGHBORS,
+    }
     return make_model(**(defaults | options), columns=columns, row_ends=True)
 
 

@@ -395,10 +395,8 @@ def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> R
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
 
-def make_decode_settings(
-    layout: ImageLayout, sampling: Sampling, method: MethodConfig, adaptive: bool = False
-) -> DecodeSettings:
-    return DecodeSettings(layout, sampling, method, count_draft_nodes(method), adaptive)
+def make_decode_settings(layout: ImageLayout, sampling: Sampling, method: MethodConfig) -> DecodeSettings:
+    return DecodeSettings(layout, sampling, method, count_draft_nodes(method))
 
 
 def decode(
