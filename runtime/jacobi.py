@@ -62,7 +62,7 @@ class JacobiDrafter(TreeDrafter):
         return trees
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Choose the window size for a pass over `num_images` images, and return the maximum size of the next draft."""
+        """Adapt the window size to `num_images`; return the window's nodes, to which the next pass is padded."""
         sequence.adapt_window(num_images)
         return sequence.max_nodes
 

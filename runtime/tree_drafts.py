@@ -131,7 +131,7 @@ class TreeDrafter(Drafter):
         return [make_preserved_chain(sequence, self.max_nodes) for sequence in sequences]
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the maximum number of nodes of the next draft, so that all passes have the same number of nodes."""
+        """Return the number of nodes of the largest draft; passes are padded to it, so that all have the same shape."""
         return sequence.max_nodes
 
 

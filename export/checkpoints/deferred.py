@@ -75,7 +75,7 @@ def defer_concatenation(source_tensors: Sequence[Tensor]) -> Tensor:
 
 
 def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the source tensors of a tensor that `defer_concatenation` made, or a list with any other tensor."""
+    """Return the tensors that `defer_concatenation` joined to `tensor`; `[tensor]` if `tensor` was not joined."""
     return (tensor.source_tensors if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 
 

@@ -333,7 +333,7 @@ def _choose_grid_rows(
         rows = isqrt(max(cells, 0))
         if not rows or rows**2 != cells:
             raise CheckpointError(
-                field=field, found=f"{format_value(cells)} codes", expected="the codes of a square grid"
+                field=field, found=f"{format_value(cells)} codes", expected="a square number of codes"
             )
         if grid not in (None, rows):
             raise CheckpointError(

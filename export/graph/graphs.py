@@ -80,7 +80,10 @@ def convert_to_float16(graph: Graph) -> Graph:
 
 
 def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
-    """Return the plan of a graph's file, without writing the file or reading weights."""
+    """Return a description of the ONNX file to write for a graph: nodes, weights and storage types.
+
+    No file is written, and no weight is read.
+    """
     if graph.write_nodes is None:
         model, weights = _trace_module(graph)
         storage_types = choose_storage_types(weights, set(weights), set(), storage_rule)

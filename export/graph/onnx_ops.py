@@ -118,8 +118,8 @@ class ExportGraphWriter(GraphWriter):
     def _write_int8_matmul(self, x: str, weight: str, with_residual: bool, output_name: str | None) -> str:
         """Write a matrix product of 8-bit integers, multiplied by the scales of activations and weight.
 
-        Sums of integers are exact in any sequence. The graph dequantizes both factors and multiplies floats; ONNX
-        Runtime fuses these nodes to a product of integers.
+        The nodes dequantize both factors and multiply floats. ONNX Runtime fuses the nodes to a matrix product of
+        integers, whose sums have no rounding errors.
         """
         if x not in self.quantized:
             self.quantized[x] = self._write_quantize(x, with_residual)

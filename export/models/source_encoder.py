@@ -143,7 +143,8 @@ def load_source_image_encoder(
     if width % num_heads:
         raise config.make_error("num_heads", expected=f"a divisor of {width}, the width")
     if math.isqrt(num_positions) ** 2 != num_positions:
-        raise checkpoint.make_error("visual.embeddings.position_embedding.weight", expected="the positions of a square")
+        name = "visual.embeddings.position_embedding.weight"
+        raise checkpoint.make_error(name, expected="a square number of positions")
     num_blocks = checkpoint.count_layers("visual.blocks.")
     with skip_weight_allocation():
         norm_eps = config.get_number("layer_norm_eps", 1e-6)

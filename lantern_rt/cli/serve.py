@@ -285,7 +285,7 @@ def _open_available_bundles(
 
 
 def _open_fitting_bundle(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
-    """Return a bundle, opened by its name if it was downloaded, and check that it alone fits into memory."""
+    """Return the open bundle, and check that the bundle fits into memory. bundle: None if it is not open yet."""
     from ..memory import check_memory, choose_max_memory_settings
 
     bundle = bundle or engine_options.open_bundle(name)

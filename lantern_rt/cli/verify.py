@@ -118,7 +118,7 @@ def _compare_with_export(name: str) -> None:
         files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]
         actual = f"other files: {', '.join(sorted({role for role, _ in files[0] ^ files[1]})) or 'bundle.json'}"
         remedy = f"the bundle's exporter was {opened.manifest.provenance.exporter}"
-        raise ParityError(field=name, found=actual, expected="the files of a new export", remedy=remedy)
+        raise ParityError(field=name, found=actual, expected="the same files as a new export", remedy=remedy)
     print_text(f"{name} equals its export: {opened.digest}")
 
 

@@ -38,10 +38,10 @@ def list_candidate_methods(manifest: Manifest) -> list[str]:
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
-    """Choose the fastest method within the limit of each quality; for `strict`, the fastest exact method except `ar`.
+    """Choose a method for each quality: the fastest method within the quality's limit.
 
-    Methods are compared by seconds, not by tokens per pass, since a pass of `rows` has fewer nodes than a pass of a
-    window and takes less time.
+    For `strict`, this is the fastest exact method except `ar`. Methods are compared by seconds, not by tokens per
+    forward pass, because forward passes of some methods take less time than those of others.
 
     Args:
         report: report of `evaluate` with the bundle's default sampling.

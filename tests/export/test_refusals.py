@@ -216,7 +216,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "layers.0.attention.wqkv.weight",
         "192 rows 4 heads of 16",
     ),
-    "non-square number of codes": (edit_llamagen(block_size=17), "config.json: block_size", "17 codes a square grid"),
+    "non-square number of codes": (edit_llamagen(block_size=17), "config.json: block_size", "17 codes a square number"),
     "norm epsilon of zero": (edit_llamagen(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
     "too large norm epsilon": (edit_llamagen(norm_eps=1e308), "config.json: norm_eps", "1e+308 number up to 3.4e+38"),
     "an unknown field": (
