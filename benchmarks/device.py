@@ -80,7 +80,7 @@ def main() -> None:
         if arguments.only == "host":
             return
         rows |= count_pass_operations(pipe)
-        null_cuda.noise(4 * CODES)
+        null_cuda.fill_copies_with_noise(4 * CODES)
         for method in METHODS:
             rows[f"step of {method}"] = count_step_operations(pipe, method, arguments.steps)
         emu3 = replace(SHAPES["tiny-emu3"], hidden_size=512, queries_per_key=4)
@@ -160,7 +160,7 @@ def count_cache_copies(pipe: Any) -> dict[str, float]:
     output = run_target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
     with null_cuda.count_cuda_operations() as ops:
         _ = output.logits.value
-    kernels = null_cuda.kernel_names(ops)
+    kernels = null_cuda.count_kernel_launches(ops)
     return {"copies of the cache": sum(n for name, n in kernels.items() if name.endswith(COPYING))}
 
 

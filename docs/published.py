@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lantern_rt import published
-from lantern_rt.cli.models import format_count
+from lantern_rt.cli.models import format_parameter_count
 from lantern_rt.published import PublishedModel
 
 HEAD = """# Published models, one by one
@@ -55,7 +55,8 @@ def section(name: str, model: PublishedModel) -> str:
     lines = [
         f"## {name}",
         "",
-        f"{good} {limits} Image sizes in pixels: {model.sizes}. Parameters: {format_count(model.parameters)}.",
+        f"{good} {limits} Image sizes in pixels: {model.sizes}. "
+        f"Parameters: {format_parameter_count(model.parameters)}.",
         "",
         f"- Download: {model.download_bytes / 1e9:.1f} GB{', with a login' if model.login else ''}; finished bundle: "
         f"{finished or 'none to download yet'}",

@@ -1,4 +1,4 @@
 """Engines that run the ONNX graphs of a bundle in ONNX Runtime or TensorRT.
 
-Target and drafter implement the protocol `runtime.engine.Engine`.
+The engines of target and drafter implement the protocol `runtime.engine.Engine`.
 """

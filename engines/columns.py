@@ -86,8 +86,8 @@ class CacheColumnMap(BaseKVCache):
     def find_free_columns(self, num_nodes: int) -> Ints:
         """Return the columns to which a pass writes its nodes, int64 `[rows, nodes]`.
 
-        When a row has no free column left, further nodes get the last column. These are padding nodes: the capacity
-        includes the nodes of each image, and padding comes after them.
+        When a row has no free column left, further nodes get the last column. These nodes are always padding nodes: the
+        capacity includes all nodes of an image, and padding nodes come after the nodes of the image.
         """
         entries = self.lengths[:, None] + np.arange(num_nodes)
         if self.in_order:
@@ -142,7 +142,8 @@ class CacheColumnMap(BaseKVCache):
             The entries to move, int64 `[moves, 3]`: row, source column, target column.
 
         Raises:
-            ValueError: the nodes do not fit, `new_kv` is not from the last pass, or a padding node was accepted.
+            ValueError: a row would exceed the capacity, `new_kv` is not from the last pass, or a padding node was
+                accepted.
         """
         if new_kv is not self.written_columns:
             raise ValueError("`new_kv` is not from the last pass on this cache")
@@ -175,7 +176,7 @@ def padded_node_count(num_nodes: int) -> int:
 
 
 def pad_nodes(node_values: Ints, num_nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
-    """Pad an array of a number per node with zeros.
+    """Append zeros for padding nodes to an array that has one number per node.
 
     Args:
         node_values: numbers such as positions or token ids, `[rows, at most num_nodes]`.
@@ -208,11 +209,11 @@ def write_mask_unpacking(graph: GraphWriter, packed_mask: str, masked_score: flo
 
     Args:
         graph: graph to write to.
-        packed_mask: name of the output of `pack_mask`, int32 `[rows, nodes, words]`.
+        packed_mask: name of the tensor with the mask that `pack_mask` packed, int32 `[rows, nodes, words]`.
         masked_score: number to add to the score of a masked column; 0 is added to other scores.
 
     Returns:
-        The name of the numbers to add, float32 `[rows, nodes, columns]`.
+        The name of the tensor with the numbers to add, float32 `[rows, nodes, columns]`.
     """
     half, unit, two, scale = (graph.add_constant(np.array(number, np.float32)) for number in (0.5, 1, 2, masked_score))
     powers = graph.add_constant(0.5 ** np.arange(MASK_WORD_BITS, dtype=np.float32))

@@ -111,7 +111,7 @@ class ExecutableGraph(Protocol):
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
         """Bind tensors, and return a function that runs the graph on them.
 
-        The function keeps the memory of the tensors. It may return before the device is done.
+        The function keeps references to the tensors. The function may return before the device is done.
 
         Args:
             values: inputs and outputs by name: OrtValues in device memory, or `TensorView`s.

@@ -27,7 +27,7 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, is_drafter: bool) -> tuple[
         is_drafter: whether the decoder is the drafter, not the target.
 
     Returns:
-        The inputs, and the outputs.
+        Declarations of the inputs. Then declarations of the outputs.
     """
     kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)  # [columns or nodes, rows, heads, width]
@@ -51,11 +51,11 @@ def declare_device_tensors(
     Args:
         spec: sizes of the decoder.
         is_drafter: whether the decoder is the drafter, not the target.
-        dtypes: allowed types of the cache; `get_hidden_dtype` of each is an allowed type of hidden states.
+        dtypes: allowed types of the cache. From each type, `get_hidden_dtype` derives an allowed type of hidden states.
         capacity: number of columns of a cache with entries in order; None: entries are in any order.
 
     Returns:
-        The inputs, and the outputs.
+        Declarations of the inputs. Then declarations of the outputs.
     """
     hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
     states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
@@ -90,12 +90,13 @@ def get_hidden_dtype(compute_dtype: str) -> str:
 def _declare_key_values(
     name_prefix: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
 ) -> list[TensorSpec]:
+    """Return declarations of the keys and values of all layers, such as `past_key_values.0.key`."""
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
     return [TensorSpec(f"{name_prefix}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
 
 
 def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
-    """Return the one type of all keys and values of a graph.
+    """Return the type that all keys and values of a graph have.
 
     Args:
         graph_path: path of the graph file, for the error.
@@ -107,14 +108,20 @@ def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
     kv_dtypes = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kv_dtypes) > 1:
         actual = "keys and values of both float16 and float32"
-        raise BundleError(field=str(graph_path), found=actual, expected="one type", remedy="export the bundle again")
+        remedy = "export the bundle again"
+        raise BundleError(field=str(graph_path), found=actual, expected="one type for all", remedy=remedy)
     return np.float16 if np.float16 in kv_dtypes else np.float32
 
 
 def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
-    """Return the number of cache columns in the attention mask of a pass.
+    """Check and return the number of cache columns that the attention mask of a pass covers.
 
-    Raises: ValueError: the number is less than `cache.past_length()`, or more than the cache has.
+    Args:
+        batch: pass with its attention mask.
+        cache: cache that the pass reads.
+
+    Raises:
+        ValueError: the mask covers fewer columns than `cache.past_length()`, or more columns than the cache has.
     """
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
@@ -143,7 +150,7 @@ def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes:
         rows = {"input_ids": np.ascontiguousarray(batch.tokens, np.int64), "target_hidden": hidden}
     else:
         if (batch.tokens is None) == (batch.embeds is None):
-            raise ValueError("a target reads either `tokens` or `embeds`")
+            raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
         embeds = batch.embeds if batch.tokens is None else np.take(embedding_table, batch.tokens, axis=0)
         rows = {"input_embeds": np.ascontiguousarray(embeds, dtypes["input_embeds"])}
     mask_dtype = dtypes["attention_mask"]

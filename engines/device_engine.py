@@ -203,7 +203,7 @@ class DeviceEngine(ABC):
         """
 
     def padded_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the number of cache columns in a pass's attention mask: the longest row, rounded up.
+        """Return the number of cache columns in a pass's attention mask: the length of the longest row, rounded up.
 
         Args:
             cache: cache that the pass reads.
@@ -243,7 +243,7 @@ class DeviceEngine(ABC):
         """
         if self._embedding_table is not None:
             if (batch.tokens is None) == (batch.embeds is None):
-                raise ValueError("a target reads either `tokens` or `embeds`")
+                raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
             if batch.tokens is not None:
                 return {"embeddings": self._embedding_table, "token_ids": pad_nodes(batch.tokens, num_nodes, np.int32)}
             # A prefix has embeddings instead of tokens. They replace the table, and each node looks up one of them.
@@ -280,6 +280,7 @@ class DeviceEngine(ABC):
         block = cache.block_handle.block
 
         def make_bound_pass(is_recurring: bool = True) -> BoundForwardPass:
+            """Bind a new pass to the tensors of the block; only a recurring pass may be recorded."""
             placed = dict(zip(self._past, self._pool.get_block_tensors(block), strict=True))
             placed |= {name.replace("past", "present", 1): value for name, value in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
@@ -297,9 +298,14 @@ class DeviceEngine(ABC):
 
 
 def _flatten_hidden_states(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
-    """Return the states as a contiguous array of type `dtype`, and the index of each state.
+    """Return hidden states or embeddings as a contiguous array, and the index of each vector.
 
-    Indices count along the flattened first two axes of the array, and have the shape `[rows, nodes]`.
+    Args:
+        states: hidden states or embeddings, `[rows, nodes, hidden_size]`.
+        dtype: type of the returned array.
+
+    Returns:
+        The array. Then the index of each vector in the flattened first two axes, `[rows, nodes]`.
     """
     rows = np.ascontiguousarray(states, dtype)
     return rows, np.arange(rows.shape[0] * rows.shape[1]).reshape(rows.shape[:2])

@@ -1,18 +1,19 @@
-"""Writer of decoder graphs for GPUs and other devices (the device layout), from the graphs in a bundle.
+"""Writer of decoder graphs in the device layout, the layout for GPUs and other devices.
 
 The decoder graphs in a bundle are made for CPUs. They read embeddings, an attention mask, and past keys and values, and
 return new keys and values. When a bundle is loaded for a device, its graphs are rewritten as follows:
 
 - Inputs are token ids, and the graph looks up their embeddings.
 - The attention mask has one bit per column, and the graph unpacks it.
-- The graph writes new keys and values to the KV cache. For this, outputs are bound to the memory of inputs.
+- The graph writes new keys and values to the KV cache. For this, each output
+  `present_key_values` is bound to the memory of the input `past_key_values`.
 - Attention, norms and rotary embeddings are one operator each.
 
 Weights stay in the files of the bundle, under the names that `export/graph/decoder_graph.py` gives them.
 
 The columns of a cache may be filled in any order: inputs contain the column of each new node, and the columns that the
-node attends to. Accepted nodes therefore stay where they were written. TensorRT engines are an exception: their entries
-are in order (`capacity` of `make_device_graph`).
+node attends to. Accepted nodes therefore stay where they were written. TensorRT engines are an exception: the entries
+of their caches are in order, as the argument `capacity` of `make_device_graph` explains.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def make_device_graph(
         capacity: number of columns of a cache with entries in order; None: entries are in any order.
             With a number, the nodes of a row are written to consecutive columns, and `write [rows]` is the first of
             these columns. `seen` may cover fewer columns. Caches are `[rows, num_kv_heads, capacity, head_dim]`.
-            With None, `write [rows, nodes, 1, 3]` is row, column and first part (0) of each node. `seen` covers all
+            With None, `write [rows, nodes, 1, 3]` is row, column and part index 0 of each node. `seen` covers all
             columns. Caches are `[rows, columns, parts, part]`, with the sizes of `choose_column_parts`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
         use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.
@@ -159,7 +160,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             x = self.cast_input(graph.op("Gather", "embeddings", "token_ids"))
         self.attention_mask = self.write_attention_mask()
         self.rotations = self.write_rotary_operands()
-        self.column_part_indices = graph.column_part_indices("write", self.parts[0]) if self.capacity is None else ""
+        self.write_indices = graph.write_column_part_indices("write", self.parts[0]) if self.capacity is None else ""
         self.write_decoder(x, spec.num_layers)
         inputs, outputs = declare_device_tensors(spec, is_drafter, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
@@ -198,10 +199,10 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return query, key, value
 
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write the storing of new keys and values in the cache, and then attention, as new nodes attend to each other.
+        """Write ops that store new keys and values in the cache, and then attention, which reads the cache.
 
-        With a capacity, nodes are written to consecutive columns, as TensorRT has kernels for these. TensorRT copies
-        the cache if the operator Attention has a `scale`. Therefore the scale is applied to the queries instead.
+        With a capacity, nodes are written to consecutive columns, for which TensorRT has kernels. TensorRT copies the
+        cache if the operator Attention has a `scale`. Therefore the scale is applied to the queries instead.
         Without a `scale`, the operator divides scores by sqrt(head_dim).
 
         Args:
@@ -209,6 +210,9 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             key: name of the new keys.
             value: name of the new values.
             layer_name: prefix of the layer's names.
+
+        Returns:
+            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
         """
         graph = self.graph
         width = self.spec.head_dim
@@ -218,7 +222,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
                 present = graph.scatter_column_parts(
-                    f"past_{name}", self.column_part_indices, new, self.parts, f"present_{name}"
+                    f"past_{name}", self.write_indices, new, self.parts, f"present_{name}"
                 )
                 present_kv.append(graph.reshape(present, 0, 0, num_kv_heads * width))
             else:
@@ -239,13 +243,16 @@ class _DeviceGraphWriter(DecoderGraphWriter):
     def write_fused_attention(self, query: str, present_kv: list[str], scale: float) -> str:
         """Write the operator Attention or MultiHeadAttention.
 
-        Query heads that share keys become further nodes. Otherwise ONNX Runtime on CUDA would copy the keys for every
-        query head.
+        Query heads that share keys are joined along the axis of nodes. Otherwise ONNX Runtime on CUDA would copy the
+        keys for every query head.
 
         Args:
             query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
             present_kv: name of all keys in the cache, and name of all values.
             scale: factor that scores are multiplied by.
+
+        Returns:
+            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
@@ -274,6 +281,9 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             keys: name of all keys in the cache.
             values: name of all values in the cache.
             scale: factor that scores are multiplied by.
+
+        Returns:
+            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
@@ -290,11 +300,11 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.join_heads(graph.reshape(mixed, 0, self.num_heads, -1, self.spec.head_dim))
 
     def split_heads(self, x: str, num_heads: int) -> str:
-        """Write a change of `x` from `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
+        """Convert `x` from `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
         return self.graph.transpose(self.graph.reshape(x, 0, 0, num_heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def join_heads(self, x: str) -> str:
-        """Write a change of `x` from `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
+        """Convert `x` from `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.num_heads * self.spec.head_dim)
 
     def normalize_heads(self, x: str, weight_prefix: str, num_heads: int, epsilon: float) -> str:
@@ -308,6 +318,9 @@ class _DeviceGraphWriter(DecoderGraphWriter):
             weight_prefix: prefix of the names of the weight and, for a layer norm, the bias.
             num_heads: number of heads of queries and keys together.
             epsilon: number added to the variance or, for an RMS norm, to the mean square.
+
+        Returns:
+            The name of the normed queries and keys, with the shape of `x`.
         """
         graph = self.graph
         spec = self.spec
@@ -402,20 +415,20 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return stored_weight.name
 
     def write_rotary_operands(self) -> list[list[str]]:
-        """Write the operands of the operators RotaryEmbedding.
+        """Write the angle tables and angle indices that the operators RotaryEmbedding read.
 
         The tables in the file contain each cosine and sine twice, with the first sine negated. A node has
-        `kv_group_size + 2` parts as wide as its keys: queries, keys and values. Values are rotated by an angle of 0,
-        which is added to the tables. ONNX Runtime requires at least as many angles as the longest pass has parts.
+        `kv_group_size + 2` parts of equal width: queries, keys and values. Values are rotated by an angle of 0, which
+        is added to the tables. ONNX Runtime requires at least as many angles as the longest pass has parts.
 
         For models with two grids, a position id is `shift * positions + row`, where `positions` is the number of rows
-        of the table. The first rotation uses the angle of `row`. The second rotation turns back by the angle of row
-        `shift`, as its sines are negated.
+        of the table. The first rotation uses the angle in table row `row`. The second rotation uses the angle in table
+        row `shift` with a negated sine, and so turns back.
 
         Returns:
             For each rotation, the names of three tensors: cosines and sines, `[angles, head_dim / 2]`, and the index of
-            the angle of each part, `[rows, nodes * parts]`. There is one rotation; models with two
-            grids have two rotations.
+            the angle of each part, `[rows, nodes * parts]`. Models with two grids have two rotations, and other models
+            have one rotation.
         """
         graph = self.graph
         width = self.spec.head_dim
@@ -447,10 +460,10 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return [[cos, sin, repeat_angles_per_part(rows)], [cos, graph.op("Neg", sin), repeat_angles_per_part(shift)]]
 
     def write_attention_mask(self) -> str:
-        """Write the unpacking of `seen` to numbers that are added to scores, `[rows, 1, nodes, columns]`.
+        """Write ops that unpack `seen` to numbers that are added to scores, `[rows, 1, nodes, columns]`.
 
-        Query heads that share keys become further nodes, so the mask is repeated for them. The operator Attention of
-        TensorRT is an exception, as it reads separate query heads.
+        Query heads that share keys are joined along the axis of nodes, so the mask is repeated along this axis. The
+        operator Attention of TensorRT is an exception, as this operator reads separate query heads.
         """
         graph = self.graph
         addend = write_mask_unpacking(graph, "seen", MASKED[self.dtype])

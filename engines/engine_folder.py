@@ -122,7 +122,7 @@ class EngineFolder:
             library_version: installed version of TensorRT or TensorRT-RTX.
 
         Raises:
-            EngineError: the bundle or version is another, or an engine file is missing or altered.
+            EngineError: the bundle or the library version differs, or an engine file is missing or altered.
         """
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
@@ -149,6 +149,7 @@ class EngineFolder:
         return self.folder / self.manifest.graphs[role].path
 
     def _check_engine_file(self, engine: BuiltEngine) -> None:
+        """Raise EngineError if an engine file is missing, or differs from its hash in `engine.json`."""
         path = self.folder / engine.path
         try:
             if not path.is_file() or path.is_symlink():

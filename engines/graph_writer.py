@@ -110,7 +110,7 @@ class GraphWriter:
         Args:
             x: name of the tensor to cast.
             dtype: type to cast to, a key of `TYPES`.
-            name: name of the output; None: any name.
+            name: name of the output; None: a generated name.
         """
         return self.op("Cast", x, name=name, to=TYPES[dtype])
 
@@ -127,8 +127,8 @@ class GraphWriter:
         """Add a Transpose node, which permutes the axes of `x`, and return the name of its output."""
         return self.op("Transpose", x, name=name, perm=axes)
 
-    def column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
-        """Write the computation of the indices of all parts of columns, for `scatter_column_parts`.
+    def write_column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
+        """Write ops that compute the indices of all parts of columns, for `scatter_column_parts`.
 
         Args:
             first_part_indices: name of the indices of the first part of each column: row, column, 0; int64
@@ -151,7 +151,7 @@ class GraphWriter:
 
         Args:
             table: name of the table, `[rows, columns, parts, part]`.
-            indices: name of the indices that `column_part_indices` returned.
+            indices: name of the indices that `write_column_part_indices` returned.
             columns: name of the new columns, `[rows, nodes, parts * part]`.
             part_shape: number of parts of a column, and width of a part.
             name: name of the changed table.
@@ -297,7 +297,7 @@ class DecoderGraphWriter(ABC):
         Args:
             x: name of the input.
             name: prefix of the names of weight and bias.
-            output: name of the output; None: any name.
+            output: name of the output; None: a generated name.
         """
         has_bias = f"{name}.bias" in self.weights
         y = self.write_matmul(x, f"{name}.weight", None if has_bias else output)
@@ -316,7 +316,7 @@ class DecoderGraphWriter(ABC):
             x: name of the residual stream.
             addend: name of the attention or feed-forward output to add to `x`; None: the sum is `x`.
             weight: name of the norm's weight; None: there is no norm, and the normed sum is the sum.
-            name: name of the normed sum; None: any name.
+            name: name of the normed sum; None: a generated name.
 
         Returns:
             The names of the sum and of the normed sum.
@@ -356,7 +356,7 @@ class DecoderGraphWriter(ABC):
 
     @abstractmethod
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write the storing of new keys and values, and write attention.
+        """Write ops that store new keys and values in the cache, and write attention.
 
         Args:
             query: name of the queries.
@@ -375,7 +375,7 @@ class DecoderGraphWriter(ABC):
         Args:
             x: name of the left operand.
             weight: name of the weight, the right operand.
-            output: name of the product; None: any name.
+            output: name of the product; None: a generated name.
         """
 
     @abstractmethod
@@ -390,7 +390,7 @@ class DecoderGraphWriter(ABC):
             x: name of the residual stream.
             addend: name of the tensor to add to `x`; None: the sum is `x`.
             weight: name of the norm's weight.
-            name: name of the normed sum; None: any name.
+            name: name of the normed sum; None: a generated name.
         """
 
     @abstractmethod

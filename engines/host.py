@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, RequestError
-from ..inputs import format_error, format_value, install_command
+from ..inputs import format_error, format_value, make_install_command
 from .gpu import find_gpu
 from .system import check_thread_limit, read_host_memory
 
@@ -56,7 +56,7 @@ def import_onnxruntime() -> Any:
             if conflict := find_onnxruntime_conflict():
                 raise conflict from error
             needs_gpu = find_gpu() or list_installed_packages("tensorrt", "tensorrt-rtx")  # TensorRT runs on GPUs
-            command = install_command("gpu" if needs_gpu else "cpu", reinstall=not isinstance(error, ImportError))
+            command = make_install_command("gpu" if needs_gpu else "cpu", reinstall=not isinstance(error, ImportError))
             problem = f"onnxruntime cannot be imported ({format_error(error, 200)})"
             raise EngineError(problem, remedy=f"install it with `{command}`") from error
     return onnxruntime
@@ -216,6 +216,7 @@ def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field
 
 
 def _read_group_quota(folder: Path) -> float | None:
+    """Return the CPU quota of a control group in cores; None if the group has no quota."""
     limit, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not period:
         limit = _read_text(folder / "cpu.cfs_quota_us")
@@ -228,6 +229,7 @@ def _read_group_quota(folder: Path) -> float | None:
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file; an empty text if the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -65,7 +65,7 @@ class BaseKVCache:
         """Return the number of cache columns that a pass reads.
 
         This is the length of the longest row, rounded up to a multiple of `COLUMN_STEP`. The number is never 0, because
-        ONNX Runtime's fused matmul would divide by it and crash (SIGFPE).
+        ONNX Runtime's fused matmul would divide by 0 and crash (SIGFPE).
         """
         return round_up(max(1, *self.lengths.tolist()))
 
@@ -76,7 +76,7 @@ class BaseKVCache:
             accepted_indices: indices of the accepted nodes of each row.
 
         Raises:
-            ValueError: a row would exceed the capacity, or the number of rows differs.
+            ValueError: a row would exceed the capacity, or `accepted_indices` does not have an entry for each row.
         """
         counts = [len(indices) for indices in accepted_indices]
         before = self.lengths.tolist()

@@ -40,15 +40,15 @@ class BundleEngines:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
         image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
-        rounding_bound: maximum change, in nats, of the difference of two target logits between passes. 0: near-ties
-            are not recomputed. `LoadedModel.rounding_bound` has the same value.
+        rounding_bound: maximum change, in nats, by which rounding changes the difference of two target logits between
+            passes. 0: near-ties (choices that rounding could change) are not recomputed.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
         target: target engine.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
-        EngineError: the TensorRT engines do not fit the bundle, library version or host, or were altered.
+        EngineError: the TensorRT engines were built for another bundle, library version or host, or were altered.
         RequestError: a backend lacks the quantized matmul of the bundle.
     """
 
@@ -118,7 +118,7 @@ class BundleEngines:
         """Decode tokens to images; the bundle must have a VQ decoder.
 
         Args:
-            codes: tokens of each cell of the grid, int64 `[images, rows, columns]`.
+            codes: token of each cell of the grid, int64 `[images, rows, columns]`.
 
         Returns:
             Pixels, float32 `[images, 3, height, width]`, about -1 (black) .. 1.
@@ -135,7 +135,7 @@ class BundleEngines:
             images: pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1.
 
         Returns:
-            Tokens of each cell of the grid, int64 `[images, cells]`.
+            Token of each cell of the grid, int64 `[images, cells]`.
 
         Raises:
             BundleError: the bundle has no VQ encoder.
@@ -186,6 +186,7 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
 
 
 def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Return declarations of the inputs and of the outputs of the VQ decoder."""
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:
@@ -194,6 +195,7 @@ def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[T
 
 
 def _declare_condition_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Return declarations of the inputs and of the outputs of the condition graph."""
     condition = manifest.condition
     prefix = condition.prefix
     kind = condition.kind

@@ -74,9 +74,9 @@ def compare_graph_with_module(
         graph: the graph with its module and test cases.
         path: the graph file.
         test_cases: names of the test cases to run, None for all.
-        graph_file: plan that the file was written from, so that the module's weights are rounded in the same way. None
-            leaves the weights unchanged.
-        low_memory: whether to run the file as `GraphFileSession` does with `low_memory`.
+        graph_file: description of the graph's file. The module's weights are rounded as in this file. None: they are
+            not rounded.
+        low_memory: whether to save memory by running without optimizations.
         progress: progress callback, called for each run.
 
     Raises:
@@ -116,8 +116,9 @@ def run_torch_module(
     Args:
         graph: the graph with its module.
         inputs: arrays by name of the graph's inputs.
-        graph_file: description of the graph's file, to round the module's weights like the file's; None rounds nothing.
-        dtype: type to compute in.
+        graph_file: description of the graph's file. The module's weights are rounded as in this file. None: they are
+            not rounded.
+        dtype: type in which the module computes.
 
     Returns:
         Arrays by name of the graph's outputs.
@@ -138,8 +139,9 @@ def convert_weights(
 
     Args:
         module: the module, whose weights may have any type.
-        graph_file: description of the graph's file, to round weights like the file's; None rounds nothing.
-        dtype: type to compute in.
+        graph_file: description of the graph's file. The weights are rounded as in this file. None: they are not
+            rounded.
+        dtype: type in which the module computes.
     """
     with ExitStack() as undo:
         for prefix, part in module.named_modules():
@@ -160,7 +162,7 @@ def convert_weights(
 
 
 def _uses_int8_matmul(weight_name: str, graph_file: GraphFile | None) -> bool:
-    """Return whether the graph multiplies a weight as int8, with activations that are rounded to 8 bits as well."""
+    """Return whether the graph multiplies a weight in int8 with activations that are also rounded to int8."""
     stored = _find_weight_name(weight_name, graph_file)
     storage = graph_file.storage_types[stored] if graph_file and stored else None
     return storage == "columns" and not weight_name.endswith(TWO_INTEGERS)
@@ -175,10 +177,12 @@ def _convert_weight(weight_name: str, weight: Tensor, graph_file: GraphFile | No
 
 
 def _find_weight_name(module_weight_name: str, graph_file: GraphFile | None) -> str | None:
-    """Return the name in the graph of a module's weight; None if the graph does not have the weight.
+    """Return the name that a module's weight has in the graph; None if the graph does not have the weight.
 
-    The graph's name may lack the first part of the module's name, because a module may contain the module that was
-    written.
+    Args:
+        module_weight_name: name of the weight in the module. If the module only wraps the module that the graph was
+            written from, the name in the graph lacks the first part of this name.
+        graph_file: description of the graph's file.
     """
     storage_types = graph_file.storage_types if graph_file else {}
     return next(
@@ -194,8 +198,8 @@ class GraphFileSession:
 
     Args:
         path: the graph file.
-        low_memory: whether to disable fusions, constant folding and copies of weights. Weights are then read from the
-            memory-mapped file and decoded one at a time (at most 66 MB instead of 800 MB).
+        low_memory: whether to save memory by running without optimizations. Weights are then read from the
+            memory-mapped file and decoded one at a time.
         model: serialized model to run instead of the file, with weights from the file's folder.
     """
 
@@ -206,7 +210,7 @@ class GraphFileSession:
         self._sessions: dict[bool, Any] = {}
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Return all outputs by name; inputs and outputs are float32 where the graph has float16."""
+        """Run the graph and return all outputs by name. Arrays are float32, even if the graph has float16."""
         empty = not self.low_memory and any(array.size == 0 for array in inputs.values())
         if empty not in self._sessions:
             disabled = ["MatmulTransposeFusion"] if empty else None
@@ -215,7 +219,11 @@ class GraphFileSession:
         session = self._sessions[empty]
         halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
         outputs = session.run(None, _cast_inputs_to_float16(inputs, halves))
-        return dict(zip((output.name for output in session.get_outputs()), map(to_float32, outputs), strict=True))
+        return dict(
+            zip(
+                (output.name for output in session.get_outputs()), map(convert_float16_to_float32, outputs), strict=True
+            )
+        )
 
     def _set_session_options(self, options: Any) -> None:
         # A serialized model needs the folder of its weights; for a file, ONNX Runtime ignores this option.
@@ -237,7 +245,7 @@ class DeviceGraphSession:
     Args:
         graph: the decoder's graph.
         path: the graph file.
-        low_memory: whether to run it as `GraphFileSession` does with `low_memory`.
+        low_memory: whether to save memory by running without optimizations.
     """
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
@@ -251,7 +259,7 @@ class DeviceGraphSession:
         self._heads = (spec.num_kv_heads, spec.head_dim)
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Return all outputs; inputs and outputs have the names and shapes of the file's graph."""
+        """Run the graph and return all outputs. Inputs and outputs have the names and shapes of the graph file."""
         rows, nodes = inputs["position_ids"].shape
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
@@ -286,7 +294,7 @@ def make_device_inputs(batch: PassInput, cache_columns: CacheColumnMap, num_padd
     Args:
         batch: tokens or embeddings, positions and attention mask of the forward pass.
         cache_columns: columns of the KV cache.
-        num_padded_nodes: number of nodes per batch row in the inputs.
+        num_padded_nodes: number of nodes per batch row, padding included.
     """
     rows, nodes = batch.positions.shape
     feeds = cache_columns.encode_pass_inputs(batch, num_padded_nodes)
@@ -302,7 +310,7 @@ def compare_graph_with_onnx_reference(path: Path, manifest: Manifest) -> CaseRes
     """Run a graph file in ONNX Runtime and in ONNX's reference evaluator on small random inputs.
 
     The comparison shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. It does not show errors
-    from rounding weights, since both read the same weights.
+    from rounding weights, because both runs read the same rounded weights.
 
     Args:
         path: the graph file.
@@ -316,7 +324,9 @@ def compare_graph_with_onnx_reference(path: Path, manifest: Manifest) -> CaseRes
     graph = onnx.load(path, load_external_data=False).graph
     halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
     inputs = _make_random_inputs(graph.input, manifest)
-    outputs = map(to_float32, ReferenceEvaluator(str(path)).run(None, _cast_inputs_to_float16(inputs, halves)))
+    outputs = map(
+        convert_float16_to_float32, ReferenceEvaluator(str(path)).run(None, _cast_inputs_to_float16(inputs, halves))
+    )
     expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
     return CaseResult("", GraphFileSession(path).run(inputs), expected)
 
@@ -348,13 +358,13 @@ def _make_random_inputs(graph_inputs: Iterable[onnx.ValueInfoProto], manifest: M
 
 
 def _cast_inputs_to_float16(inputs: Arrays, float16_names: Collection[str]) -> Arrays:
-    """Convert the inputs in `float16_names` to float16; lower mask values become `_MIN_HALF` instead of -inf."""
+    """Convert the inputs in `float16_names` to float16. Values below `_MIN_HALF` become `_MIN_HALF` instead of -inf."""
     return {
         name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in float16_names else array
         for name, array in inputs.items()
     }
 
 
-def to_float32(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in float32 if it is float16, unchanged otherwise."""
+def convert_float16_to_float32(array: NDArray[Any]) -> NDArray[Any]:
+    """Convert a float16 array to float32; return any other array unchanged."""
     return array.astype(np.float32) if array.dtype == np.float16 else array

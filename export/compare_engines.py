@@ -27,8 +27,8 @@ from ..engines.ort.session import GraphSession
 from ..engines.profiles import count_profile_columns
 from ..engines.trt.builder import set_up_polygraphy
 from ..runtime.engine import PassInput
-from .compare import CaseResult, make_device_inputs, to_float32
-from .graph.graphs import Arrays, tree_mask
+from .compare import CaseResult, convert_float16_to_float32, make_device_inputs
+from .graph.graphs import Arrays, make_tree_mask
 
 _ROWS = (1, 4)  # batch sizes to compare; a larger size than the engine's maximum is reduced to this maximum
 _TREE = (-1, 0, 0, 1, 1, 2)  # parents of the nodes of a draft tree
@@ -68,7 +68,7 @@ def compare_engines(
                 if runner is not None:
                     large_enough = [profile.nodes[2] >= feeds["seen"].shape[1] for profile in built.profiles]
                     runner.set_profile(large_enough.index(True))
-                    results = {key: to_float32(array) for key, array in runner.infer(feeds).items()}
+                    results = {key: convert_float16_to_float32(array) for key, array in runner.infer(feeds).items()}
                     yield spec.precision, CaseResult(f"{role}.plan: {name}", results, outputs)
 
 
@@ -106,7 +106,11 @@ def _run_forward_passes(
     session = GraphSession(path, *tensors, model_bytes=graph_path.read_bytes())
     table = None if is_drafter else bundle.code_embeddings
     engine = OrtEngine(path, spec, table, None)
-    masks = {"prefill": np.tri(max(prefix, 2), dtype=bool), "chain": np.tri(2, dtype=bool), "tree": tree_mask(_TREE)}
+    masks = {
+        "prefill": np.tri(max(prefix, 2), dtype=bool),
+        "chain": np.tri(2, dtype=bool),
+        "tree": make_tree_mask(_TREE),
+    }
     for rows in sorted({min(rows, built_graph.profiles[0].rows[2]) for rows in _ROWS}):
         cache = engine.new_cache(rows, prefix + 8)
         columns = CacheColumnMap(np.zeros(rows, np.int64), capacity, capacity)
@@ -136,5 +140,5 @@ def _run_forward_passes(
             cache.append(output.new_kv, [np.arange(nodes)] * rows)
             columns.lengths += nodes
             expected = {"logits": np.asarray(output.logits), "hidden_states": np.asarray(output.hidden)}
-            widened = {key: to_float32(array) for key, array in outputs.items()}
+            widened = {key: convert_float16_to_float32(array) for key, array in outputs.items()}
             yield f"{name}, {rows} rows", feeds, widened, expected

@@ -3,7 +3,7 @@
 Convolutions whose input comes from an activation function do nearly all of the work. Their inputs and outputs are
 rounded to unsigned 8-bit integers, in ranges measured by `measure_activation_ranges`. Their kernels are rounded to
 integers in -64 .. 64, with a scale for each output channel. Larger kernels would overflow on processors without VNNI,
-which add two products in 16 bits: with -127 .. 127, images of `scenes` differed by 1.2 levels of 255.
+which add two products in 16 bits: with -127 .. 127, images of the model `scenes` differed by 1.2 levels of 255.
 
 The other convolutions read or write the residual stream, for which 8 bits are too few. Their inputs and kernels are
 rounded to multiples of powers of two. These are so coarse that float32 adds the products without rounding. Otherwise
@@ -143,7 +143,7 @@ def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
 def _round_kernel_and_bias(graph_file: GraphFile, kernel_name: str, bias_name: str, max_input: float) -> float:
     """Round a kernel and a bias to multiples of powers of two.
 
-    A sum of n products is assumed to grow as the root of n. It then stays below 2^24 steps, so float32 adds the
+    A sum of n products is assumed to grow as the root of n. The sum then stays below 2^24 steps, so float32 adds the
     products exactly, in any sequence.
 
     Args:
@@ -183,8 +183,8 @@ def _fold_resize_into_conv(graph_file: GraphFile, conv_node: NodeProto) -> list[
     """Replace a 3 x 3 convolution of an enlarged image by a 2 x 2 convolution of the image before it is enlarged.
 
     Enlarging copies each pixel to 2 x 2 pixels, so a 3 x 3 kernel covers only 2 x 2 different pixels. The new
-    convolution needs 16 products for the four copies instead of 36. Its results lie around the corners of the pixels;
-    results outside the image are cut off.
+    convolution needs 16 products for the four copies instead of 36. The nodes after the
+    convolution arrange the copies as an enlarged image and cut off a border of one pixel.
 
     Args:
         graph_file: description of the graph, whose weights are changed.

@@ -19,9 +19,9 @@ class ModelFamily:
     Args:
         read_model: function that reads the checkpoints and returns the contents of a bundle. Its first parameter is the
             `Checkpoint` of the target; the other parameters are the options of `export` that the family accepts.
-        download_patterns: names or patterns of files in the target's repository to download instead of a model's
-            weights. The first is a name, without wildcards.
-        optional_files: files to download with the weights of the target, if they exist.
+        download_patterns: names of files in the target's repository to download instead of a model's weights, such as
+            `processor/*`. The first name must not have wildcards.
+        optional_files: names of files to download with the weights of the target, if they exist.
         model_types: values of `model_type` in config.json that identify the family.
         accepts_config: function that tells whether a config.json with a `model_type` in `model_types` belongs to the
             family.
@@ -35,6 +35,6 @@ class ModelFamily:
 
     @property
     def export_options(self) -> dict[str, bool]:
-        """Names of the export options that the family accepts, with whether each option is required."""
+        """Export options that the family accepts: whether an option is required, by name of the option."""
         parameters = signature(self.read_model).parameters.values()
         return {item.name: item.default is item.empty for item in parameters} | {"lora": False}

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..output.images import image_from_pixels
+from ..output.images import convert_pixels_to_image
 from .compare import CaseResult
 
 TIE = 0.8  # minimum probability, relative to the most probable token, of a token that also counts as most probable
 
 
 def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the largest absolute difference of two arrays, divided by the largest value if this exceeds 1.
+    """Return the largest absolute difference of two arrays, relative to the largest value of `expected`.
 
-    Differences of integers are not divided. The result is infinite if shapes, dtypes or infinite values differ, or if a
-    value is NaN.
+    The difference is absolute if the largest value is below 1 or the arrays have integers. The result is infinite if
+    shapes, dtypes or infinite values differ, or if a value is NaN.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return np.inf
@@ -44,10 +44,17 @@ def measure_relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> floa
 
 
 def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float, float]:
-    """Return the mean difference of images in levels (0 .. 255), and their peak signal-to-noise ratio in dB."""
+    """Measure the differences of decoded images from the images of the reference.
+
+    Args:
+        case_results: images of the graph and of its reference on each test case.
+
+    Returns:
+        The mean absolute difference in levels (0 .. 255), and the peak signal-to-noise ratio in dB.
+    """
     differences = [
-        np.asarray(image_from_pixels(image), np.float64).ravel()
-        - np.asarray(image_from_pixels(reference), np.float64).ravel()
+        np.asarray(convert_pixels_to_image(image), np.float64).ravel()
+        - np.asarray(convert_pixels_to_image(reference), np.float64).ravel()
         for _, outputs, expected in case_results
         for image, reference in zip(outputs["images"], expected["images"], strict=True)
     ]
@@ -57,12 +64,15 @@ def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float,
 
 
 def compare_top_tokens(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for each distribution whether the same token is most probable by both logits, near ties included.
+    """Check for each distribution whether the most probable token is the same as in the reference, near ties included.
 
     Args:
-        expected_logits: reference logits, `[..., tokens]`.
-        logits: logits to compare, `[..., tokens]`. Their most probable token must have at least `TIE` times the
-            maximum probability by `expected_logits`.
+        expected_logits: logits of the reference, `[..., tokens]`.
+        logits: logits to compare, `[..., tokens]`.
+
+    Returns:
+        Booleans `[...]`. In a near tie, the reference gives the most probable token of `logits` at least `TIE` times
+        the maximum probability.
     """
     chosen = np.take_along_axis(expected_logits, logits.argmax(-1)[..., None], -1)[..., 0]
     close: NDArray[np.bool_] = chosen >= expected_logits.max(-1) + np.log(TIE)

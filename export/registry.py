@@ -39,7 +39,7 @@ def load_model_family(family_name: str) -> ModelFamily:
 def detect_model_family(target: Path | str) -> str:
     """Return the name of the family that a target belongs to, by `model_type` in its config.json.
 
-    The result is the default family if the target is a file, or if no family or several families have the type.
+    The result is the default family if the target is a file, or if not exactly one family has the type.
 
     Args:
         target: local path, or hub reference, from which config.json is downloaded.
@@ -88,14 +88,14 @@ def read_family_checkpoints(
     Args:
         family_name: name of a family in `FAMILIES`.
         options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
-            is a list of these, each with or without `:scale`. None means not given.
+            is a list of paths or references of adapters, each optionally with `:scale`. None means not given.
         progress: progress callback, called for each checkpoint.
         cfg_scale: default guidance scale of the bundle; None: the default of the family.
 
     Raises:
         CheckpointError: the checkpoints do not fit together, or cannot be read.
         RequestError: an option is out of range, or a hub reference is malformed.
-        EngineError: a library that they need is not installed.
+        EngineError: a library that the family needs is not installed.
     """
     family = check_family_options(family_name, options)
     from .checkpoints import lora
@@ -139,7 +139,7 @@ def _check_target_family(family_name: str, target_folder: Path) -> None:
     """Check that the config.json of a target does not belong to another family.
 
     Raises:
-        CheckpointError: it belongs to other families, which the message names.
+        CheckpointError: config.json belongs to other families, which the message names.
     """
     from .checkpoints.files import read_config
 

@@ -68,7 +68,7 @@ def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int =
 def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
     """Estimate the sizes of an export before the download, from the hub's list of files.
 
-    Sizes that the hub does not tell are 0.
+    A size that the hub does not report counts as 0.
 
     Args:
         family: family of the target.

@@ -74,7 +74,7 @@ _OTHER_FIELDS = {"precision", "dtype", "head_codes", "architecture"}
 
 
 class VerificationLimits(NamedTuple):
-    """Limits of the differences for one precision.
+    """Limits of the differences between a graph and its reference, for one precision.
 
     For decoders with rounded weights, only the limits of the token distributions apply.
     """
@@ -112,7 +112,7 @@ class VerificationReport:
         distributions: differences of the token distributions of each decoder, over all nodes of all test cases, at
             temperature 1 without guidance. `agreement` is the share of nodes with the same most probable token, near
             ties included. The divergences are KL(expected || bundle) in nats.
-        pictures: `measure_image_difference` of each image decoder in int8 or fp16.
+        pictures: difference of the decoded images, for each image decoder in int8 or fp16.
     """
 
     bundle: str
@@ -146,7 +146,12 @@ class VerificationReport:
         self.tensors.append(row)
 
     def add_image_results(self, role: str, case_results: Iterable[CaseResult]) -> None:
-        """Add the difference of the images of a rounded image decoder to the report."""
+        """Add the difference of the images of an image decoder in int8 or fp16 to the report.
+
+        Args:
+            role: role of the graph.
+            case_results: images of the graph and of its reference on each test case.
+        """
         levels, psnr = measure_image_difference(case_results)
         row = {
             "graph": role,
@@ -161,13 +166,13 @@ class VerificationReport:
     def add_graph_results(
         self, role: str, case_results: Iterable[CaseResult], precision: Precision, tolerance: float = 0.0
     ) -> None:
-        """Add the differences of a graph's outputs to the report, and of a decoder's token distributions.
+        """Add the differences of a graph's outputs, and of the token distributions of a decoder, to the report.
 
         Args:
             role: role of the graph.
             case_results: outputs of the graph and of its reference on each test case.
             precision: precision of the graph, which determines the limits.
-            tolerance: tolerance of the graph, which replaces a smaller limit of the precision.
+            tolerance: tolerance of the graph. If it exceeds the limit of the precision, it replaces that limit.
         """
         limits = LIMITS[precision]
         worst: dict[str, float] = {}
@@ -205,7 +210,7 @@ def verify_bundle(
     reference_name: str = "ONNX reference evaluator",
     progress: Progress = ignore_progress,
 ) -> VerificationReport:
-    """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with ONNX's reference evaluator.
+    """Compare a bundle's arrays and graphs with its checkpoint, or each graph with ONNX's reference evaluator.
 
     Args:
         bundle: bundle whose files match its manifest.
@@ -247,7 +252,7 @@ def verify_bundle(
                 report.add_image_results(role, results)
             else:
                 report.add_graph_results(
-                    role, results, precisions.precision_of(role), choose_tolerance(graph) if graph else 0.0
+                    role, results, precisions.get_precision(role), choose_tolerance(graph) if graph else 0.0
                 )
     return report
 
@@ -294,7 +299,7 @@ def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
                 found=format_value(value),
                 expected=f"{format_value(expected[name])}, as the bundle has",
-                remedy="give the checkpoint that it was made from",
+                remedy="give the checkpoint that the bundle was made from",
             )
 
 
@@ -334,7 +339,7 @@ def check_graph_parity(
         graph: the graph with its module and tolerance. With int8 matmul, `INT8_TOLERANCE` limits the relative error
             instead.
         path: the graph file.
-        graph_file: plan that the file was written from, so that the module's weights are rounded in the same way.
+        graph_file: description of the graph's file. The module's weights are rounded as in this file.
         progress: progress callback, called for each run.
 
     Returns:
@@ -397,19 +402,20 @@ def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Pro
             field=f"{path.name} in {precision}",
             found=f"images {levels:.2f} levels of 255 apart from the checkpoint's, {psnr:.1f} dB",
             expected=f"at most {MAX_LEVELS:g}, and {MIN_PSNR:g} dB",
-            remedy="export it with --vq-precision fp32",
+            remedy="export the bundle with --vq-precision fp32",
         )
 
 
 def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float:
     """Return the maximum difference that is allowed between the outputs of a graph and of its module.
 
-    If the graph has no tolerance, it is `_ROUNDING_FACTOR` times the difference between the module's outputs in float32
-    and in float64.
+    For a graph without a tolerance, the maximum is `_ROUNDING_FACTOR` times the difference between the module's outputs
+    in float32 and in float64.
 
     Args:
         graph: the graph with its module.
-        graph_file: description of the graph's file, to round the module's weights like the file's; None rounds nothing.
+        graph_file: description of the graph's file. The module's weights are rounded as in this file. None: they are
+            not rounded.
     """
     if graph.tolerance is not None:
         return graph.tolerance

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import __version__
-from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, file_sha256
+from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, compute_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from ..output.files import check_new_folder, write_folder_atomically
@@ -73,7 +73,7 @@ def export_model(
     graph_files: dict[str, GraphFile] = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))
-        graph_files[graph.role] = plan_graph(graph, precisions.storage_rule(graph.role))
+        graph_files[graph.role] = plan_graph(graph, precisions.choose_storage_rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
     size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
     check_disk_and_memory(output, sum(file.weight_bytes for file in graph_files.values()) + size, head_bytes=size)
@@ -173,7 +173,7 @@ def _make_manifest_fields(model: BundleContents, precisions: Precisions, progres
     count = _make_hashing_counter("checkpoints", [path for _, path in model.sources], progress)
     sources = tuple(
         CheckpointFileRecord(
-            role=role, name=path.name, sha256=file_sha256(path, count), origin=find_hub_reference(path)
+            role=role, name=path.name, sha256=compute_sha256(path, count), origin=find_hub_reference(path)
         )
         for role, path in model.sources
     )
@@ -182,10 +182,10 @@ def _make_manifest_fields(model: BundleContents, precisions: Precisions, progres
     return {
         **model.manifest_fields,
         "target": target.model_copy(
-            update={"precision": precisions.precision_of("target"), "dtype": precisions.compute_type}
+            update={"precision": precisions.get_precision("target"), "dtype": precisions.compute_type}
         ),
         "vq_precision": precisions.vq,
-        "drafter": drafter and drafter.model_copy(update={"precision": precisions.precision_of("drafter")}),
+        "drafter": drafter and drafter.model_copy(update={"precision": precisions.get_precision("drafter")}),
         "provenance": {
             "exporter": f"lantern-rt {__version__}",
             "sources": sources,

@@ -32,13 +32,14 @@ R = TypeVar("R")
 class AsyncPipeline:
     """Image generator for asyncio tasks; the requests of all tasks share forward passes.
 
-    Every image equals the image that `Pipeline` generates, bit for bit, whatever other requests share its passes. To
-    cancel a request, cancel its task or close its iterator. The request's capacity is free within one forward pass.
+    Every image equals, bit for bit, the image that `Pipeline` generates. Other requests in the same forward passes do
+    not change the image. To cancel a request, cancel its task or close its iterator. The place of a cancelled request
+    is free after at most one forward pass.
 
     Args:
-        pipeline: pipeline that generates the images; `close` closes it.
-        max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes
-            at once.
+        pipeline: pipeline that generates the images. `AsyncPipeline.close` also closes this pipeline.
+        max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: a maximum that the memory and
+            the engines allow.
         max_queued_images: maximum number of images in the queue, 0 .. 2**20.
     """
 
@@ -78,8 +79,8 @@ class AsyncPipeline:
             provider: same as for `Pipeline.from_bundle`.
             engines: same as for `Pipeline.from_bundle`.
             download: same as for `Pipeline.from_bundle`.
-            max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline
-                decodes at once.
+            max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: a maximum that the memory
+                and the engines allow.
             max_queued_images: maximum number of images in the queue, 0 .. 2**20.
 
         Returns:
@@ -114,7 +115,7 @@ class AsyncPipeline:
     async def close(self, drain: bool = True) -> None:
         """Stop accepting requests and close the pipeline.
 
-        Streams still yield the steps they have received, but cannot decode images.
+        Streams still yield the steps that they have received, but these steps cannot decode images.
 
         Args:
             drain: whether to finish the running and queued requests; False: these requests raise `RequestError`.
@@ -135,7 +136,7 @@ class AsyncPipeline:
         self.service.close(drain)
 
     def _close_unused(self) -> None:
-        """Close a pipeline that has no requests."""
+        """Close a pipeline that was loaded for a cancelled task and has no requests."""
         self._stop_service(drain=False)
         self.pipeline.close()
 
@@ -166,7 +167,9 @@ class AsyncPipeline:
     async def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[StreamStep, None]:
-        """Generate images and yield the state after each decoding step. Close the iterator to cancel.
+        """Generate images and yield the state after each decoding step.
+
+        To cancel the request, close the iterator.
 
         Args:
             prompts: same as for a call of `Pipeline`.
@@ -187,6 +190,7 @@ class AsyncPipeline:
 
     @contextmanager
     def _track_call(self) -> Iterator[None]:
+        """Record a call in `_calls` during the `with` block, so that `close` waits for the call."""
         self._check_open()
         call = object()
         self._calls.add(call)
@@ -204,18 +208,20 @@ class AsyncPipeline:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[ServiceRequest, StreamStep | None], None]:
-        """Generate images and yield the state after each decoding step, with the options that servers need.
+        """Generate images, and yield the request with the state after each decoding step.
+
+        Servers use this method, because it also takes the name of a caller and a deadline.
 
         Args:
             prompts: same as for a call of `Pipeline`.
             wants_all_steps: whether to yield every step; False: the last step only.
             caller: name of the caller; callers share the service equally.
-            deadline: time limit in seconds.
+            deadline: time limit of the request in seconds.
             options: same as for a call of `Pipeline`.
 
         Yields:
-            Pairs of the request and a step. The first pair comes when the service accepts the request; its step is
-            None.
+            Pairs of the request and a step. The first pair comes when the service accepts the request, and has None in
+            place of a step.
 
         Raises:
             RequestError: same as for `generate`.
@@ -259,10 +265,10 @@ class AsyncPipeline:
             request.cancel()  # no effect if the request has ended
 
     async def _submit_edit(self, caller: str, submit: Callable[[], ServiceRequest]) -> ServiceRequest:
-        """Submit an edit, one per caller at a time; then pause the caller's edits for as long as the check took.
+        """Submit an edit to the service, after the previous edit of the same caller.
 
-        The check decodes the image of the edit, which takes long. Without the pause, one caller could keep the thread
-        that checks edits busy.
+        The service decodes the image to check an edit, which takes long. After a check, the next edit of the caller
+        waits for as long as the check took. Without this wait, one caller could keep the thread that checks edits busy.
         """
         loop = asyncio.get_running_loop()
         lock = self._edit_locks.setdefault((loop, caller), asyncio.Lock())
@@ -303,10 +309,10 @@ class AsyncPipeline:
 async def _run_in_thread(
     executor: ThreadPoolExecutor, function: Callable[[], R], discard_result: Callable[[R], None]
 ) -> R:
-    """Run a function in a thread, and return its result.
+    """Run a function in a thread, and return the result of the function.
 
-    A thread cannot be interrupted. If this task is cancelled, the thread therefore passes the late result to
-    `discard_result`, before it runs another function.
+    A thread cannot be interrupted. If the task that awaits the result is cancelled, the function still ends. The thread
+    then passes the late result to `discard_result`, before the thread runs another function.
 
     Args:
         executor: executor with one thread.
@@ -325,5 +331,6 @@ async def _run_in_thread(
 
 
 def _discard_late_result(discard_result: Callable[[R], None], future: Future[R]) -> None:
+    """Call `discard_result` with the result of a finished future, unless the future was cancelled or failed."""
     if not future.cancelled() and future.exception() is None:
         discard_result(future.result())

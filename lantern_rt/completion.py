@@ -29,11 +29,15 @@ C = TypeVar("C", bound=FrozenModel)
 
 
 def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
-    """Return a method with all its parameters, checked against the bundle.
+    """Fill in missing parameters of a method from the bundle's defaults, and check that the bundle supports the method.
 
     Args:
-        manifest: manifest of the bundle; its defaults complete a method string.
-        method: method string, or method object, whose parameters are complete already.
+        manifest: manifest of the bundle.
+        method: method string, whose missing parameters get the bundle's defaults; or a method object, which already has
+            all parameters.
+
+    Returns:
+        The method with all parameters.
 
     Raises:
         RequestError: the method does not exist, or the bundle lacks the drafter or the neighbour table that the method
@@ -42,7 +46,7 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     """
     completed = _complete_method(manifest, method)
     if problem := explain_unsupported(manifest, completed):
-        *others, last = supported_methods(manifest, METHODS)
+        *others, last = list_supported_methods(manifest, METHODS)
         remedy = f"use method {', '.join(others)} or {last}"
         raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
     if isinstance(completed, TreeMethod):
@@ -68,8 +72,8 @@ def check_method(method: str) -> MethodConfig:
     return completed
 
 
-def supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
-    """Return the method strings of `methods` that a bundle supports."""
+def list_supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
+    """Return the method strings in `methods` that a bundle supports."""
     return [method for method in methods if explain_unsupported(manifest, _complete_method(manifest, method)) is None]
 
 
@@ -80,8 +84,8 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
         The name of the method and its parameters.
 
     Raises:
-        RequestError: the value is not text, the method does not exist, or a part is not PARAMETER=VALUE with a
-            parameter of the method.
+        RequestError: the value is not text, the method does not exist, or the text after a colon is not
+            PARAMETER=VALUE with a parameter of the method.
     """
     name, *parts = text.split(":") if isinstance(text, str) else [text]
     *others, last = METHODS
@@ -107,6 +111,7 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _parse_value(text: str) -> Any:
+    """Convert a text to an int or a float if possible; return any other text unchanged."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -126,7 +131,7 @@ def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
-    """Return a method with all its parameters, without checking that the bundle supports the method."""
+    """Fill in missing parameters of a method, without checking that the bundle supports the method."""
     if isinstance(method, MethodConfig):
         name = method.method
         parameters = method.parameters()
@@ -145,17 +150,18 @@ def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
 
 
 def _find_default_parameters(manifest: Manifest, method_name: str) -> dict[str, Any]:
+    """Return the bundle's default parameters of a method or, if the bundle has none, the method's defaults."""
     default = next((method for method in manifest.decoding.methods if method.method == method_name), None)
     return (default or METHODS[method_name](method=method_name)).parameters()
 
 
 def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of relaxed acceptance: neighbors, bound and residual; all are None if the method is exact.
+    """Return the parameters of relaxed acceptance: neighbors, bound and residual; all None if the method is exact.
 
     Args:
         manifest: manifest of the bundle.
         method_name: name of the method.
-        parameters: parameters that the request names.
+        parameters: parameters that the request sets.
     """
     bounds = [bound for bound in ("delta", "lambda") if method_name in METHODS_BY_PARAMETER[bound]]
     # `lantern` and `lantern++` have one bound each. `sjd` has two, and is exact unless a request names a bound.
@@ -164,7 +170,7 @@ def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameter
     if bound is None:
         if unused := [parameter for parameter in ("neighbors", "residual") if parameter in parameters]:
             problem = f"method {method_name} is exact without a bound"
-            raise RequestError(problem, field=unused[0], remedy="give delta or lambda, too")
+            raise RequestError(problem, field=unused[0], remedy="also give delta or lambda")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
     defaults = _find_default_parameters(manifest, "lantern" if bound == "delta" else "lantern++")
     limit = manifest.neighbors or 1_000_000  # without a neighbour table, `resolve_method` rejects the method later
@@ -174,11 +180,12 @@ def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameter
 
 
 def _check_draft_tree(manifest: Manifest, tree_name: str, is_default: bool) -> None:
-    """Raise an error unless a draft tree exists and fits the codebook.
+    """Raise an error if a draft tree does not exist, or has more children per node than the codebook has codes.
 
     Args:
+        manifest: manifest of the bundle.
         tree_name: name of the draft tree.
-        is_default: whether the name is a default of the bundle, so that an error blames the bundle.
+        is_default: whether the tree is the bundle's default. An error then names the bundle instead of the request.
     """
     try:
         shape = parse_tree(tree_name)

@@ -33,7 +33,7 @@ HALVED_PIXELS = 1 << 22  # number of pixels above which an image is read at half
 
 @dataclass(eq=False)
 class ImageEdit:
-    """Image to edit, and its cells to generate again; the tokens of all other cells are preserved.
+    """Image to edit, with the choice of the cells to generate again. The tokens of all other cells are preserved.
 
     Attributes:
         pixels: original image in sRGB, uint8 `[height, width, 3]`.
@@ -46,25 +46,27 @@ class ImageEdit:
     preserved_codes: Ints | None = field(init=False, default=None)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
-        """Return `preserved_codes`. The first call computes them with the image encoder.
+        """Return `preserved_codes`, which the first call computes with the image encoder.
 
         Args:
-            encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
+            encoder: image encoder, which converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to tokens,
+                int64 `[1, cells]`.
         """
         if self.preserved_codes is None:
-            codes = encoder(to_encoder_input(self.pixels))[0]
+            codes = encoder(convert_to_encoder_input(self.pixels))[0]
             self.preserved_codes = np.where(self.regenerated_cells.ravel(), -1, codes)
         return self.preserved_codes
 
     def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """Return the inputs of the condition graph unchanged, because they do not depend on the image."""
+        """Return the inputs of the condition graph unchanged, because these inputs do not depend on the image."""
         return inputs
 
     def blend_with_original(self, image: Image.Image) -> Image.Image:
         """Blend a generated image into the original image.
 
-        Regenerated cells show the new image. Outside of them, the weight of the new image falls to 0 over the width of
-        a cell. The image decoder also changes pixels around a regenerated cell, so a sharp edge would be visible.
+        Regenerated cells show the new image. Outside of these cells, the weight of the new image falls to 0 over the
+        width of a cell. The image decoder also changes pixels around a regenerated cell, so a sharp edge would be
+        visible.
 
         Args:
             image: generated image, of the same size as the original image.
@@ -92,21 +94,21 @@ class ImageEdit:
         return hashlib.sha256(self.pixels.tobytes() + self.regenerated_cells.tobytes()).hexdigest()
 
 
-def to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
-    """Scale pixels to -1 .. 1 as input of an image encoder.
+def convert_to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
+    """Convert the pixels of an image to the input of an image encoder, with values in -1 .. 1.
 
     Args:
-        pixels: uint8 `[height, width, 3]`.
+        pixels: pixels of an image, uint8 `[height, width, 3]`.
 
     Returns:
-        Float32 `[1, 3, height, width]`.
+        The input, float32 `[1, 3, height, width]`.
     """
     scaled: Floats = np.moveaxis(pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
     return scaled
 
 
 def crop_to_cover(original: Image.Image, size_in_pixels: tuple[int, int]) -> Image.Image:
-    """Fill the transparent pixels of an image, scale the image to cover a size, and crop its centre.
+    """Scale an image to cover a size, and crop its centre. Transparent pixels get the mean colour of visible pixels.
 
     Args:
         original: image of mode RGBA.
@@ -123,12 +125,14 @@ def crop_to_cover(original: Image.Image, size_in_pixels: tuple[int, int]) -> Ima
 
 
 def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
-    """Read an image: rotate it upright, convert it to sRGB with an alpha channel, and halve the size of a large image.
+    """Read an image, rotate it upright and convert it to sRGB with an alpha channel.
+
+    A large image is read at half its width and height.
 
     Args:
         name: name of the request's parameter, for error messages.
-        source: Pillow image, array, path of a file, or bytes of a file.
-        header_only: whether to return the image as it is opened: pixels are not decoded, rotated or converted.
+        source: image as a Pillow image, an array, the path of a file, or the bytes of a file.
+        header_only: whether to return the opened image at once. Its pixels are then not decoded, rotated or converted.
 
     Returns:
         A Pillow image of mode RGBA, with the `info` of the file.
@@ -146,7 +150,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         warnings.catch_warnings(action="ignore"),
     ):
         if isinstance(source, np.ndarray) or (isinstance(source, Image.Image) and source.mode in ("I", "F")):
-            image = _image_from_array(name, np.asarray(source))
+            image = _convert_array_to_image(name, np.asarray(source))
         elif isinstance(source, Image.Image):
             image = source
         else:
@@ -167,11 +171,11 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if factor > 1 and (image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK") or "transparency" in image.info):
             image = image.convert("RGBA")  # palette indices cannot be averaged
-        return _to_srgb(image.reduce(factor))
+        return _convert_to_srgb(image.reduce(factor))
 
 
 def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tuple[int, int]:
-    """Read the size of an image from its header, after the rotation by its EXIF orientation.
+    """Read the size of an image from its header. Width and height are swapped if the image must be rotated.
 
     Args:
         image: image to read.
@@ -195,16 +199,16 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
         sizes.append(header.size[::-1] if rotated else header.size)
     if sizes[-1] != sizes[0]:
         expected, actual = (f"{width} x {height} pixels" for width, height in sizes)
-        raise RequestError(field="mask", found=actual, expected=f"{expected}, as the image has")
+        raise RequestError(field="mask", found=actual, expected=f"{expected}, the size of the image")
     return sizes[0]
 
 
-def _image_from_array(parameter_name: str, array: NDArray[Any]) -> Image.Image:
+def _convert_array_to_image(parameter_name: str, array: NDArray[Any]) -> Image.Image:
     """Convert an array to an 8-bit image.
 
     Args:
         parameter_name: parameter of the request; a `mask` may be an integer array of 0 and 1.
-        array: bool, floats 0 .. 1, integers 0 .. 255, or integers 0 .. 65535.
+        array: image values: bool, floats 0 .. 1, integers 0 .. 255, or integers 0 .. 65535.
     """
     low = array.min(initial=0)  # `initial` also makes an empty array valid
     high = array.max(initial=0)
@@ -218,8 +222,8 @@ def _image_from_array(parameter_name: str, array: NDArray[Any]) -> Image.Image:
     return Image.fromarray(np.rint(array * (255 / limit)).astype(np.uint8))
 
 
-def _to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an image to sRGB with an alpha channel, by the colour profile in its file if the profile is valid."""
+def _convert_to_srgb(image: Image.Image) -> Image.Image:
+    """Convert an image to sRGB with an alpha channel. A valid colour profile in the image file is applied."""
     plain = image.convert("RGBA")
     profile = plain.info.pop("icc_profile", b"")
     # ImageCms reads neither palettes nor an alpha channel.
@@ -253,6 +257,9 @@ def prepare_edit(
             mask has no transparent pixel, white. None: where `original` is transparent.
         keep_rows: number of grid rows at the top to preserve, in place of a mask.
 
+    Returns:
+        The edit, without the tokens of preserved cells, which `ImageEdit.encode` computes.
+
     Raises:
         RequestError: the bundle cannot edit images, or the mask selects no cell.
     """
@@ -277,10 +284,10 @@ def prepare_edit(
 
 
 def check_supports_edits(manifest: Manifest) -> None:
-    """Raise RequestError if a bundle cannot generate a part of an image again.
+    """Raise RequestError if a bundle cannot edit images, that is, generate a part of an image again.
 
-    Editing needs an image encoder. The encoder of an image-to-image bundle does not suffice, because its codes are for
-    the prompt and not for cells of the generated image.
+    Editing needs an image encoder. The encoder of an image-to-image bundle does not suffice, because this encoder
+    computes codes for the prompt and not for cells of the generated image.
     """
     if manifest.source is not None:
         problem = f"bundle {manifest.name} generates whole images from a source image, and cannot edit a part"
@@ -292,17 +299,18 @@ def check_supports_edits(manifest: Manifest) -> None:
 
 
 def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
-    """Return the name of the bundle's image size that is nearest to an image: by aspect ratio, then by area.
+    """Find the image size of a bundle that is nearest to the size of an image: by aspect ratio, then by area.
 
     Args:
         manifest: manifest of the bundle.
         size_in_pixels: width and height of the image.
 
     Returns:
-        The name; None if the bundle has a single image size.
+        The name of the image size; None if the bundle has a single image size.
     """
 
     def compute_size_distance(size: Size) -> tuple[float, float]:
+        """Return the differences of aspect ratio and area between a size and the image, as logarithms."""
         # Differences of logarithms compare ratios, so twice and half the size are equally far.
         log_width, log_height = np.log(manifest.size_in_pixels(size)) - np.log(size_in_pixels)
         return round(abs(log_width - log_height), 3), abs(log_width + log_height)
@@ -311,6 +319,7 @@ def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> st
 
 
 def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:
+    """Return an image that is white on the pixels to generate again; see `prepare_edit` for the arguments."""
     marks = original if mask is None else read_image("mask", mask)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())

@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Their fields describe the fault; the message is built from the fields.
+"""Errors that a user can cause. The fields of an error describe the fault, and its message contains the fields.
 
 Any other exception that escapes the package is a bug.
 
@@ -35,15 +35,16 @@ def _escape_code_point(code_point: int) -> str:
 class LanternError(Exception):
     """Base class of the errors that a user can cause and cure.
 
-    The message has the form `field: problem, found X, expected Y; remedy`, without the parts that are empty. It is one
-    line of at most 2,005 characters, and safe to print. Programs should read the fields instead of the message.
+    The message has the form `field: problem, found X, expected Y; remedy`, without the parts that are empty. The
+    message is one line of at most 2,005 characters, and safe to print. Programs should read the fields instead of the
+    message.
 
     Args:
         problem: description of the fault, if `found` and `expected` do not describe it.
-        field: parameter at fault by its public name, or a file or graph.
+        field: subject of the error: public name of a parameter, path of a file, or name of a graph.
         found: actual value, as text.
         expected: description of the valid values.
-        remedy: cure, as an instruction.
+        remedy: instruction that tells the user how to cure the fault.
 
     Attributes:
         suggestions: valid prompts that are similar to an invalid prompt.

@@ -1,7 +1,8 @@
 """Checks of user input, reading of user files, and conversion of library errors to one line of text.
 
-Reading a pipe or a device might never end, so this module opens every file of a user. Libraries raise any exception
-when they parse a damaged file. Files are therefore parsed inside `convert_read_errors`, whose error names the file.
+Reading a pipe or a device might never end. This module therefore opens every file of a user, and accepts only regular
+files. Libraries may raise any exception when they parse a damaged file. Files are therefore parsed inside
+`convert_read_errors`, whose error names the file.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ vars(_SHORT_REPR).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset
 
 
 def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
-    """Return an integer after checking its type and range.
+    """Check the type and range of an integer parameter, and return its value as an int.
 
     Args:
         name: name of the parameter, for the error message.
-        value: value to check; None stands for `default`.
-        default: value to check in place of None.
+        value: value to check; None: the default.
+        default: value that replaces None.
         low: minimum, inclusive.
         high: maximum, inclusive.
 
@@ -64,9 +65,9 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
 
 
 def describe_validation_error(error: ValidationError) -> dict[str, str]:
-    """Convert the first error of a pydantic validation to arguments of a `LanternError`.
+    """Convert the first error of a pydantic validation to keyword arguments of a `LanternError`.
 
-    The argument `field` is the path of the invalid field, such as `target.hidden_size`.
+    The value of `field` is the path of the invalid field, such as `target.hidden_size`.
     """
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
@@ -84,7 +85,7 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """Format a value for a message as one line of at most 80 characters, without memory addresses; text has quotes."""
+    """Format a value for an error message, as one line of at most 80 characters. Text gets quotes."""
     value = str(value) if isinstance(value, Path) else value
     if isinstance(value, str):
         text = repr(value[:80])
@@ -99,7 +100,7 @@ def format_value(value: object) -> str:
 
 
 def format_error(error: BaseException, max_length: int = 160) -> str:
-    """Format the message of an error as one line of at most `max_length` characters, without memory addresses."""
+    """Format the message of a library's error as one line of at most `max_length` characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r" <(?:\S+ object|_io\..*)>", "", _ADDRESS.sub("", text))
     return " ".join((text or type(error).__name__).split())[:max_length]
@@ -108,8 +109,8 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
 def reraise_signal_error(error: BaseException) -> None:
     """Raise an error again if a signal handler raised it, for example to enforce a time limit.
 
-    A block that converts any exception must call this function first. Otherwise the block would blame a file for an
-    error that came from a signal.
+    An `except` block that converts any exception must call this function first. Otherwise the block would name a file
+    as the cause of an error that a signal caused.
     """
     handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
     # A frame of a handler in the traceback shows that the handler raised the error.
@@ -117,12 +118,14 @@ def reraise_signal_error(error: BaseException) -> None:
         raise error
 
 
-def install_command(extra: str, reinstall: bool = False) -> str:
-    """Return the pip command that installs an extra of lantern-rt from the place where pip found this copy.
+def make_install_command(extra: str, reinstall: bool = False) -> str:
+    """Return the pip command that installs an extra of lantern-rt.
+
+    The command names the source from which this copy was installed: a clone, an address or the package index.
 
     Args:
-        extra: extra, or several extras with commas between. If the first of several is `cpu`, the command installs
-            PyTorch without the CUDA libraries.
+        extra: name of the extra, or several names with commas between. If `cpu` is the first of several names, the
+            command installs PyTorch without the CUDA libraries.
         reinstall: whether to replace installed packages.
     """
     from importlib.metadata import PackageNotFoundError, distribution
@@ -143,15 +146,15 @@ def require_library(name: str, feature: str, extra: str) -> None:
     """Raise an error if a library is not installed.
 
     Args:
-        name: name of the module to import.
+        name: name of the library's Python module.
         feature: feature or command that needs the library, for the error message.
         extra: extra of lantern-rt that installs the library.
 
     Raises:
-        EngineError: the library cannot be imported.
+        EngineError: the library is not installed, or cannot be imported in the current folder.
     """
     if importlib.util.find_spec(name) is None:
-        raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `{install_command(extra)}`")
+        raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `{make_install_command(extra)}`")
     if name == "torch":
         try:
             os.getcwd()
@@ -165,14 +168,14 @@ def require_library(name: str, feature: str, extra: str) -> None:
 def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
     """Convert any exception in a `with` block to an error that names the file.
 
-    Errors of this package are raised unchanged. Panics of Rust libraries are converted, too, although their class is
-    not an `Exception`.
+    Errors of this package are raised unchanged. Panics of Rust libraries are also converted, although the class of a
+    panic is not a subclass of `Exception`.
 
     Args:
         path: file that the block reads.
         expected: description of the expected content, for the error message.
         error_class: class of the error to raise.
-        remedy: cure, as an instruction, for the error message.
+        remedy: instruction in the error message that tells the user how to cure the fault.
 
     Raises:
         LanternError: an error of `error_class`.
@@ -196,7 +199,7 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; reject a pipe or a device without waiting for its data.
+    """Open a regular file for reading, and raise an error for a pipe or a device without waiting for its data.
 
     Raises:
         OSError: the file cannot be opened.
@@ -209,7 +212,11 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Read all bytes of a regular file.
+    """Read all bytes of a regular file, whose size is limited.
+
+    Args:
+        path: path of the file.
+        max_bytes: maximum size of the file in bytes.
 
     Raises:
         OSError: the file cannot be read.
@@ -231,4 +238,5 @@ def split_lines(text: str) -> list[str]:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file for the `opener` of `open`, without waiting if the path is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

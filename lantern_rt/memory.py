@@ -16,7 +16,7 @@ from .bundle.conditions import ConditionSpec
 from .bundle.files import Bundle
 from .bundle.manifest import DecoderSpec, DrafterSpec, Manifest
 from .bundle.weights import StoredWeights
-from .completion import supported_methods
+from .completion import list_supported_methods
 from .engines.host import available_memory
 from .engines.kv_cache import COLUMN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
@@ -35,8 +35,8 @@ _POLL_SECONDS = 0.01  # interval of `PeakMemoryMonitor`
 
 
 def choose_max_memory_settings(manifest: Manifest) -> GenerationSettings:
-    """Return the settings that need the most memory per image: with the EAGLE drafter, unless the bundle has none."""
-    method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
+    """Return the settings that need the most memory per image. They use the EAGLE drafter if the bundle has it."""
+    method, *_ = list_supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})
 
 
@@ -51,16 +51,17 @@ def compute_max_images(
 
     Args:
         manifest: manifest of the bundle.
-        images: images of a request, whose longest prompt is checked against `free_bytes`; empty: no prompt is known.
+        images: images of a request. The memory for its longest prompt must not exceed `free_bytes`. Empty: no request
+            is known yet.
         settings: settings of the images.
-        max_rows: maximum number of batch rows of the engines; with guidance an image has two rows.
-        free_bytes: free memory in bytes after the weights were loaded; None: one image always fits.
+        max_rows: maximum number of batch rows of the engines. An image has two rows with guidance, else one row.
+        free_bytes: free memory in bytes after the weights were loaded; None: the memory for one image is not checked.
 
     Returns:
-        Number of images, 1 .. 64. More than one image need at most 2 GiB and at most half of the free memory.
+        Number of images, 1 .. 64. Two or more images need at most 2 GiB, and at most half of the free memory.
 
     Raises:
-        RequestError: one image needs more memory than was free. The error lists the needed memory by use.
+        RequestError: one image needs more than `free_bytes`. The error lists the needed memory for each purpose.
     """
     tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
     needed = _estimate_memory_with_decoder(manifest, settings, tokens)
@@ -87,7 +88,7 @@ def estimate_image_memory(
         prefix: number of prefix positions, such as prompt tokens; None: the maximum of the bundle.
 
     Returns:
-        Bytes by use: each KV cache, and the forward passes.
+        Number of bytes for each purpose: every KV cache, and the forward passes.
     """
     prompt = manifest.condition.prefix if prefix is None else prefix
     rows = 2 if settings.sampling.uses_guidance else 1
@@ -109,7 +110,7 @@ def estimate_image_memory(
 
 
 def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens: int | None = None) -> None:
-    """Check that there is memory for the weights and one image, before the weights are loaded.
+    """Check, before the weights are loaded, that there is enough memory for the weights and one image.
 
     Args:
         bundle: bundle to load.
@@ -118,14 +119,15 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
             checks the prompt of every request later.
 
     Raises:
-        RequestError: there is too little memory. The error lists the needed memory by use, and the free memory.
+        RequestError: there is too little memory. The error lists the free memory, and the needed memory for each
+            purpose.
     """
     manifest = bundle.manifest
     roles = ["target", "condition", "vq_decoder"]
     if _uses_drafter_graph(settings):
         roles.insert(1, "drafter")
     weights = sum(count_weight_bytes(bundle, role) for role in roles if role in manifest.files)
-    num_tokens = _min_prompt_tokens(manifest.condition) if num_prompt_tokens is None else num_prompt_tokens
+    num_tokens = _count_min_prompt_tokens(manifest.condition) if num_prompt_tokens is None else num_prompt_tokens
     needed = {"weights": weights, **_estimate_memory_with_decoder(manifest, settings, num_tokens)}
     free = available_memory()
     if sum(needed.values()) > free:
@@ -138,13 +140,15 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
 def _estimate_memory_with_decoder(
     manifest: Manifest, settings: GenerationSettings, num_prompt_tokens: int
 ) -> dict[str, int]:
+    """Estimate the memory for one image as `estimate_image_memory` does, and add the memory of the image decoder."""
     num_pixels = math.prod(manifest.size_in_pixels(manifest.size(settings.size)))
     return estimate_image_memory(manifest, settings, num_prompt_tokens) | {
         "image decoding": _BYTES_PER_PIXEL * num_pixels
     }
 
 
-def _min_prompt_tokens(condition: ConditionSpec) -> int:
+def _count_min_prompt_tokens(condition: ConditionSpec) -> int:
+    """Return the number of positions that the shortest possible prompt needs."""
     layout = condition.layout
     if layout is None:
         return condition.prefix
@@ -152,6 +156,7 @@ def _min_prompt_tokens(condition: ConditionSpec) -> int:
 
 
 def _format_memory_uses(bytes_by_use: Mapping[str, int]) -> str:
+    """Return the total memory and, in brackets, the memory for each purpose, as text."""
     parts = ", ".join(f"{name} {_format_bytes(size)}" for name, size in bytes_by_use.items())
     return f"{_format_bytes(sum(bytes_by_use.values()))} ({parts})"
 
@@ -165,10 +170,10 @@ def _format_bytes(size: int) -> str:
 
 
 def count_kv_cache_bytes(spec: DecoderSpec | DrafterSpec, num_rows: int, cache_length: int, itemsize: int) -> int:
-    """Compute the size of a KV cache.
+    """Compute the size of a KV cache in bytes.
 
     Args:
-        spec: number of layers, heads and so on of the target or the drafter.
+        spec: manifest entry of the target or the drafter.
         num_rows: number of batch rows.
         cache_length: number of cache columns per row.
         itemsize: bytes per number.
@@ -183,9 +188,9 @@ def estimate_pass_memory(
     """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.
 
     Args:
-        spec: hidden size, number of heads and so on of the target or the drafter.
+        spec: manifest entry of the target or the drafter.
         num_rows: number of batch rows.
-        num_nodes: number of nodes per row.
+        num_nodes: number of nodes (tokens that the pass reads) per row.
         past_length: number of cache columns that the pass reads.
         itemsize: bytes per number.
     """
@@ -197,16 +202,16 @@ def estimate_pass_memory(
 
 
 def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
-    """Compute the size of a graph's weights in the memory of ONNX Runtime on a CPU.
+    """Compute how many bytes of memory the weights of a graph take in ONNX Runtime on a CPU.
 
-    ONNX Runtime loads floating-point weights as float32, whatever type the file has. Integer weights keep their type.
+    ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has.
 
     Args:
         bundle: bundle with the graph.
         graph_role: role of the graph, such as `target`.
 
     Raises:
-        BundleError: the graph cannot be read, or states more weights than a file can hold.
+        BundleError: the graph cannot be read, or the shapes of its weights are larger than any file.
     """
     manifest = bundle.manifest
     decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
@@ -224,7 +229,7 @@ class PeakMemoryMonitor(threading.Thread):
     """Context manager that measures the peak memory of this process in a thread.
 
     Attributes:
-        bytes: peak memory so far in bytes, without memory-mapped files; None if the system does not report memory.
+        bytes: peak memory so far in bytes, without memory-mapped files; None: the system does not report memory.
     """
 
     def __init__(self) -> None:
@@ -247,7 +252,7 @@ class PeakMemoryMonitor(threading.Thread):
 
 
 def measure_process_memory() -> int | None:
-    """Return the memory of this process in bytes, without memory-mapped files; None if the system reports none."""
+    """Return the memory of this process in bytes, without mapped files; None: the system does not report memory."""
     try:
         memory = psutil.Process().memory_info()
     except psutil.Error:  # Linux without /proc

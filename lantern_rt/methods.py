@@ -52,10 +52,10 @@ CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
 class RequestSettingMarker(NamedTuple):
-    """Marker of the sampling settings that requests may set. Only a bundle sets other sampling settings.
+    """Marker of the sampling settings that requests may set. All other sampling settings come from the bundle only.
 
     Args:
-        metavar: name of the option's value in the help of the command line; None: the name of the type.
+        metavar: placeholder for the option's value in the help of the command line; None: the name of the type.
     """
 
     metavar: str | None = None
@@ -69,7 +69,7 @@ class Sampling(FrozenModel, strict=True):
             forward passes have no unconditional row.
         cfg_tokens: number of image tokens that are sampled with guidance, the first tokens in generation order: from 0,
             or a percentage of the image's tokens such as `"50%"`; None: all tokens. Later tokens are sampled from the
-            conditional logits, without an unconditional row. LlamaGen's `cfg_interval` n equals `cfg_tokens` n + 2.
+            conditional logits, without an unconditional row. LlamaGen's `cfg_interval` of n is a `cfg_tokens` of n + 2.
         cfg_schedule: schedule of the guidance scale within an image. `"linear"` gives token t of n tokens, from 1 in
             generation order, the scale 1 + (cfg_scale - 1) t / n, as in RandAR. None: `"constant"`.
         cfg_final: guidance scale at the end of an image, as in Lumina-mGPT 2.0. A larger `cfg_scale` falls to this
@@ -81,7 +81,8 @@ class Sampling(FrozenModel, strict=True):
         filter_order: filter that is applied first. LlamaGen applies top-k first. LANTERN, like the logits warpers of
             transformers, applies top-p first.
         repetition_penalty: divisor of the conditional logits of tokens that the image already contains, 0.01 .. 100.
-            Negative logits are multiplied by it instead. It is applied before guidance. None: no penalty.
+            Negative logits are multiplied by the penalty
+            instead. The penalty is applied before guidance. None: no penalty.
     """
 
     cfg_scale: Annotated[
@@ -125,7 +126,7 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def last_cfg_scale(self) -> float:
-        """Guidance scale of the last tokens of an image."""
+        """Guidance scale at the end of an image."""
         return self.cfg_scale if self.cfg_final is None else self.cfg_final
 
     @property
@@ -135,12 +136,12 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether images have an unconditional row beside the conditional row, at least for their first tokens."""
+        """Whether at least the first tokens of an image are sampled with guidance, which needs an unconditional row."""
         # 2^30 is more tokens than any image has, so a small percentage is not rounded to 0 tokens.
         return self.cfg_scale != 1.0 and self.count_guided_tokens(1 << 30) > 0
 
     def count_guided_tokens(self, num_codes: int) -> int:
-        """Return how many tokens of an image of `num_codes` tokens are sampled with guidance."""
+        """Return how many tokens are sampled with guidance, in an image of `num_codes` tokens."""
         if self.cfg_scale == 1.0:
             return 0
         if isinstance(self.cfg_tokens, str):
@@ -167,14 +168,14 @@ SAMPLING = {
 
 
 class MethodRequirements(NamedTuple):
-    """Parts of a bundle that a method uses; `bundle.manifest.explain_unsupported` checks them.
+    """Parts that a bundle must have for a decoding method, as `bundle.manifest.explain_unsupported` checks.
 
     Args:
-        drafters: drafters of trees that the method can use, `heads` or `eagle`. The bundle must have one of them.
-            Empty: the method needs no drafter.
-        uses_heads: whether the method uses the draft heads of a bundle that has them.
+        drafters: names of the drafters that the method can use for draft trees, `heads` or `eagle`. The bundle must
+            have one of these drafters. Empty: the method needs no drafter.
+        uses_heads: whether the method uses draft heads if the bundle has draft heads.
         neighbors: number of neighbours per code that the bundle's neighbour table must have; 0: no table is needed.
-        order: whether the bundle must generate groups of cells per pass; False: the bundle must generate one code after
+        order: whether the model must generate groups of cells per pass; False: the model must generate one code after
             another.
     """
 
@@ -189,8 +190,8 @@ class MethodConfig(FrozenModel, strict=True):
 
     Attributes:
         method: name of the method.
-        measures_distance: whether statistics include the total variation distance from the target's distribution
-            (`realised_tvd`).
+        measures_distance: whether statistics include `realised_tvd`, the total variation distance from the target's
+            distribution.
     """
 
     method: str
@@ -198,12 +199,12 @@ class MethodConfig(FrozenModel, strict=True):
 
     @property
     def requirements(self) -> MethodRequirements:
-        """Parts of a bundle that the method uses."""
+        """Parts that a bundle must have for the method."""
         return MethodRequirements()
 
     @property
     def exact(self) -> bool:
-        """Whether tokens are distributed exactly as the target model samples them."""
+        """Whether the method samples tokens from exactly the target model's distribution."""
         return True
 
     def parameters(self) -> dict[str, Any]:
@@ -211,7 +212,7 @@ class MethodConfig(FrozenModel, strict=True):
         return self.model_dump(exclude={"method"}, exclude_none=True)
 
     def __str__(self) -> str:
-        """Return the method string, which `parse_method` reads."""
+        """Return the method string, such as `sjd:window=5`, which `parse_method` reads."""
         texts = {name: str(value).removesuffix(".0") for name, value in self.parameters().items()}
         return ":".join([self.method, *(f"{name}={text}" for name, text in texts.items())])
 
@@ -232,7 +233,7 @@ DrafterName = Annotated[
 
 
 class TreeMethod(MethodConfig):
-    """Base class of methods that draft trees with an EAGLE drafter or draft heads."""
+    """Base class of methods that make draft trees with an EAGLE drafter or draft heads."""
 
     tree: Tree = "chain-3"
     drafter: DrafterName = None
@@ -244,7 +245,7 @@ class TreeMethod(MethodConfig):
 
     @property
     def uses_draft_heads(self) -> bool:
-        """Whether draft heads draft the tree instead of the EAGLE drafter."""
+        """Whether draft heads, and not the EAGLE drafter, make the draft tree."""
         return self.drafter == "heads"
 
 
@@ -260,11 +261,12 @@ Neighbors = Annotated[int | None, Field(ge=1, description="How many nearby codes
 class RelaxedMethod(MethodConfig):
     """Base class of methods with relaxed acceptance, which `runtime.acceptance` explains.
 
-    A method is relaxed if it has a bound, delta or lambda, on the probability that neighbours add.
+    A method is relaxed if it has a bound, delta or lambda. The bound limits the probability that the neighbours of a
+    draft token add to the token's probability.
 
     Attributes:
-        neighbors: number of nearest codebook entries that may add their probability to a draft token, at least 1;
-            None: acceptance is exact.
+        neighbors: number of nearest codes whose probabilities may be added to the probability of a draft token, at
+            least 1; None: acceptance is exact.
         residual: set of codes whose probability is removed after a rejection.
     """
 
@@ -280,7 +282,7 @@ class RelaxedMethod(MethodConfig):
 
     @property
     def acceptance_bounds(self) -> tuple[float | None, float | None]:
-        """Bounds delta and lambda. At least one of them is None; if both are None, acceptance is exact."""
+        """Pair of the bounds delta and lambda. At most one bound is set; acceptance is exact if both are None."""
         return None, None
 
     @property
@@ -360,7 +362,10 @@ class SpeculativeJacobi(RelaxedMethod):
 
 
 class RowParallel(MethodConfig):
-    """Row-parallel decoding, not exact: several grid rows grow at once, each `window` tokens behind the row above."""
+    """Row-parallel decoding, which generates several grid rows at once and is not exact.
+
+    Each row stays `window` tokens behind the row above.
+    """
 
     method: Literal["rows"] = "rows"
     measures_distance: ClassVar[bool] = False  # measuring would take another forward pass over the whole image
@@ -374,7 +379,7 @@ class RowParallel(MethodConfig):
 
 
 class GroupDecoding(MethodConfig):
-    """Exact decoding of groups of cells, the only method of a bundle whose model generates several cells per pass."""
+    """Exact decoding of groups of cells, the only method for models that generate several cells per pass."""
 
     method: Literal["groups"] = "groups"
 

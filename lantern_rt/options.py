@@ -18,7 +18,7 @@ ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Options of a pipeline call without `image` and `mask`; see `Options`."""
+    """Options of a pipeline call without `image` and `mask`. The docstring of `Options` describes all options."""
 
     class_ids: int | Sequence[int] | None
     token_ids: Sequence[int] | Sequence[Sequence[int]] | None
@@ -51,11 +51,11 @@ class Options(GenerationOptions, total=False):
             bundles need the ids of the text only.
         embeddings: text embeddings, for bundles that take embeddings instead of prompts: a float array `[tokens, dim]`
             or `[prompts, tokens, dim]`, or the pair `(embeddings, mask)`. The mask `[prompts, tokens]` is 1 on tokens
-            and 0 on padding, which is on the right.
+            and 0 on the padding after the tokens.
         negative_prompt: text that guidance leads away from, for all prompts. It requires prompts and guidance.
-        keep_rows: number of grid rows at the top of `image` to preserve, from 1, in place of a mask.
-        seed: random seed, 0 .. 2**64 - 1: one for all prompts, or one per prompt. Image i of a prompt has seed + i. The
-            other images of a call do not change an image.
+        keep_rows: number of grid rows at the top of `image` to preserve, from 1; replaces `mask`.
+        seed: random seed, 0 .. 2**64 - 1: one seed for all prompts, or one seed per prompt. Image i of a prompt has
+            seed + i. An image depends on its seed, but not on the other images of the call.
         num_images: number of images per prompt, from 1; at most 1024 images per call.
         quality: preset of the bundle: `"strict"` (the default, exact), `"balanced"` or `"fast"`.
         method: decoding method, in place of `quality`: a name such as `"lantern++"`, a method string such as

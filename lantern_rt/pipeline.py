@@ -1,8 +1,8 @@
 """Public pipeline from prompts to images.
 
 A `Pipeline` is an open bundle with its engines. Calls do not change a pipeline, so several threads may share one
-pipeline. Every call decodes a separate batch. The condition graph and the image decoder run on one prompt or image at a
-time, so neither their memory nor any bit of an image depends on the batch.
+pipeline. Every call decodes a separate batch. The condition graph reads one prompt at a time, and the image decoder
+decodes one image at a time. So the memory of both, and every bit of an image, are independent of the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
-from .completion import supported_methods
+from .completion import list_supported_methods
 from .edits import check_supports_edits
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, ProviderChoice
@@ -30,8 +30,8 @@ from .inputs import check_int
 from .memory import compute_max_images
 from .methods import Autoregressive, SpeculativeJacobi
 from .options import GenerationOptions, ImageSource, Options
-from .output.images import attach_recipe, grey_out_cells, image_from_pixels, make_blank_image
-from .output.progress import progress_bars
+from .output.images import attach_recipe, convert_pixels_to_image, grey_out_cells, make_blank_image
+from .output.progress import show_progress_bars
 from .prepared import PreparedRequest, load_model, make_decode_settings
 from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import GenerationSettings, Request, check_request, resolve_settings
@@ -52,9 +52,9 @@ MAX_TRIES = 64  # maximum number of candidates of an edit
 class Pipeline:
     """Image generator for one bundle, which `Pipeline.from_bundle` opens. Several threads may share a pipeline.
 
-    Call `close` at the end, or write `with Pipeline.from_bundle(...) as pipe:`. Neither threads nor a GPU survive a
-    fork of the process. In a process that was forked after loading, every call raises an error: open a new pipeline
-    there.
+    Call `close` at the end, or write `with Pipeline.from_bundle(...) as pipe:`. Threads and GPU contexts do
+    not survive a fork of the process. In a process that was forked after loading, every call therefore raises an error:
+    open a new pipeline there.
 
     Attributes:
         bundle: open bundle.
@@ -88,7 +88,8 @@ class Pipeline:
             provider: execution provider of ONNX Runtime, such as `cpu` or `cuda` (docs/gpu.md). `GRAPH=NAME` sets the
                 provider of one graph: `drafter`, `vq_decoder` or `condition`. None: `auto`, which is the GPU if the
                 package for it is installed, else the CPU.
-            engines: folder of TensorRT engines that `build-engine` built from the bundle. They run instead of graphs.
+            engines: folder of TensorRT engines that `build-engine` built from the bundle. These engines
+                run instead of the graphs of the bundle.
             download: whether to download a published model that is not in the cache, and export the model if it has no
                 finished bundle.
 
@@ -121,7 +122,7 @@ class Pipeline:
     def close(self) -> None:
         """Close the pipeline, and release the memory of its engines. A second call has no effect.
 
-        Later requests raise `RequestError`. A stream that has begun continues, but cannot decode images.
+        Later requests raise `RequestError`. A stream that has begun continues, but its steps cannot decode images.
         """
         self._engines = None
 
@@ -132,7 +133,9 @@ class Pipeline:
         self.close()
 
     def warm_up(self) -> None:
-        """Load every graph and table and run a few steps, so that the first request is not slower.
+        """Load every graph and table, and run a few decoding steps.
+
+        The first request is then as fast as later requests.
 
         Raises:
             BundleError: a table is damaged.
@@ -147,7 +150,7 @@ class Pipeline:
         # A prefix of two zero embeddings is enough, because the tokens are discarded.
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
-        method, *_ = supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
+        method, *_ = list_supported_methods(manifest, ("eagle:drafter=eagle", "eagle:drafter=heads", "ar"))
         settings = resolve_settings(manifest, {"method": method, "cfg_scale": 2.0})
         model = load_model(self.bundle, self.engines, [settings.method])
         plan = make_decode_settings(manifest, settings, self.engines)
@@ -166,7 +169,7 @@ class Pipeline:
         if self._engines is None:
             raise RequestError("closed", field="pipeline", remedy="call Pipeline.from_bundle again")
         if os.getpid() != self.process:
-            remedy = "call Pipeline.from_bundle in every process, or start them by `spawn`"
+            remedy = "call Pipeline.from_bundle in every process, or start processes by `spawn`"
             raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
         return self._engines
 
@@ -185,7 +188,7 @@ class Pipeline:
             callback_on_step: function that is called with the `StreamStep` of every step. If the function raises an
                 exception, the call ends with this exception.
             progress: whether to show a progress bar, on stderr or below a notebook's cell.
-            options: see `Options`.
+            options: keyword arguments, which `Options` describes.
 
         Returns:
             Images, tokens and statistics, in the order of the prompts.
@@ -196,7 +199,7 @@ class Pipeline:
             EngineError: a graph cannot run, or its output is NaN or infinity.
         """
         request = self.check(prompts, **options)
-        with progress_bars() if progress else nullcontext() as show:
+        with show_progress_bars() if progress else nullcontext() as show:
             for last in self.decode(request):
                 if show is not None:
                     show("tokens", last.done, last.total)
@@ -217,7 +220,7 @@ class Pipeline:
             options: same as for a call of the pipeline.
 
         Returns:
-            A generator of steps. It computes a step only when the caller asks for the next step. `step.image(i)`
+            A generator of steps, which computes a step only when the caller asks for the next step. `step.image(i)`
             decodes the cells of image i that are generated so far. `step.stats` is None before the last step.
 
         Raises:
@@ -242,10 +245,10 @@ class Pipeline:
         above, and the cells to its left. Pixels more than one cell outside the mask do not change.
 
         Args:
-            image: image to edit, see `Options`.
-            mask: mask of the cells to generate again, see `Options`. None: `keep_rows` or transparent pixels of the
-                image select the cells.
-            prompts: same as for a call of the pipeline; None: the prompt that is recorded in the image.
+            image: image to edit, in any form that `Options` describes.
+            mask: mask of the cells to generate again, in any form that `Options` describes. None: `keep_rows` or
+                transparent pixels of the image select the cells.
+            prompts: same as for a call of the pipeline; None: the prompt in the recipe of the image.
             tries: number of candidates per image, 1 .. 64, with consecutive seeds. The result has the candidate in
                 which the preserved tokens have the highest probability.
             callback_on_step: same as for a call of the pipeline.
@@ -278,8 +281,8 @@ class Pipeline:
     ) -> list[Likelihood]:
         """Compute the negative log-likelihood of images under the target model.
 
-        Guidance and temperature apply. Top-k and top-p do not, because a token that they exclude would have an infinite
-        negative log-likelihood.
+        The likelihood is computed with guidance and temperature, but without top-k and top-p. A token that these
+        filters exclude would have an infinite negative log-likelihood.
 
         Args:
             codes: tokens of each image, int64 `[cells]`, in the order of the prompts.
@@ -287,8 +290,8 @@ class Pipeline:
             options: options of the call that generated the images.
 
         Returns:
-            Mean negative log-likelihood and mean entropy of each image, in nats per token. For an edit with preserved
-            tokens, the means are over the preserved tokens only.
+            Mean negative log-likelihood and mean entropy of each image, in nats per token. For an edited image, only
+            the preserved tokens count.
 
         Raises:
             RequestError: same as for a call of the pipeline, or `codes` has another number of images.
@@ -317,13 +320,13 @@ class Pipeline:
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Choose how the engines decode a request, and check that there is memory for one image.
+        """Prepare a request for decoding: adapt its settings to the engines, and check the memory for one image.
 
         Args:
             request: request that `check` returned.
 
         Returns:
-            The request with all data that the runtime needs.
+            The request with all data that the runtime needs to decode the images.
 
         Raises:
             RequestError: one image needs more memory than was free after loading, or the pipeline was closed. GPU
@@ -346,18 +349,19 @@ class Pipeline:
             request: request that `check` returned.
 
         Returns:
-            A generator of steps, same as `stream` returns. After `close` the generator continues, but its steps cannot
-                decode images.
+            A generator of steps, like the result of `stream`. After `close` the generator continues, but its steps
+            cannot decode images.
 
         Raises:
-            RequestError: there is not enough memory, or the pipeline was closed. The error comes before the first step.
+            RequestError: there is not enough memory, or the pipeline was closed. This
+                error is raised before the first step.
         """
         return self._generate_steps(self.prepare(request))
 
     def adapt_settings_to_engines(self, settings: GenerationSettings) -> GenerationSettings:
-        """Replace the method of a preset by the preset's method for GPUs, unless the engines run on the CPU.
+        """Replace the method of a preset by the method for GPUs, unless the engines run on the CPU.
 
-        An exact window also becomes small enough for the maximum number of nodes of the engines.
+        The window of exact `sjd` is also shortened to the maximum number of nodes of the engines.
 
         Args:
             settings: settings of a request that `check` returned.
@@ -397,11 +401,11 @@ class Pipeline:
             images: images of the request.
             settings: settings of the request.
             image_index: index of the image in `images`.
-            codes_by_cell: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which become
-                grey.
+            codes_by_cell: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which are
+                drawn in grey.
 
         Returns:
-            The image. If all cells have tokens, `info` of the image has its recipe.
+            The image. If all cells have tokens, the `info` of the image has the recipe.
 
         Raises:
             RequestError: the pipeline was closed, or the bundle has no image decoder.
@@ -418,7 +422,7 @@ class Pipeline:
             return make_blank_image(*manifest.size_in_pixels(size))
         # The image decoder needs a token in every cell. Cells without a token repeat the last token before them.
         filled = codes_by_cell[np.maximum.accumulate(np.where(known, np.arange(len(codes_by_cell)), 0))]
-        image = image_from_pixels(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
+        image = convert_pixels_to_image(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
         if edit is not None:
             image = edit.blend_with_original(image)
         if not known.all():

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """Checked request with all data that the runtime needs to decode the images, made by `Pipeline.prepare`.
+    """Checked request with all data that the runtime needs to decode the images, the result of `Pipeline.prepare`.
 
     Args:
         bundle: open bundle of the engines.
         engines: loaded graphs of the bundle.
         images: images to generate, in the order of the prompts.
         settings: settings of all images, adapted to these engines.
-        plan: the same settings in the form that the runtime reads, with the image layout and the limit of nodes.
+        plan: these settings in the form that the runtime reads, with the image layout and the maximum number of nodes.
         max_images: maximum number of images per forward pass.
     """
 
@@ -50,15 +50,15 @@ class PreparedRequest:
         return [image.seed for image in self.images]
 
     def prompts(self) -> Iterator[Prompt]:
-        """Compute the prefix rows of each image; see `compute_prefixes`."""
+        """Yield the prefix of each image, as `compute_prefixes` computes it."""
         return compute_prefixes(self.bundle, self.engines, self.images)
 
     def model(self) -> LoadedModel:
-        """Load the graphs and tables that the method needs."""
+        """Load the graphs and tables that the decoding method of this request needs."""
         return load_model(self.bundle, self.engines, [self.settings.method])
 
     def likelihoods(self, codes: Sequence[Ints]) -> list[Likelihood]:
-        """Compute the negative log-likelihood of images under the target model; see `Pipeline.likelihoods`.
+        """Compute the negative log-likelihood of images under the target model, as `Pipeline.likelihoods` describes.
 
         Args:
             codes: tokens of each image, int64 `[cells]`.
@@ -77,12 +77,13 @@ class PreparedRequest:
 def make_decode_settings(
     manifest: Manifest, settings: GenerationSettings, engines: BundleEngines, adaptive_window: bool = False
 ) -> DecodeSettings:
-    """Return the settings with which the runtime generates the images of a request.
+    """Convert the settings of a request to the form that the runtime reads.
 
     Args:
+        manifest: manifest of the bundle.
         settings: checked settings of the request.
         engines: loaded graphs of the bundle, which limit the nodes of a forward pass.
-        adaptive_window: whether the window of exact `sjd` adapts to the accepted tokens, see `AdaptiveWindow`.
+        adaptive_window: whether `AdaptiveWindow` adapts the window of exact `sjd` to the number of accepted tokens.
     """
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
     return DecodeSettings(
@@ -91,10 +92,10 @@ def make_decode_settings(
 
 
 def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
-    """Compute the prefix rows of a request's images, once per prompt.
+    """Compute the prefixes (rows of prompt embeddings) of a request's images. Images of one prompt share a prefix.
 
     Args:
-        bundle: bundle of the engines, named in errors.
+        bundle: bundle of the engines, for error messages.
         engines: loaded graphs of the bundle.
         images: images of one request, in the order of the prompts.
 
@@ -138,6 +139,7 @@ def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodC
     """Load the graphs and tables that the runtime needs to generate images.
 
     Args:
+        bundle: open bundle of the engines.
         engines: loaded graphs of the bundle.
         methods: methods that will run. Graphs and tables that these methods do not need are not loaded. None: any
             method may run.

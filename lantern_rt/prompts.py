@@ -40,10 +40,11 @@ class ImageRequest:
             tokens share a vocabulary.
         seed: random seed, 0 .. 2**64 - 1.
         negative_request: request of the negative prompt, whose conditional row replaces the unconditional row. All
-            images of a request share the object.
-        edit: image to edit, or source image. All images of a request share the object.
+            images of a request share this object.
+        edit: image to edit, or source image. All images of a request share this object.
         first_position: position of the image's first code; None: the prompt begins at position 0.
-        position_ids: positions of the tokens of both rows, int64 `[prefix]`; None: the positions are consecutive.
+        position_ids: positions of the tokens in the conditional and the unconditional row, int64 `[prefix]`; None: the
+            positions are consecutive.
     """
 
     prompt_or_class_id: Label
@@ -58,7 +59,7 @@ class ImageRequest:
 
 
 def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
-    """Load the tokenizer of a bundle. Return None if the bundle takes no prompts."""
+    """Load the tokenizer of a bundle; return None if the bundle takes no prompts."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
         return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
@@ -70,11 +71,12 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
 
 
 def _format_field_name(name: str, index: int, count: int) -> str:
+    """Return the name of a field for an error message, such as `prompt 2 of 3` for index 1."""
     return name if count == 1 else f"{name} {index + 1} of {count}"
 
 
 def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
-    """Build the request of one image per class id.
+    """Build a request for one image of each class id.
 
     Args:
         condition: condition of the bundle.
@@ -93,7 +95,7 @@ def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list
 def build_prompt_requests(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
-    """Build the request of one image per prompt.
+    """Build a request for one image of each prompt.
 
     Args:
         condition: condition of the bundle.
@@ -113,17 +115,18 @@ def build_prompt_requests(
 def build_token_id_requests(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
-    """Build the request of one image per prompt, where prompts are token ids.
+    """Build a request for one image of each prompt, where a prompt is a list of token ids.
 
     Args:
         condition: condition of the bundle.
         tokenizer: tokenizer of the bundle, whose vocabulary has the ids.
         size: size of the images. For condition kind `tokens`, a prompt must end with the ids of the size.
-        prompts: token ids of one prompt, or a list of them for several prompts, not checked yet.
+        prompts: token ids of one prompt, or one list of token ids per prompt, not checked yet.
         negative_prompt: negative prompt as text; None: the bundle's unconditional row is used.
 
     Raises:
-        RequestError: token ids are unknown or too many, or do not begin and end like the bundle's template.
+        RequestError: a token id is unknown, there are too many token ids, or the ids do not begin and end like the
+            bundle's template.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
     names = [_format_field_name("token_ids", i, len(rows)) for i in range(len(rows))]
@@ -157,7 +160,7 @@ def _build_token_id_request(
 def _add_negative_prompts(
     requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative_prompt: Any
 ) -> list[ImageRequest]:
-    """Replace the unconditional row of each request by the conditional row of a negative prompt, unless it is None."""
+    """Replace the unconditional rows of requests by the conditional row of the negative prompt, if any."""
     if negative_prompt is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
@@ -214,13 +217,13 @@ def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, si
 def _build_image_request(
     condition: ConditionSpec, size: Size, prompt_or_class_id: Label, ids: NDArray[np.int64]
 ) -> ImageRequest:
-    """Build the request of an image from the token ids of its text.
+    """Build the request for one image from the token ids of its prompt.
 
     Args:
         condition: condition of the bundle.
         size: size of the image.
-        prompt_or_class_id: prompt as the request states it.
-        ids: token ids of the text without the ids of a template, int64 `[n]`.
+        prompt_or_class_id: prompt in the form that the caller gave, text or token ids.
+        ids: token ids of the prompt, without the ids that the template adds, int64 `[n]`.
     """
     layout = condition.layout
     prefix = condition.prefix
@@ -241,18 +244,18 @@ def _build_image_request(
 def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, source: SourceImage) -> ImageRequest:
     """Insert the codes of a source image before the text of a prompt.
 
-    The model has rotary positions with a time, a row and a column. Position p + s * `max_positions` stands for row p of
-    the rotary table, moved back by s in time, row and column.
+    A rotary position of the model has a time, a row and a column. Position p + s * `max_positions` is position p, moved
+    back by s: s is subtracted from its time, row and column.
 
-    A token at distance d before the first code of the new image has the position of that code, moved back by d. The
-    codes of the source have the positions of an image of the same size, moved back by a fixed distance. The distance is
-    the longer side of the source, in cells, plus the number of ids between the source and the new image.
+    A token at distance d before the first code of the new image has the position of this first code, moved back by d.
+    The codes of the source have the positions of a new image with the source's size, all moved back by one distance.
+    This distance is the longer side of the source, in cells, plus the number of ids between the source and the image.
 
     Args:
         request: request of the text.
         manifest: manifest of a bundle with a `source`.
-        size: size of the new images, as `Size.with_source` returns it.
-        source: source image, whose codes need not be known yet.
+        size: size of the new images, the result of `Size.with_source`.
+        source: source image. Its codes may be computed later, because the request has placeholders for them.
     """
     spec = manifest.source
     first = size.first_position
@@ -267,22 +270,26 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     step_back = manifest.target.max_positions  # adding this to a position moves the position back by 1
     source_positions = (source_size.first_position or 0) + step_back * distance + cells
 
-    def positions_before(count: int, distance: int) -> NDArray[np.int64]:
-        """Return the positions of `count` tokens, the last of which is at `distance + 1` before the first code."""
+    def compute_positions_before(count: int, distance: int) -> NDArray[np.int64]:
+        """Return the positions of `count` tokens, with `distance` ids between the last token and the first code."""
         moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
 
     # The zeros are placeholders, which `SourceImage.complete_inputs` replaces by the codes of the source.
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
     position_ids = np.concatenate(
-        [positions_before(len(spec.before), distance), source_positions, positions_before(num_following, 0)]
+        [
+            compute_positions_before(len(spec.before), distance),
+            source_positions,
+            compute_positions_before(num_following, 0),
+        ]
     )
     return replace(
         request,
         condition_inputs={**request.condition_inputs, "token_ids": ids[None]},
         attention_masks=(np.ones(len(ids), np.bool_), request.attention_masks[1]),
         token_ids=(ids, uncond),
-        position_ids=(position_ids, positions_before(len(uncond), 0)),
+        position_ids=(position_ids, compute_positions_before(len(uncond), 0)),
         edit=source,
     )
 
@@ -295,15 +302,15 @@ def _convert_to_numpy(values: Any) -> NDArray[Any]:
 
 
 def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
-    """Build the request of one image per text embedding; convert right-padded to left-padded embeddings.
+    """Build a request for one image of each text embedding. Convert the padding from the right to the left.
 
     Args:
         condition: condition of the bundle.
         embeddings: float array `[tokens, dim]` or `[prompts, tokens, dim]`, or a pair of this array and a mask
-            `[prompts, tokens]`, which is 1 on tokens and 0 on padding on the right.
+            `[prompts, tokens]`. The mask is 1 on tokens and 0 on the padding after the tokens.
 
     Raises:
-        RequestError: shapes, mask or values are invalid.
+        RequestError: shapes, mask or values of the embeddings are invalid.
     """
     prefix = condition.prefix
     width = condition.caption_dim or 0

@@ -38,7 +38,7 @@ _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"  # remedy in errors
 class PublishedBundle(FrozenModel):
     """Finished bundle of a published model on the hub.
 
-    With a finished bundle, `run` needs no PyTorch and downloads less than with checkpoints.
+    With a finished bundle, `lantern-rt run` needs no PyTorch, and downloads less than with checkpoints.
 
     Attributes:
         reference: reference to the bundle on the hub, `hf:owner/name@commit`.
@@ -66,10 +66,10 @@ class PublishedModel(FrozenModel):
     """Published model, with the hub references of its checkpoints and the options to export them.
 
     Attributes:
-        family: family of the model, as in `export --family`.
-        files: hub references of the checkpoints, by option of `export`.
-        options: other options of `export`.
-        cfg_scale: guidance scale that the model was trained for; None: the scale of the family.
+        family: model family, a value of `lantern-rt export --family`.
+        files: hub references of the checkpoints, by the option of `export` that takes each checkpoint.
+        options: other options of `export` with their values.
+        cfg_scale: guidance scale for which the model was trained; None: the scale of the family.
         sizes: image sizes in pixels, as text.
         parameters: number of parameters of the target model.
         download_bytes: size of the checkpoints in bytes.
@@ -104,7 +104,7 @@ class PublishedModel(FrozenModel):
 
     @property
     def export_options(self) -> dict[str, Any]:
-        """Options of `export` by name."""
+        """All options of `export` with their values, including the checkpoints."""
         return {**self.files, **self.options}
 
     @property
@@ -137,8 +137,8 @@ def find_published_model(name: str) -> PublishedModel:
     return models[name]
 
 
-def models_cache_folder() -> Path:
-    """Return the folder of cached bundles.
+def find_models_cache_folder() -> Path:
+    """Return the folder in which exported and downloaded bundles are cached.
 
     Raises:
         OutputError: the user has no home folder, and no environment variable names another folder.
@@ -157,7 +157,7 @@ def choose_default_precision() -> str:
 
 
 def list_cached_bundles(name: str) -> list[Path]:
-    """Return the cached bundles of a published model, in all precisions.
+    """Return the folders of a published model's cached bundles, in all precisions.
 
     Raises:
         OutputError: the cache cannot be read.
@@ -167,7 +167,7 @@ def list_cached_bundles(name: str) -> list[Path]:
 
 
 def find_cached_bundle(name: str) -> Path | None:
-    """Return the cached bundle of a published model in the precision for this host; None if the cache has none.
+    """Return the folder of a published model's cached bundle, in the precision for this host; None: not in the cache.
 
     Raises:
         OutputError: the cache cannot be read.
@@ -178,12 +178,14 @@ def find_cached_bundle(name: str) -> Path | None:
 
 
 def _cached_bundle_folder(name: str) -> Path:
-    return models_cache_folder() / f"{name}@{choose_default_precision()}"
+    """Return the folder for a published model's bundle in the precision for this host, even if it does not exist."""
+    return find_models_cache_folder() / f"{name}@{choose_default_precision()}"
 
 
 @contextmanager
 def _open_cache_folder() -> Iterator[Path]:
-    folder = models_cache_folder()
+    """Yield the folder of cached bundles, and convert errors in the `with` block to OutputError."""
+    folder = find_models_cache_folder()
     with convert_read_errors(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
         with suppress(FileNotFoundError):
             # Raises an error if the folder cannot be read. Since Python 3.13, methods such as `glob` ignore this error.
@@ -192,21 +194,24 @@ def _open_cache_folder() -> Iterator[Path]:
 
 
 def is_published(name: str) -> bool:
-    """Return whether the name of a bundle means a published model. A folder of the same name takes precedence."""
+    """Return whether a name means a published model, because no folder has the same name."""
     return name in load_published_models() and not Path(name).is_dir()
 
 
 def is_missing_from_cache(name: str) -> bool:
-    """Return whether the name of a bundle means a published model that is not in the cache."""
+    """Return whether a name means a published model whose bundle is not in the cache."""
     return is_published(name) and find_cached_bundle(name) is None
 
 
 def find_bundle_source(name: str, force_export: bool = False) -> PublishedModel | PublishedBundle:
-    """Return the source of a bundle for this host: a finished bundle or, if there is none, a model to export.
+    """Find the source of a published model's bundle for this host: a finished bundle, or checkpoints to export.
 
     Args:
         name: name of the published model.
         force_export: whether to ignore a finished bundle.
+
+    Returns:
+        The finished bundle or, without a finished bundle, the model with its checkpoints.
     """
     model = find_published_model(name)
     finished = model.bundles.get(choose_default_precision()) if model.bundles and not force_export else None
@@ -247,7 +252,7 @@ def check_host_requirements(name: str, force_export: bool = False) -> None:
     with convert_read_errors(hub, "a folder of checkpoints", OutputError, remedy):
         downloaded = sum(_count_downloaded_bytes(hub, repository) for repository in source.repositories)
         check_disk_space(
-            [(hub, source.download_bytes - downloaded), (models_cache_folder(), source.bundle_bytes)], remedy
+            [(hub, source.download_bytes - downloaded), (find_models_cache_folder(), source.bundle_bytes)], remedy
         )
     if source.login and get_token() is None:
         pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
@@ -256,22 +261,24 @@ def check_host_requirements(name: str, force_export: bool = False) -> None:
 
 
 def _count_downloaded_bytes(hub_cache: Path, repository: str) -> int:
+    """Return how many bytes of a repository are in the hub's cache already."""
     blobs = hub_cache / f"models--{repository.replace('/', '--')}" / "blobs"
     return sum(file.stat().st_size for file in blobs.glob("*") if file.suffix != ".incomplete")
 
 
 def export_published_model(name: str, progress: Progress | None = None) -> Path:
-    """Export a published model to the cache of bundles; download the checkpoints that the hub's cache lacks.
+    """Export a published model to the cache of bundles. Checkpoints that are not in the hub's cache are downloaded.
 
     Args:
         name: name of the published model.
         progress: progress callback; None: no progress is reported.
 
     Returns:
-        The folder of the bundle. It appears only once the bundle is complete.
+        The folder of the bundle. The folder appears only once the bundle is complete.
 
     Raises:
-        LanternError: the same as `check_host_requirements`; the hub cannot be reached; or the export fails.
+        LanternError: the host does not meet a requirement of `check_host_requirements`, the hub cannot be reached, or
+            the export fails.
     """
     from .export.progress import ignore_progress
 
@@ -351,7 +358,7 @@ def fetch_published_model(name: str, progress: Progress | None = None, force_exp
 
     Raises:
         BundleError: the finished bundle cannot be downloaded, or its hash differs from `published.json`.
-        LanternError: the same as for `export_published_model`.
+        LanternError: the host does not meet a requirement, or an export fails, as for `export_published_model`.
     """
     source = find_bundle_source(name, force_export)
     if isinstance(source, PublishedModel):
@@ -374,7 +381,7 @@ def fetch_published_model(name: str, progress: Progress | None = None, force_exp
 
 
 def resolve_bundle_name(name: str, download: bool = False) -> str | Path:
-    """Return the folder of a published model's bundle in the cache; return any other name unchanged.
+    """Return the cached bundle's folder for the name of a published model; return any other name unchanged.
 
     Args:
         name: name of a published model, or name or path of any bundle.
@@ -382,7 +389,7 @@ def resolve_bundle_name(name: str, download: bool = False) -> str | Path:
 
     Raises:
         BundleError: the model is not in the cache.
-        LanternError: the same as for `fetch_published_model`.
+        LanternError: the download or the export fails, as for `fetch_published_model`.
     """
     if not is_published(name):
         return name

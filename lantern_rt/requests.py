@@ -1,6 +1,6 @@
 """Validation of requests against a bundle, before a graph is loaded or runs.
 
-The bundle has a default for a parameter that is None.
+A parameter that is None gets the default of the bundle.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class GenerationSettings:
     Attributes:
         method: decoding method with all its parameters.
         sampling: sampling settings.
-        size: name of the image size, `WIDTHxHEIGHT` in pixels; None if the bundle has a single size.
-        quality: preset that has the method; None if the request named a method.
+        size: name of the image size, `WIDTHxHEIGHT` in pixels; None: the bundle has a single size.
+        quality: quality whose preset is the method; None: the request named a method.
         has_source_image: whether images are generated from a source image.
     """
 
@@ -67,12 +67,12 @@ class GenerationSettings:
     has_source_image: bool = False
 
     def image_size(self, manifest: Manifest) -> Size:
-        """Return the size of the images, with the rows and columns of their grid."""
+        """Return the entry of the image size in the manifest, adapted to source images."""
         size = manifest.size(self.size)
         return size.with_source() if self.has_source_image else size
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None by their public names, as values for JSON."""
+        """Return all settings that are not None, by their public names, as a JSON object."""
         size = {} if self.size is None else {"size": self.size}
         sampling = self.sampling.model_dump(exclude_none=True)
         return {"method": self.method.method, **size, **sampling, **self.method.parameters()}
@@ -80,7 +80,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """Checked request, ready to be prepared for the engines.
+    """Checked request, which `Pipeline.prepare` prepares for the engines.
 
     Attributes:
         images: images to generate, in the order of the prompts.
@@ -96,7 +96,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
 
     Args:
         manifest: manifest of the bundle.
-        options: the options `quality` or `method`, `size`, and the sampling settings in `SAMPLING`; see `Options`. An
+        options: options as in `Options`: `quality` or `method`, `size`, and the sampling settings in `SAMPLING`. An
             option that is None counts as missing.
 
     Returns:
@@ -122,7 +122,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
-    """Raise an error if an option does not exist, or is a parameter of a method and belongs in a method string.
+    """Raise an error if an option does not exist, or is a parameter that belongs in a method string.
 
     Raises:
         RequestError: an option is a parameter of a method, such as `window`.
@@ -171,6 +171,7 @@ def _make_no_guidance_error(field: str) -> RequestError:
 
 
 def _resolve_size(manifest: Manifest, size: Any) -> str | None:
+    """Check an image size, and return its name or the default size's name; None: the bundle has a single size."""
     names = [entry.name for entry in manifest.all_sizes]
     if size is not None and size not in names:
         raise RequestError(field="size", found=format_value(size), expected=", ".join(names))
@@ -178,6 +179,7 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
 
 
 def _check_quality_option(options: Mapping[str, Any]) -> None:
+    """Raise RequestError if the quality is unknown, or given together with a method."""
     quality = options.get("quality")
     if quality is not None and options.get("method") is not None:
         raise RequestError("a quality and a method", field="quality", remedy="give one of them")
@@ -186,13 +188,13 @@ def _check_quality_option(options: Mapping[str, Any]) -> None:
 
 
 def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
-    """Check the options of a request that need no bundle, for example before a bundle is downloaded.
+    """Check options of a request as far as possible without a bundle, for example before a download.
 
     Args:
         num_prompts: number of prompts, class ids or text embeddings.
         seed: same as in `Options`.
         num_images: same as in `Options`.
-        options: options of `resolve_settings`; none of them is None.
+        options: options of `resolve_settings` that are not None.
 
     Returns:
         The method; None if the options name no method.
@@ -207,6 +209,7 @@ def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **option
 
 
 def _find_preset_method(manifest: Manifest, quality: str) -> MethodConfig:
+    """Return the method of a preset, and raise RequestError if the bundle has no preset of the quality."""
     if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
@@ -219,6 +222,7 @@ def _convert_numpy_value(value: Any) -> Any:
 
 
 def _convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
+    """Convert a sequence to a list, or repeat a single value `repeat_count` times."""
     value = _convert_numpy_value(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
 
@@ -239,7 +243,7 @@ def check_request(
     num_images: int = 1,
     **options: Any,
 ) -> Request:
-    """Check a request without loading a graph.
+    """Check a request against a bundle, without loading a graph.
 
     The parameters from `class_ids` to `num_images` are the same as in `Options`.
 
@@ -275,7 +279,7 @@ def check_request(
     image_requests = _build_image_requests(manifest, tokenizer, settings, values, negative_prompt, num_reserved_tokens)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
-        raise RequestError("given without an image to edit", field=name, remedy="give the image, too")
+        raise RequestError("given without an image to edit", field=name, remedy="also give the image")
     count = check_int("num_images", num_images, 1, 1, IMAGES_LIMIT)
     first_seeds = _check_seeds(seed, len(image_requests), count)
     if image is not None:  # checked last, because decoding the image takes longest
@@ -304,7 +308,7 @@ def _list_present_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def _read_recorded_prompt(image_info: Mapping[Any, Any]) -> dict[str, str | int]:
-    """Return the prompt or class id that is recorded in the `info` of an image, by name of the request parameter."""
+    """Return the prompt or class id in the recipe of an image, by name of the request parameter; empty if none."""
     prompt = image_info.get("prompt")
     number = image_info.get("class_id")
     if isinstance(prompt, str):
@@ -320,13 +324,13 @@ def _build_image_requests(
     negative_prompt: Any,
     num_reserved_tokens: int = 0,
 ) -> list[ImageRequest]:
-    """Build the request of one image per prompt, class id or text embedding.
+    """Build a request for one image of each prompt, class id or text embedding.
 
     Args:
         manifest: manifest of the bundle, which takes one kind of input.
         tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
         settings: settings of the images.
-        values: value of each input parameter, `prompts`, `class_ids`, `token_ids` and `embeddings`; None if not given.
+        values: values of the parameters `prompts`, `class_ids`, `token_ids` and `embeddings`; None: not given.
         negative_prompt: negative prompt; None or an empty text: no negative prompt.
         num_reserved_tokens: number of prefix positions that the prompt must leave for a source image.
 

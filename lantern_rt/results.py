@@ -65,14 +65,14 @@ class StreamStep(DecodeStep):
     Attributes:
         parts: result of the step for each image in its forward pass, with the draft tree and the accepted path.
         done: number of tokens generated so far, over all images.
-        total: number of tokens that all images have in the end.
-        stats: statistics of the request in the last step, else None. Times include the caller's work between steps.
+        total: number of tokens of all images at the end.
+        stats: statistics of the request; None before the last step. Times include the caller's work between steps.
         new_codes: tokens that this step appended to each image, int64; empty for finished images.
         codes: tokens of each image so far, in raster order, without gaps, int64.
         cells: token of each cell of each image, int64 `[cells]`; -1 in cells that are not generated yet. The method
             `rows` generates several grid rows at once, so cells after a gap may have tokens.
         settings: settings of the images, including the bundle's defaults.
-        decode_image: function that decodes image i from its cells.
+        decode_image: function that takes the index and the cells of an image, and decodes the image.
     """
 
     new_codes: list[Ints]
@@ -94,7 +94,7 @@ class StreamStep(DecodeStep):
             i: index of the image, from 0, in the order of the prompts.
 
         Returns:
-            The image. Its `info` holds the recipe once the image is complete, and is empty before.
+            The image. Once the image is complete, its `info` holds the recipe.
 
         Raises:
             IndexError: the request has fewer images.
@@ -104,7 +104,7 @@ class StreamStep(DecodeStep):
 
 
 def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], last_step: StreamStep) -> Result:
-    """Build the result of a finished request.
+    """Build the `Result` of a finished request.
 
     Args:
         images: images of the request, in the order of the prompts.
@@ -125,7 +125,8 @@ def split_codes_by_grid(size: Size, codes: Ints) -> tuple[Ints, Ints]:
         codes: codes of both grids, int64 `[cells]`, the smaller first grid before the grid of the image.
 
     Returns:
-        The first grid, `[0, 0]` if the size has none, and the grid of the image, both `[rows, columns]`.
+        The codes of the first grid and the codes of the image, both `[rows, columns]`. Without a first grid, the first
+        array has the shape `[0, 0]`.
     """
     first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
@@ -136,11 +137,13 @@ def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageR
 
     Args:
         bundle: bundle that generated the codes.
+        settings: settings of the image.
         image: prompt and seed of the image.
-        codes: codes of the image, `[cells]`, after the codes of a smaller first grid, if any.
+        codes: codes of the image, `[cells]`. If there is a smaller first grid, its codes come first.
 
     Returns:
-        The bytes of the file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, JSON.
+        The bytes of the file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, a JSON
+        text.
     """
     recipe = build_recipe_fields(bundle, settings, image)
     file = BytesIO()
@@ -173,7 +176,7 @@ class StreamState:
         Args:
             step: step of the runtime.
             settings: settings of the images.
-            decode_image: function that decodes an image from its index and the tokens of its cells.
+            decode_image: function that takes the index of an image and the tokens of its cells, and decodes the image.
         """
         before = [*self.counts]
         cells = [*self._cells]
@@ -193,13 +196,16 @@ class StreamState:
 
 
 def build_recipe_fields(bundle: Bundle, settings: GenerationSettings, image: ImageRequest) -> dict[str, str]:
-    """Build the recipe of an image: the fields of its `info` and its PNG file with which it can be generated again.
+    """Build the recipe of an image, a record with which the same image can be generated again.
 
     Args:
         bundle: bundle that generated the image.
         settings: settings of the image.
         image: prompt, seed and edit of the image. Embeddings and edits are recorded as SHA-256 hashes, because their
             data is too large for text fields.
+
+    Returns:
+        Text of each field in the image's `info`. A PNG file has one text chunk per field.
     """
     kind = "prompt" if isinstance(image.prompt_or_class_id, str) else "class_id"
     subject = {kind: str(image.prompt_or_class_id)}

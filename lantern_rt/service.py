@@ -1,7 +1,7 @@
-"""Service for many callers: one thread runs the forward passes, and requests join and leave between passes.
+"""Service for many callers. One thread runs the forward passes; requests join and leave between forward passes.
 
-Every image equals the image that `Pipeline` generates alone, bit for bit. The window of an exact method narrows when
-images share forward passes (`runtime/windows.py`), but this does not change the images.
+Every image equals, bit for bit, the image that `Pipeline` generates without other requests. The window of an exact
+method narrows when images share forward passes (`runtime/windows.py`), but the narrower window does not change images.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MAX_FAILURES = 3  # consecutive failed forward passes after which the service co
 class Service:
     """Image generator that many threads share.
 
-    Each caller gets an equal number of images per forward pass, and equal time. When there are several callers, relaxed
-    methods run in separate forward passes, because their images depend on the draft tokens.
+    Each caller gets an equal number of images per forward pass, and an equal share of time. When there are several
+    callers, relaxed methods run in separate forward passes, because their images depend on the draft tokens.
 
     Args:
-        pipeline: pipeline that generates the images. The caller closes it after the service.
-        max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: as many as the pipeline decodes
-            at once.
+        pipeline: pipeline that generates the images. Close the pipeline after the service.
+        max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: a maximum that the memory and
+            the engines allow.
         max_queued_images: maximum number of images in the queue, 0 .. 2**20.
     """
 
@@ -81,7 +81,7 @@ class Service:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service accepts requests. False after `close`, and after several failed passes in a row."""
+        """Whether the service accepts requests. It stops after `close`, and after several failed passes in a row."""
         return not self._closing and self._failures < MAX_FAILURES
 
     @property
@@ -112,11 +112,11 @@ class Service:
             prompts: same as for a call of the pipeline.
             wants_all_steps: whether to call the listener with every step; False: with the last step only.
             caller: name of the caller; callers share the service equally.
-            deadline: time limit in seconds. The service rejects a request that would miss its deadline.
+            deadline: time limit of the request in seconds. The service rejects a request that would miss its deadline.
             options: same as for a call of the pipeline.
 
         Returns:
-            The request; its method `cancel` cancels it.
+            The request, which can be cancelled by its method `cancel`.
 
         Raises:
             RequestError: same as for a call of the pipeline, or the service was closed.
@@ -134,7 +134,7 @@ class Service:
             expected = f"at most {self.capacity.total} in one request"
             raise RequestError(field="num_images", found=f"{num_images} images", expected=expected)
         if plan.num_rows > self._rows:
-            problem = "guidance needs two batch rows per image, but these engines have one"
+            problem = "guidance needs two batch rows per image, but the engines have only one"
             raise RequestError(problem, field="cfg_scale", remedy="give 1")
         with self._changed:
             if self._closing:
@@ -162,7 +162,7 @@ class Service:
         """Stop accepting requests, and wait for the service's thread to stop.
 
         Args:
-            drain: whether to finish the running and queued requests; False: their listeners get an error.
+            drain: whether to finish the running and queued requests; False: listeners of these requests get an error.
         """
         if os.getpid() != self.pipeline.process:
             return  # A forked process has no service thread, and its copy of the lock may be held for ever.
@@ -176,6 +176,7 @@ class Service:
         return self._requests[sequence.index].caller
 
     def _run_loop(self) -> None:
+        """Process requests and run forward passes until the service is closed; this is the service's thread."""
         is_running = True
         try:
             while is_running:
@@ -227,7 +228,7 @@ class Service:
             self._batches.waiting.append(sequence)
 
     def _reject_late_requests(self) -> None:
-        """Reject queued requests that would miss their deadline, or that exceed a caller's share of a full service.
+        """Reject queued requests that would miss their deadline, or exceed their caller's share of a full service.
 
         The latest requests of the callers with the most images are rejected first.
         """
@@ -286,6 +287,7 @@ class Service:
                 self._end_request(failed_request, copy(sequence.error).with_traceback(None))
 
     def _send_step(self, request: ServiceRequest, sequence_steps: list[SequenceStep]) -> None:
+        """Send the results of a forward pass for the images of one request to the listener of the request."""
         settings = request.prepared_request.settings
         sequences = request.sequences
         total = request.prepared_request.plan.layout.num_codes * len(sequences)
@@ -332,7 +334,7 @@ class Service:
             self._end_request(request)
 
     def _fail_all_requests(self, error: Exception) -> None:
-        """End all requests with an error, and replace the batches, whose state is unknown after a failed pass."""
+        """End all requests with an error, and replace all batches, whose state is unknown after a failed pass."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1

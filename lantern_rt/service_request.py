@@ -18,7 +18,8 @@ Listener = Callable[[StreamStep | BaseException], None]
 class ServiceRequest:
     """Request in a `Service`.
 
-    Only the service's thread may use a request. Other threads may use `prepared_request` and `cancel`.
+    Only the service's thread may use a request. The exceptions are `prepared_request` and `cancel`, which any thread
+    may use.
     """
 
     cancel_callback: Callable[[ServiceRequest], None]  # cancels a request in the service
@@ -40,7 +41,7 @@ class ServiceRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no image of the request has a token yet, and the request is neither cancelled nor ended."""
+        """Whether the request waits: no image has a token yet, and the request is neither cancelled nor ended."""
         return bool(self.reserved_images) and not any(sequence.codes for sequence in self.sequences)
 
     def build_statistics(self, timers: tuple[EngineTimer, EngineTimer]) -> Statistics:
@@ -57,7 +58,7 @@ class ServiceRequest:
     def cancel(self) -> None:
         """Cancel the request.
 
-        The capacity of the request is free at once, and its KV cache after the current forward pass. The listener may
-        still receive the result of that pass, but no later result.
+        The capacity of the request is free at once. The KV cache of the request is free after the current forward pass.
+        The listener may still receive the result of the current pass, but no later result.
         """
         self.cancel_callback(self)

@@ -1,4 +1,4 @@
-"""Batches of a service: which images share forward passes, and which batch runs next."""
+"""Batches of a service, and the choices which images share forward passes and which batch runs next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_BATCHES = (
 
 
 class ScheduledPass(NamedTuple):
-    """Next forward pass of a service."""
+    """Next forward pass of a service, as `BatchScheduler.choose_next_pass` chose it."""
 
     batch: Batch  # batch that runs the pass
     batch_index: int
@@ -34,7 +34,7 @@ class ScheduledPass(NamedTuple):
     callers_by_batch: dict[int, set[str]]  # callers of each batch that has images
 
     def run(self) -> list[SequenceStep]:
-        """Run the pass, and return the result for each sequence."""
+        """Run the forward pass, and return the result for each sequence in the pass."""
         return self.batch.add(self.joining_sequences) if self.joining_sequences else self.batch.step()
 
 
@@ -47,7 +47,7 @@ class BatchScheduler:
         model: engines and tables of the model.
         max_images: maximum number of images per forward pass.
         max_rows: maximum number of batch rows per forward pass.
-        find_caller: function that returns the name of a sequence's caller.
+        find_caller: function that takes a sequence (image) and returns the name of its caller.
 
     Attributes:
         timers: timers of the forward passes of target and drafter, over all batches.
@@ -84,7 +84,7 @@ class BatchScheduler:
             raise RequestError(field="method", found=f"{nodes} nodes per image in a forward pass", expected=expected)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Remove sequences that wait or are active."""
+        """Remove sequences from `waiting` and from all batches."""
         self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
         for batch in self._batches:
             batch.remove(sequences)
@@ -94,7 +94,7 @@ class BatchScheduler:
 
         Args:
             num_callers: number of callers with recent requests.
-            max_caller_images: maximum number of images of a single caller.
+            max_caller_images: maximum number of images of a caller if there are no other callers.
 
         Returns:
             The pass; None if no sequence is waiting or active.
@@ -115,11 +115,11 @@ class BatchScheduler:
         return ScheduledPass(self._batches[i], i, joining[i], callers)
 
     def record_pass_time(self, finished_pass: ScheduledPass, start_time: float) -> None:
-        """Record the time of a forward pass that has just ended, and remove its joined sequences from `waiting`.
+        """Record the time of a forward pass that has just ended, and remove joined sequences from `waiting`.
 
         Args:
             finished_pass: pass that `choose_next_pass` returned.
-            start_time: time before the pass, by `time.perf_counter`.
+            start_time: value of `time.perf_counter` before the pass.
         """
         self._scheduler.record_batch_time(
             finished_pass.batch_index, time.perf_counter() - start_time, finished_pass.callers_by_batch
@@ -129,7 +129,7 @@ class BatchScheduler:
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
     def _select_waiting_by_batch(self, num_callers: int, max_caller_images: int) -> dict[int, list[ImageSequence]]:
-        """Return the waiting sequences of each batch by its index, in the order in which they join the batch."""
+        """Return, by batch index, the waiting sequences of each batch in the order in which the sequences join."""
         active = [sequence for batch in self._batches for sequence in batch.active_sequences]
         running = Counter(map(self._find_caller, active))
         # With several callers, each may have an equal share of the running images, so that later callers need not wait.
@@ -150,8 +150,8 @@ class BatchScheduler:
 
         With one caller, all images join batch 0. With several callers, batch 0 is for exact methods with few nodes per
         image, and for exact `sjd`, whose window narrows when images share passes. Other images join a batch by their
-        number of nodes, because large passes would delay other callers. Images of relaxed methods never join batch 0
-        then, because their tokens depend on the draft tokens.
+        number of nodes, because large passes would delay other callers. Images of relaxed methods then never join
+        batch 0, because their tokens depend on the draft tokens.
         """
         method = sequence.method
         if num_callers < 2 or (

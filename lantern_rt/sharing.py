@@ -1,4 +1,4 @@
-"""Fair sharing of a service: which requests are accepted, which images join next, and which batch runs next."""
+"""Fair sharing of a service: choice of the accepted requests, of the next images, and of the next batch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ServiceCapacity:
     Attributes:
         total: maximum number of running and queued images.
         num_images: number of running and queued images.
-        images_by_caller: number of running and queued images of each caller that has any.
-        seconds_per_image: recent time between finished images in seconds; 0 before it is known.
+        images_by_caller: number of running and queued images of each caller that has images.
+        seconds_per_image: recent time between finished images in seconds; 0 before this time is known.
     """
 
     def __init__(self, max_images: int, max_queued_images: int) -> None:
@@ -45,7 +45,7 @@ class ServiceCapacity:
         self._next_return = 0.0  # time at which the next rejected request should retry
 
     def add_images(self, caller: str, num_images: int) -> None:
-        """Add running or queued images of a caller; remove images if `num_images` is negative."""
+        """Add `num_images` to the caller's running and queued images; a negative number removes images."""
         self.num_images += num_images
         self.images_by_caller[caller] += num_images
         if not self.images_by_caller[caller]:
@@ -75,7 +75,7 @@ class ServiceCapacity:
             self.seconds_per_image = self._sums[0] / self._sums[1]
 
     def estimate_generation_seconds(self, num_images: int) -> float:
-        """Return the estimated time to generate images, in seconds, with a margin for errors of the estimate."""
+        """Estimate the time to generate `num_images` images, in seconds, with a margin for errors of the estimate."""
         batch = min(num_images, self.max_images)
         # The last batch may be partly empty, but takes as long as a full batch.
         return math.ceil(num_images / batch) * batch * self.seconds_per_image / _DEADLINE_SHARE
@@ -108,7 +108,7 @@ class ServiceCapacity:
 
         Args:
             num_images: number of images that would begin.
-            deadline_time: time of the deadline, by `time.perf_counter`.
+            deadline_time: value of `time.perf_counter` at the deadline.
         """
         batch = max(num_images, min(self.max_images, self.num_images))
         return (
@@ -117,10 +117,11 @@ class ServiceCapacity:
         )
 
     def make_busy_error(self, excess_images: float, num_images: int) -> BusyError:
-        """Return the error for a rejected request, which says when to retry.
+        """Return the error for a rejected request. The error says when to retry.
 
         Each rejected request gets a later time than the previous rejected request, so that not all clients retry at
-        once. After a minute the times start again from the earliest time, because some clients never retry.
+        once. A time that is more than a minute after the earliest time is replaced by the earliest time, because some
+        clients never retry.
 
         Args:
             excess_images: number of images that must finish before the service can accept the request.
@@ -139,14 +140,17 @@ class ServiceCapacity:
 def order_fairly(
     queued_items: Sequence[tuple[str, T]], running_images: Counter[str], max_caller_images: int
 ) -> list[T]:
-    """Return queued items in a fair order: first the items of the callers with the fewest images.
+    """Sort queued items in a fair order: items of the callers with the fewest images come first.
 
-    The second queued image of a caller counts the first as running, so callers alternate.
+    Each queued item also counts as an image for later items of its caller, so callers alternate.
 
     Args:
-        queued_items: caller and item of each queued image, oldest first.
+        queued_items: pairs of caller and item (image), the oldest first.
         running_images: number of running images of each caller.
         max_caller_images: maximum number of running and queued images of a caller; further items are omitted.
+
+    Returns:
+        The items, without their callers.
     """
     counts = running_images.copy()
     order: list[tuple[int, int]] = []
@@ -167,10 +171,13 @@ class FairScheduler:
         self._spent: dict[int, float] = {}  # index of a batch -> seconds per caller since the batch became active
 
     def choose_next_batch(self, callers_by_batch: Mapping[int, set[str]]) -> int:
-        """Return the index of the active batch that has used the least time per caller.
+        """Choose the batch that runs next: the active batch that has used the least time per caller.
 
         Args:
             callers_by_batch: callers of each active batch.
+
+        Returns:
+            Index of the batch.
         """
         # A new batch starts at the minimum: from 0 it would run alone until it had caught up with older batches.
         minimum = min((self._spent[batch] for batch in callers_by_batch if batch in self._spent), default=0.0)

@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .bundle.manifest import Manifest, Size
-from .edits import crop_to_cover, to_encoder_input
+from .edits import convert_to_encoder_input, crop_to_cover
 from .runtime.engine import Bools, Floats, Ints
 
 
 @dataclass(eq=False)
 class SourceImage:
-    """Source image of a request. All cells of a new image are generated, so no token of the source is preserved.
+    """Source image from which images are generated. Its tokens are part of the prompt, and none of them is preserved.
 
     Attributes:
         image: source image, scaled to `size`.
         pixels: source image, scaled to the input of the image encoder, uint8 `[height, width, 3]`.
         size: image size of the bundle that is nearest to the original image.
-        first_code_index: number of token ids before the codes of the source in a prompt.
+        first_code_index: index of the first code of the source in the conditional row of a prompt.
         codes: codes of the source, int64 `[cells]`; None before `encode`.
     """
 
@@ -38,13 +38,14 @@ class SourceImage:
     regenerated_cells: ClassVar[Bools] = np.ones((1, 1), np.bool_)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
-        """Compute `codes`, unless an earlier call has done so.
+        """Compute `codes` in the first call; later calls do nothing.
 
         Args:
-            encoder: image encoder, from float32 `[1, 3, height, width]` in -1 .. 1 to int64 `[1, cells]`.
+            encoder: image encoder, which converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to tokens,
+                int64 `[1, cells]`.
         """
         if self.codes is None:
-            self.codes = encoder(to_encoder_input(self.pixels))[0]
+            self.codes = encoder(convert_to_encoder_input(self.pixels))[0]
 
     def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph with the codes of the source. Call `encode` first."""

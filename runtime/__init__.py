@@ -1,1 +1,1 @@
-"""The decode loop in NumPy: draft trees, acceptance, sampling. Does not know any backend."""
+"""Decode loop in NumPy: draft trees, acceptance, sampling. The package does not depend on any backend."""

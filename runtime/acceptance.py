@@ -68,7 +68,7 @@ def verify_tree_exact(tree: DraftTree, choose_token: Callable[[int], int], max_t
     Args:
         tree: draft tree.
         choose_token: function from a node to the token that the target chooses after the node.
-        max_tokens: maximum number of tokens to accept, preserved tokens of the tree included.
+        max_tokens: maximum number of tokens to accept, including the preserved tokens of the tree.
     """
     # Preserved tokens are a chain below the root and need no acceptance.
     path = [*range(1 + tree.num_preserved_tokens)]
@@ -248,9 +248,10 @@ def verify_tree_greedy(
 ) -> Acceptance:
     """Find the longest path that relaxed acceptance of greedy decoding accepts.
 
-    A token is accepted if it is the arg-max, or if its probability plus that of its aggregation set exceeds the
-    maximum. Among equally long paths, the path with the first leaf is accepted. The bonus token is the arg-max after
-    the path. Every token that only relaxed acceptance accepts counts 1 in the total variation distance.
+    The arg-max of the target's distribution is accepted. Another token is accepted if the summed probability of the
+    token and its aggregation set exceeds the probability of the arg-max. Among equally long paths, the path with the
+    first leaf is accepted. The bonus token is the arg-max after the path. Every token that only relaxed
+    acceptance accepts counts 1 in the total variation distance.
 
     Args:
         tree: draft tree.

@@ -129,6 +129,11 @@ class Batch:
         return steps
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
+        """Run one target pass over the prefixes of new sequences, and add the sequences to the batch.
+
+        Returns:
+            The step of each sequence, with its first code; failed sequences have no step.
+        """
         target = self.model.target
         prefixes = PrefixBatch([row for sequence in sequences for row in sequence.rows])
         lengths = prefixes.lengths
@@ -159,6 +164,7 @@ class Batch:
         return steps
 
     def _add_prefilled(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
+        """Add sequences to the batch and to their drafters, and append the rows of `cache` to the batch's cache."""
         if self.active_sequences and self._cache is not None:
             self._cache.extend(cache)
         else:
@@ -194,6 +200,15 @@ class Batch:
     def _make_target_output(
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
+        """Return the output of the target for the draft of one sequence.
+
+        Args:
+            sequence: sequence of the draft.
+            draft: draft of the sequence.
+            layout: layout of the draft in the pass.
+            logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
+            rows: batch rows of the sequence.
+        """
         # Only an exact method must return the same token in spite of rounding. A margin of 0 turns this off.
         has_ties = sequence.exact and sequence.rounding_margin > 0
         recompute_node_logits = partial(self._recompute_logits, sequence, draft) if has_ties else None
@@ -218,7 +233,7 @@ class Batch:
     ) -> None:
         """Sample the tokens of several sequences at once where this is faster; other tokens are sampled on demand.
 
-        This happens if the logits are on a device, or if drafts of an exact method are chains.
+        Several sequences are sampled at once if the logits are on a device, or if drafts of an exact method are chains.
         """
         logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):

@@ -22,7 +22,7 @@ MAX_IDLE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Result of one step of the batch."""
+    """Result of one step of the batch, with the number of codes decoded so far."""
 
     parts: list[SequenceStep]  # step of each sequence in the forward pass
     done: int  # number of codes so far, over all images

@@ -35,10 +35,12 @@ class DeviceLogits(ABC):
 
     @abstractmethod
     def sample_top_codes(self, requests: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
-        """Return the `count` codes with the highest log p + noise at each node of each request.
+        """Return the `count` codes with the highest scores at each node of each request.
+
+        The score of a code is its log-probability plus its noise.
 
         Returns:
-            For each request the codes and their scores log p + noise, both `[nodes, count]`, best first as in
+            For each request the codes and their scores, both `[nodes, count]`, best first as in
             `sampling.find_top_codes`. If the logits of a node contain NaN or infinity, the best score of the node is
             NaN or infinite.
         """

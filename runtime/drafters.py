@@ -78,7 +78,7 @@ def count_draft_nodes(method: MethodConfig, max_nodes: int = MAX_BATCH_NODES) ->
 class BatchDrafters:
     """Drafters of the sequences of a batch.
 
-    Sequences with the same method have one drafter together. Greedy and sampled sequences have separate drafters.
+    Sequences with the same method share one drafter. Greedy and sampled sequences have separate drafters.
 
     Args:
         model: engines and tables of the model.

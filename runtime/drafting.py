@@ -131,7 +131,7 @@ class Drafter:
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the minimum number of nodes to which the next pass is padded, so that the shapes of passes repeat.
+        """Return the number of nodes to which a smaller pass is padded, so that the shapes of passes repeat.
 
         Args:
             sequence: sequence of this drafter.

@@ -31,6 +31,7 @@ from .tree_names import parse_tree
 
 
 def _count_max_draft_slots(shape: StaticTree | DynamicTree) -> int:
+    """Return the maximum number of draft tokens that the drafter processes for one tree."""
     return (
         max(shape.num_nodes, shape.depth * shape.branching_factor)
         if isinstance(shape, DynamicTree)
@@ -86,7 +87,7 @@ class EagleDrafter(TreeDrafter):
         return [drafted[sequence] for sequence in sequences]
 
     def _get_batch_rows_at_depth(self, depth: int) -> list[Ints]:
-        """Return the batch rows of each sequence whose logits give the children of nodes at `depth`."""
+        """Return, for each sequence, the batch rows whose logits determine the children of nodes at `depth`."""
         return [
             rows[: sequence.guidance.count_batch_rows(len(sequence.codes) + depth)]
             for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
@@ -142,6 +143,13 @@ class EagleDrafter(TreeDrafter):
         return best
 
     def _draft_static_trees(self, shape: StaticTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
+        """Draft a tree of fixed shape for every sequence of this drafter.
+
+        Args:
+            shape: shape of the trees.
+            root_tokens: last committed token of each sequence, int64 `[sequences]`.
+            level: output of the drafter at the roots.
+        """
         builders = [StaticTreeBuilder(shape, int(root)) for root in root_tokens]
         levels: list[TreeLevelOutput] = []
         for depth, inner in enumerate(shape.levels):  # nodes that have children
@@ -169,6 +177,13 @@ class EagleDrafter(TreeDrafter):
         return trees
 
     def _draft_dynamic_trees(self, shape: DynamicTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
+        """Draft a tree along the most probable paths for every sequence of this drafter.
+
+        Args:
+            shape: size limits of the trees.
+            root_tokens: last committed token of each sequence, int64 `[sequences]`.
+            level: output of the drafter at the roots.
+        """
         builders = [DynamicTreeBuilder(int(root)) for root in root_tokens]
         for depth in range(shape.depth):
             chosen = [builder.choose_best_of_last_level(shape.branching_factor) for builder in builders]
@@ -197,6 +212,16 @@ def _compute_child_distribution(
     sequence: ImageSequence,
     node: int,
 ) -> Probabilities:
+    """Compute the drafter's distribution from which the children of a node were sampled.
+
+    Args:
+        shape: shape of the tree.
+        levels: output of the drafter at each level of the tree.
+        rows_by_depth: batch rows of the sequence at each depth.
+        next_code_index: index of the code that follows the root.
+        sequence: sequence of the tree.
+        node: parent of the children.
+    """
     depth = len(shape.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
     level = levels[depth]
     rows = rows_by_depth[depth]

@@ -252,6 +252,7 @@ class EagleRunner:
         return TreeLevelOutput(ancestor_mask, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
     def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
+        """Add sequences, and append empty cache rows for these sequences."""
         columns = max(
             sequence.num_cache_columns + sequence.layout.max_pass_nodes(self.max_draft_slots) for sequence in sequences
         )

@@ -114,7 +114,7 @@ class Cache(Protocol):
         """Append accepted nodes of a pass to each row.
 
         Args:
-            new_kv: keys and values of all nodes of the pass, see `PassOutput`.
+            new_kv: keys and values of all nodes of the pass, which is `PassOutput.new_kv`.
             accepted_indices: for each row the nodes to append, in this order, int64 `[accepted]`.
         """
 

@@ -1,4 +1,4 @@
-"""Generation in groups of cells, without draft tokens: every pass generates the next group, see `groups.py`."""
+"""Drafts for generation in groups of cells (`groups.py`): every pass generates the next group, without draft tokens."""
 
 from __future__ import annotations
 

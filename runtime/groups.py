@@ -47,7 +47,7 @@ class GroupLayout:
 
     @cached_property
     def _completing_code_indices(self) -> Ints:
-        """Index of the code that completes all cells up to each cell, int64 `[codes]`."""
+        """Index of the code after which each cell and all cells before it are known, int64 `[codes]`."""
         # `argsort` inverts the permutation `cells`, which gives the code index of each cell. A cell and all cells
         # before it are known once the latest of their codes is known, so the maximum runs over these cells.
         return np.maximum.accumulate(np.argsort(self.cells))
@@ -71,7 +71,12 @@ class GroupLayout:
         return values[self.cells]  # type: ignore[return-value]
 
     def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells]:
-        """Return the new codes before the first gap, and all new codes with their cells, as `ImageLayout` specifies."""
+        """Return the new codes in raster order up to the first unknown cell, and all new codes with their cells.
+
+        Args:
+            codes: all codes that are known now, in generation order.
+            num_known_before: number of codes that were known before.
+        """
         image = np.zeros(self.num_codes, np.int64)
         image[self.cells[: len(codes)]] = codes
         complete = slice(self.count_cells_before_gap(num_known_before), self.count_cells_before_gap(len(codes)))
@@ -159,7 +164,7 @@ class TwoHeadLayout(GroupLayout):
     columns: int  # number of columns of the grid
 
     def lay_out_prefix_end(self) -> PassLayout:
-        """Return the layout of the last node of a prefix; the first code is sampled from the mean of its two heads."""
+        """Return the layout of the last prefix node; both heads of this node give logits for the first code."""
         layout = super().lay_out_prefix_end()
         return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, np.array([[0, 1]]))
 
@@ -184,7 +189,7 @@ class TwoHeadLayout(GroupLayout):
         return len(self.groups[group - 1])
 
     def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
-        """Yield the pair of logits for each cell of a group, see `TwoHeadPass.logit_pairs`.
+        """Yield the indices of the two logits for each cell of a group, in the form of `TwoHeadPass.logit_pairs`.
 
         Args:
             group: index of the group.

@@ -39,7 +39,7 @@ class Guidance:
         return self._scales[np.minimum(code_indices, len(self._scales) - 1)]
 
     def mix_logits(self, logits: Floats, code_indices: Sequence[int] | Ints) -> Floats:
-        """Mix the conditional and unconditional logits of guided codes, and return the conditional logits of others.
+        """Mix the conditional and unconditional logits of guided codes; other codes keep the conditional logits.
 
         Args:
             logits: logits, or other outputs of the target, float32 `[1 or 2, code_indices, size]`, the conditional row
@@ -47,7 +47,7 @@ class Guidance:
             code_indices: index of the code that is sampled from each vector of logits.
 
         Returns:
-            Float32 `[code_indices, size]`.
+            The mixed logits, float32 `[code_indices, size]`.
         """
         if len(logits) == 1:  # no unconditional row: none of these codes is guided
             conditional: Floats = logits[0]

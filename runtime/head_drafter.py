@@ -69,7 +69,14 @@ class HeadDrafter(TreeDrafter):
         return trees
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Adapt the window size to `num_images`; return the window's nodes, to which the next pass is padded."""
+        """Choose the window size for the number of images, and return the number of nodes of the window.
+
+        A smaller pass is padded to this number.
+
+        Args:
+            sequence: sequence of this drafter.
+            num_images: number of images in the pass.
+        """
         sequence.adapt_window(num_images)
         return sequence.max_nodes
 
@@ -165,6 +172,9 @@ class DraftHeadState:
             position: code index that the logits belong to.
             logits: guided logits, float32 `[n, vocab_size]`.
             add_noise: whether to add noise; greedy decoding never adds noise.
+
+        Returns:
+            The changed logits, float32 `[n, vocab_size]`; -inf for codes that a filter excludes.
         """
         values = process_logits(logits, self.sequence.sampling)
         if add_noise and not self.sequence.sampling.greedy:
@@ -172,6 +182,7 @@ class DraftHeadState:
         return values
 
     def _draft_chain(self, length: int) -> DraftTree:
+        """Draft `length` tokens as a tree without branches."""
         codes = self.sequence.codes[-1:]
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -187,6 +198,7 @@ class DraftHeadState:
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
     def _draft_static_tree(self, shape: StaticTree, max_depth: int) -> DraftTree:
+        """Draft a tree of fixed shape, cut off after `max_depth` levels."""
         builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -202,6 +214,7 @@ class DraftHeadState:
         return builder.build(proposal, self.sequence.sampling.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTree, max_depth: int) -> DraftTree:
+        """Draft a tree along the most probable paths, with at most `max_depth` levels."""
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):
@@ -214,9 +227,24 @@ class DraftHeadState:
 
 
 def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
+    """Compute the distribution from which the child of a chain node was sampled.
+
+    Args:
+        levels: logits for the child of each node, float32 `[1, vocab_size]` each.
+        sampling: sampling settings.
+        node: parent of the child.
+    """
     return compute_distribution(levels[node][0], sampling)
 
 
 def _compute_tree_proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
+    """Compute the distribution from which the children of a tree node were sampled.
+
+    Args:
+        shape: shape of the tree.
+        levels: for each level, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
+        sampling: sampling settings.
+        node: parent of the children.
+    """
     depth = len(shape.paths[node - 1]) if node else 0
     return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

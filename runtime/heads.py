@@ -52,7 +52,9 @@ class DraftHeads:
         return np.asarray(np.einsum("nr,rc->nc", (self.change[new_codes] - self.change[old_code]) * gate, self.correct))
 
     def compute_context(self, hidden: Floats) -> Floats:
-        """Return the inputs for predictions in the next grid row, `[n, 2, units]`.
+        """Return the terms that hidden states add to predictions in the next grid row, `[n, 2, units]`.
+
+        The first term is for the cell below, and the second term is for the cell to the left of the cell below.
 
         Args:
             hidden: guided hidden states, `[n, hidden_size]`.

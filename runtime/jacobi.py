@@ -62,7 +62,14 @@ class JacobiDrafter(TreeDrafter):
         return trees
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Adapt the window size to `num_images`; return the window's nodes, to which the next pass is padded."""
+        """Choose the window size for the number of images, and return the number of nodes of the window.
+
+        A smaller pass is padded to this number.
+
+        Args:
+            sequence: sequence of this drafter.
+            num_images: number of images in the pass.
+        """
         sequence.adapt_window(num_images)
         return sequence.max_nodes
 

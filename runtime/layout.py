@@ -62,7 +62,7 @@ class PassLayout:
         return np.array(path, np.int64)
 
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
-        """Return the pass nodes whose hidden states give the last `count` committed tokens, int64 `[count]`.
+        """Return the pass nodes after which the last `count` committed tokens were sampled, int64 `[count]`.
 
         Args:
             committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.
@@ -90,7 +90,7 @@ class ImageLayout(Protocol):
         """Number of tokens in the cache, end-of-row tokens included."""
 
     def noise(self, seed: int) -> Noise:
-        """Return the random numbers of an image with a seed; their positions are code indices."""
+        """Return the random numbers of the image with the given seed; a position is a code index."""
 
     def to_generation_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
@@ -103,8 +103,8 @@ class ImageLayout(Protocol):
             num_known_before: number of codes that were known before.
 
         Returns:
-            Codes of the cells from the previous first unknown cell up to the new first unknown cell, int64 `[count]`.
-            Then all new codes with their cells, or None if these are the same codes.
+            Codes of consecutive cells, int64 `[count]`: from the first cell that was unknown before, up to the
+            first cell that is unknown now. Then all new codes with their cells; None if these would be the same codes.
         """
 
     def codes_sampled_together(self, code_index: int) -> range:

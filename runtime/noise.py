@@ -28,7 +28,7 @@ CHUNK_SIZE = 512
 
 
 class Noise:
-    """Random numbers of the image with a seed, 0 .. 2^64 - 1.
+    """Random numbers of one image, which depend on the seed of the image (0 .. 2^64 - 1).
 
     The methods are for one thread, except `prepare_noise_group`, which other threads may call at the same time.
     """

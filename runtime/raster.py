@@ -32,7 +32,7 @@ class RasterLayout:
     first_grid: tuple[int, int] = (0, 0)
 
     @property
-    def first_codes(self) -> int:
+    def num_first_grid_codes(self) -> int:
         """Number of codes of the smaller grid."""
         return self.first_grid[0] * self.first_grid[1]
 
@@ -42,7 +42,7 @@ class RasterLayout:
         return self.token_position(self.num_codes - 1) + 1
 
     def noise(self, seed: int) -> Noise:
-        """Return the random numbers of an image with a seed, 0 .. 2^64 - 1."""
+        """Return the random numbers of the image with the given seed, 0 .. 2^64 - 1."""
         return Noise(seed)
 
     def to_generation_order(self, values: CellValues) -> CellValues:
@@ -59,7 +59,7 @@ class RasterLayout:
         return np.array(codes[num_known_before:], np.int64), None
 
     def codes_sampled_together(self, code_index: int) -> range:
-        """Return the index of the code alone, because every code depends on the code before it."""
+        """Return a range of this code alone, because every code depends on the code before it."""
         return range(code_index, code_index + 1)
 
     def token_position(self, code_index: int) -> int:
@@ -68,7 +68,7 @@ class RasterLayout:
 
     def code_above(self, code_index: int) -> int:
         """Return the code index of the cell above in the same grid, or a negative number in the first row of a grid."""
-        first_codes = self.first_codes
+        first_codes = self.num_first_grid_codes
         if code_index < first_codes:
             return code_index - self.first_grid[1]
         above = code_index - self.columns
@@ -83,7 +83,7 @@ class RasterLayout:
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
     def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
-        """Return the layout of a pass over a draft tree whose root is the code `root_index`."""
+        """Return the layout of a pass over a draft tree whose root has the code index `root_index`."""
         return PassLayout(tree.tokens, root_index + tree.tree_structure.depths, tree.tree_structure.ancestor_mask)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
@@ -206,7 +206,7 @@ class RowEndPass(PassLayout):
         return np.flatnonzero(np.isin(self.draft_nodes, path))
 
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
-        """Return the committed nodes after which a code is sampled, without codes before an end-of-row token.
+        """Return the committed nodes after which a code is sampled, and not an end-of-row token.
 
         Args:
             committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.

@@ -69,7 +69,7 @@ class GridPass:
 
     @cached_property
     def tree_structure(self) -> TreeStructure:
-        """Attention mask among the nodes, as the structure of a draft; `depths` are the cells of the nodes."""
+        """Structure of the draft: the attention mask among the nodes, and the cells of the nodes as `depths`."""
         ancestor_mask = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0) | np.eye(
             self.num_nodes, dtype=bool
         )
@@ -101,8 +101,8 @@ class TokenGrid:
         codes_per_row: number of columns without the column of end-of-row tokens.
         columns: number of columns with the column of end-of-row tokens.
         lengths: number of known tokens of every row; the end-of-row token counts once the last code is known.
-        cached_lengths: number of cached tokens of every row: `lengths`, or fewer, because the newest code and the
-            end-of-row token enter the cache in the next pass.
+        cached_lengths: number of cached tokens of every row. The newest code and the end-of-row token enter the cache
+            in the next pass, so a row can have fewer cached tokens than known tokens.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class TokenGrid:
         preserved_codes: Ints | None = None,
     ) -> None:
         self.codes_per_row = layout.columns
-        end_token = layout.row_end_token_after(layout.first_codes + self.codes_per_row - 1)
+        end_token = layout.row_end_token_after(layout.num_first_grid_codes + self.codes_per_row - 1)
         self.has_row_ends = end_token is not None
         self.columns = self.codes_per_row + self.has_row_ends
-        num_rows = (layout.num_codes - layout.first_codes) // self.codes_per_row
+        num_rows = (layout.num_codes - layout.num_first_grid_codes) // self.codes_per_row
         cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1  # only the end-of-row tokens are known
         cells[0, 0] = first_code
@@ -279,7 +279,7 @@ class RowParallelDraft:
     sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
     def __post_init__(self) -> None:
-        self.num_codes_before_grid = self.sequence.raster_layout.first_codes
+        self.num_codes_before_grid = self.sequence.raster_layout.num_first_grid_codes
         self.tokens = self.grid_pass.tokens
         self.tree_structure = self.grid_pass.tree_structure
         self.next_code_indices = (self.num_codes_before_grid + self.grid_pass.next_code_indices).tolist()
@@ -347,7 +347,7 @@ class RowParallelDrafter(Drafter):
         # Codes of a smaller first grid are generated one after another, before the grid is generated in parallel.
         drafts: list[Draft] = []
         for sequence in sequences:
-            if len(sequence.codes) <= sequence.raster_layout.first_codes:
+            if len(sequence.codes) <= sequence.raster_layout.num_first_grid_codes:
                 drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
                 grid = self._get_grid(sequence)
@@ -364,7 +364,7 @@ class RowParallelDrafter(Drafter):
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
             layout = sequence.raster_layout
-            first = sequence.codes[layout.first_codes]
+            first = sequence.codes[layout.num_first_grid_codes]
             self._grids[sequence] = TokenGrid(
                 layout, first, method.window, method.drafts, self._max_nodes, sequence.preserved_codes
             )

@@ -250,7 +250,7 @@ def _compute_filter_bounds(scaled_logits: Floats, sampling: Sampling, rounding_m
 
 
 def compute_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
-    """Compute the distributions of guided logits, both `[..., vocab_size]`; for greedy decoding, the softmax alone."""
+    """Compute distributions `[..., vocab_size]` from guided logits; greedy decoding applies only the softmax."""
     return softmax(process_logits(logits, sampling))
 
 

@@ -177,7 +177,7 @@ class ImageSequence:
         return self.layout
 
     def end_guidance(self) -> bool:
-        """Remove the unconditional row once all guided codes are known; return whether it was removed."""
+        """Remove the unconditional row if all guided codes are known; return whether a row was removed."""
         if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided_codes:
             return False
         self.rows = self.rows[:1]
@@ -211,8 +211,8 @@ class ImageSequence:
             num_skipped: number of cells to skip first.
 
         Returns:
-            Preserved codes, int64 `[count]`, empty if the cell is to be generated. Then the number of cells to generate
-            after these codes, up to another preserved cell or the end of the image.
+            Preserved codes, int64 `[count]`; empty if the next cell is to be generated. Then the number of cells to
+            generate after these codes, up to another preserved cell or the end of the image.
         """
         if self.preserved_codes is None:
             return _NO_CODES, self.num_remaining_codes - num_skipped

@@ -175,6 +175,7 @@ class TargetOutput:
         return is_robust_to_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
 
     def _get_logit_block(self, node: int) -> LogitBlock:
+        """Return the block of logits that contains a node: the whole chain, or in a tree the node alone."""
         block = self._block
         if block is None or not block.first_node <= node < block.first_node + len(block.logits):
             # Acceptance reads most nodes of a chain, so their logits are computed at once. It reads only one path of a

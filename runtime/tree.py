@@ -22,6 +22,7 @@ MAX_LEVELS = 32  # maximum number of levels; a limit, because drafting needs one
 
 
 def _check_size(noun: str, size: int, limit: int) -> None:
+    """Raise TreeError if a size of a tree, such as its number of nodes, is above the limit."""
     if size > limit:
         raise TreeError(
             field="tree", found=f"{size:,} {noun}", expected=f"at most {limit}", remedy="give a smaller tree"
@@ -56,9 +57,11 @@ class StaticTree:
             parent = path[:-1]
             rank = path[-1]
             if parent and parent not in listed:
-                raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its parent {list(parent)}, too")
+                raise TreeError(field="tree", found=f"path {list(path)}", expected=f"the parent {list(parent)}, too")
             if rank and (*parent, rank - 1) not in listed:
-                raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its sibling {rank - 1}, too")
+                raise TreeError(
+                    field="tree", found=f"path {list(path)}", expected=f"the sibling of rank {rank - 1}, too"
+                )
         # A frozen dataclass allows no direct assignment. Sorting gives every node its number.
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
 
@@ -178,6 +181,12 @@ class TreeStructure:
 # Cached, because most passes of a decode have trees of the same shape. The key is bytes, as arrays are not hashable.
 @lru_cache(maxsize=64)
 def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
+    """Build the structure of a tree, or return the cached structure of an equal tree.
+
+    Args:
+        parents_bytes: bytes of the array `DraftTree.parents`.
+        leaf_order: leaves in their order of preference; None: the order of node numbers.
+    """
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
     depths: list[int] = []
     children: list[list[int]] = [[] for _ in parents]

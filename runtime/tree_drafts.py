@@ -81,6 +81,7 @@ class TreeDraft:
         return AcceptedDraft(step, codes, output.layout.find_path_nodes(path))
 
     def _verify_tree(self, output: TargetOutput, model: LoadedModel) -> Acceptance:
+        """Verify the tree with exact, relaxed or greedy relaxed acceptance, as the settings of the sequence require."""
         tree = self.tree
         remaining = tree.num_preserved_tokens + self.sequence.count_codes_until_preserved(tree.num_preserved_tokens)
         if not self.sequence.relaxed:
@@ -102,8 +103,8 @@ class TreeDrafter(Drafter):
         max_nodes: maximum number of nodes of a sequence in a forward pass.
 
     Attributes:
-        needs_new_codes: whether the drafter can draft only after generated codes. A draft then contains preserved codes
-            or draft tokens, never both.
+        needs_new_codes: whether the drafter can draft after generated codes, but not after preserved codes. If True, a
+            draft contains preserved codes or draft tokens, never both.
     """
 
     needs_new_codes = False
@@ -131,7 +132,14 @@ class TreeDrafter(Drafter):
         return [make_preserved_chain(sequence, self.max_nodes) for sequence in sequences]
 
     def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the number of nodes of the largest draft; passes are padded to it, so that all have the same shape."""
+        """Return the number of nodes of the largest draft of a sequence.
+
+        Smaller passes are padded to this number, so that all passes have the same shape.
+
+        Args:
+            sequence: sequence of this drafter.
+            num_images: number of images in the pass, which this method does not need.
+        """
         return sequence.max_nodes
 
 

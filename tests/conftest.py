@@ -38,6 +38,7 @@ write_checkpoints()  # before test modules are imported: some read a checkpoint
 
 @pytest.fixture(scope="session", autouse=True)
 def _use_empty_measurement_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Use an empty cache folder of lantern-rt in all tests, so that no measurement of an earlier run is read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
@@ -160,7 +161,7 @@ def _make_llamagen_fixture(
 
     Args:
         fixture: name of the fixture.
-        about: docstring of the fixture.
+        description: docstring of the fixture.
         target: path of the target checkpoint below `tests/data`.
         drafter: true to export the EAGLE drafter, too.
         compute: dtype of activations, such as `float16`.
@@ -267,7 +268,10 @@ def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export Lumina-mGPT with Chameleon's VQGAN and a random drafter, for 6 x 6 codes, similar areas, and 4 x 4."""
+    """Export Lumina-mGPT with Chameleon's VQGAN and a random drafter.
+
+    The bundle has a grid of 6 x 6 codes, other grids of similar area, and a small grid of 4 x 4 codes.
+    """
 
     def export(output: Path) -> Path:
         from family_readers import read_lumina
@@ -378,7 +382,14 @@ def _export_grouped_family(tmp_path_factory: pytest.TempPathFactory, family: str
 def _export_family(
     tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Export a model family once; `options` are the checkpoints and options of the family's reader."""
+    """Export a model family, or return a copy of an earlier export.
+
+    Args:
+        tmp_path_factory: factory of temporary folders.
+        family: name of the model family.
+        options: checkpoints and export options, by name of the option.
+        libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
+    """
 
     def export(output: Path) -> Path:
         from lantern_rt.export.registry import read_family_checkpoints

@@ -118,8 +118,8 @@ class BoundForwardPass:
 
     Attributes:
         outputs: caches and outputs by name.
-        output_owners: objects that refer to the outputs. While one exists, `queue_inputs` must not be called, as a run
-            would overwrite the outputs.
+        output_owners: objects that refer to the outputs. While an owner exists, `queue_inputs` must not be
+            called, as a run would overwrite the outputs.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class BoundForwardPass:
 
         Args:
             feeds: inputs by name, of the same shapes as before.
-            input_owner: object that owns device memory which the pass reads. It is referenced until the pass has run.
+            input_owner: object that owns device memory which the pass reads. The
+                pass keeps a reference to the object until the pass has run.
         """
         self._queued_inputs = [(feeds, input_owner)]
 
@@ -170,7 +171,8 @@ class BoundForwardPass:
             requests: nodes and sampling settings of each image.
 
         Returns:
-            Tokens and scores, `[requests, nodes, num_best]`; `nodes` is padded above the largest number of nodes.
+            Tokens and scores, both `[requests, nodes, num_best]`. `nodes` is the largest number of nodes of a request,
+            plus padding.
         """
         with self.device.lock:
             feeds = self.device.make_sampling_inputs(head, self._nodes, requests)
@@ -183,6 +185,7 @@ class BoundForwardPass:
         return codes.astype(np.int64), scores
 
     def _upload_and_run(self) -> None:
+        """Upload the inputs of the queued pass and of sampling, and start the pass if it is queued."""
         waiting = self._queued_inputs.pop() if self._queued_inputs else None
         if waiting is not None:
             self._buffer.stage_arrays(self._inputs, waiting[0])
@@ -191,6 +194,12 @@ class BoundForwardPass:
             self._run()
 
     def _get_sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
+        """Return the sampling graph bound to the logits of this pass; it is bound at first use.
+
+        Args:
+            head: settings of the sampling graph.
+            feeds: inputs of the sampling graph by name, except the logits.
+        """
         shape = feeds["conditional"].shape
         sampler = self._samplers.pop((head, shape), None)
         noise_table = feeds.get("noise")
@@ -223,8 +232,9 @@ class CacheBlock:
             number of columns is the sum over all heads.
         device_values: OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with
             all of these if heads are stored separately.
-        bound_passes: bound passes by shape, and number among passes of the same shape.
-        is_reusable: whether other caches may use the block later; False: it may contain NaN, which masks do not hide.
+        bound_passes: bound passes. A key is the shape of a pass, followed by its number among passes of this shape.
+        is_reusable: whether other caches may use the block later. False: the block may contain NaN, which masks do not
+            hide.
     """
 
     shape: tuple[int, ...]
@@ -340,6 +350,7 @@ class CachePool:
         return bound
 
     def _release(self, block: CacheBlock) -> None:
+        """Return a block to the pool for later caches, if the block is reusable."""
         if not block.is_reusable:
             return
         with self._lock:

@@ -191,7 +191,7 @@ class OrtDevice:
         parts, part = table.shape()[2:]
 
         def write_graph(graph: GraphWriter) -> GraphTensors:
-            indices = graph.column_part_indices("places", parts)
+            indices = graph.write_column_part_indices("places", parts)
             graph.scatter_column_parts("table", indices, "noise", (parts, part), "out")
             shape = (None, GROUP_SIZE, parts, part)
             inputs = [TensorSpec("table", ("float32",), shape), TensorSpec("places", ("int64",), (1, GROUP_SIZE, 1, 3))]
@@ -284,7 +284,7 @@ class NoiseTable:
 
     Args:
         device: device to store the table on.
-        vocab_size: number of tokens of the codebook, for which a position has a number each.
+        vocab_size: number of tokens of the codebook. A position has one noise value for each token.
     """
 
     def __init__(self, device: OrtDevice, vocab_size: int) -> None:
@@ -333,6 +333,7 @@ class NoiseTable:
         return ids
 
     def _allocate_groups(self, num_groups: int) -> None:
+        """Allocate an empty table for `num_groups` groups, in place of the previous table."""
         self.value = self.device.zeros((num_groups, GROUP_SIZE, *choose_column_parts(self.vocab_size)), "float32")
         self._indices = {}
         self._free = list(range(num_groups))

@@ -58,7 +58,7 @@ class OrtEngine:
         return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
     def padded_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the number of cache columns in a pass's attention mask: the longest row, rounded up.
+        """Return the number of cache columns in a pass's attention mask: the length of the longest row, rounded up.
 
         Rounding up makes the sums of a row independent of the other rows of the batch, as `COLUMN_STEP` explains.
 
@@ -82,12 +82,18 @@ class OrtEngine:
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
     def _run_and_check(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
+        """Run the graph, and check that the first two axes of all outputs have the right sizes.
+
+        Args:
+            feeds: inputs by name.
+            shape: shape of the attention mask, `[rows, nodes, columns]`.
+        """
         outputs = self._graph.run_and_check(feeds)
         rows, nodes, _ = shape
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
             expected = (rows, nodes) if i < 2 else (nodes, rows)  # logits and hidden states first, then keys and values
             if array.shape[:2] != expected:
-                raise self._graph.make_shape_error(name, array.shape, f"{list(expected)} first")
+                raise self._graph.make_shape_error(name, array.shape, f"a shape that begins with {list(expected)}")
         self._checked_shapes.add(shape)
         return outputs
 

@@ -158,7 +158,7 @@ class ProviderChoice(NamedTuple):
                 )
             if role in graph_providers:
                 raise _make_provider_error(
-                    found=f"{graph_providers[role]} and {name} for {role or 'all graphs'}", expected="one"
+                    found=f"{graph_providers[role]} and {name} for {role or 'all graphs'}", expected="one provider"
                 )
             if (equals or name != AUTO) and _look_up_provider(name).rounds_to_bfloat16 and role != IMAGE_DECODER:
                 remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"

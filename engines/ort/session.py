@@ -126,6 +126,15 @@ class GraphSession:
         return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
     def _make_tensor_error(self, direction: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
+        """Return the error for an input or output that differs from its declaration.
+
+        Args:
+            direction: `input` or `output`.
+            remedy: recommendation to the user.
+            name: name of the tensor.
+            actual: actual type and shape.
+            expected: declared type and shape.
+        """
         return BundleError(field=f"{self.path}: {direction} `{name}`", found=actual, expected=expected, remedy=remedy)
 
     def bind_tensors(
@@ -174,6 +183,7 @@ class GraphSession:
         return run
 
     def _call_session(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the session with the device lock, and convert exceptions to EngineError."""
         try:
             with get_device_lock(self.provider):
                 return run(*arguments)
@@ -309,7 +319,7 @@ def load_session(
 def check_provider(name: str) -> None:
     """Check that a provider can run a convolution. Otherwise only the VQ decoder would fail, after generation.
 
-    Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
+    Raises: EngineError: the provider is not installed, its device does not work, or it cannot run a convolution.
     """
     provider = find_provider(name, import_onnxruntime())
     if provider.memory_device == "cpu":

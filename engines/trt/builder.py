@@ -18,8 +18,8 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...errors import EngineError, OutputError, RequestError
-from ...inputs import format_error, format_value, install_command
-from ...output.files import cache_folder
+from ...inputs import format_error, format_value, make_install_command
+from ...output.files import find_cache_folder
 from ..columns import MASK_WORD_BITS
 from ..contracts import Progress, TensorSpec
 from ..device_graph import make_device_graph
@@ -49,7 +49,7 @@ def import_library(backend: str, module: str | None = None) -> Any:
         _ = library.__version__  # missing if Python imported a folder of that name
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         problem = f"{module} cannot be imported ({format_error(error, 200)})"
-        raise EngineError(problem, remedy=f"install it with `{install_command(backend)}`") from error
+        raise EngineError(problem, remedy=f"install it with `{make_install_command(backend)}`") from error
     return library
 
 
@@ -59,7 +59,7 @@ def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
     Returns:
         A function that imports a module of Polygraphy by name, such as `backend.trt`.
 
-    Raises: EngineError: Polygraphy is not installed, or this process already uses it with the other library.
+    Raises: EngineError: Polygraphy is not installed, or this process already uses Polygraphy with the other library.
     """
     # Polygraphy reads the variable once, when it is first imported.
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(backend == RTX))
@@ -90,8 +90,8 @@ def write_device_graph(
         folder: engine folder to write to.
 
     Returns:
-        Bounds of the inputs for each profile. None for a VQ decoder of several image sizes or in int8, for which no
-        graph is written, as it runs on the CPU.
+        Bounds of the inputs for each profile. None if no graph is written, because the graph runs on the CPU. This
+        applies to a VQ decoder in int8, and to a VQ decoder with several image sizes.
     """
     manifest = bundle.manifest
     path = bundle.path(role)
@@ -211,11 +211,11 @@ def build_engine_file(
 def timing_cache_path(library_version: str) -> str | None:
     """Return the path of the timing cache, in which TensorRT keeps the measured times of kernels on this GPU.
 
-    Polygraphy locks the file, so that several builds may use it. None: there is no cache folder.
+    Polygraphy locks the file, so that several builds may use the file at once. None: there is no cache folder.
     """
     gpu = find_gpu()
     with suppress(OutputError, OSError):
-        folder = cache_folder() / "timings"
+        folder = find_cache_folder() / "timings"
         folder.mkdir(parents=True, exist_ok=True)
         return str(folder / f"{library_version}-{gpu.name if gpu else None}.bin".replace("/", "-"))
     return None
@@ -288,8 +288,8 @@ def make_progress_monitor(library: Any, description: str, progress: Progress) ->
         progress: progress callback.
 
     Returns:
-        The monitor. Its attribute `interrupted` is True if Ctrl-C stopped the build. It replaces KeyboardInterrupt,
-        because an exception must not pass through the library.
+        The monitor. Its attribute `interrupted` is True if Ctrl-C stopped the build. This attribute replaces
+        KeyboardInterrupt, because an exception must not pass through the library.
     """
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...errors import EngineError, OutputError
 from ...inputs import read_regular_file
-from ...output.files import cache_folder, replace_file
+from ...output.files import find_cache_folder, replace_file
 from ..contracts import TensorSpec, check_graph_tensors
 from ..engine_folder import EngineFolder
 from ..gpu import find_gpu
@@ -70,7 +70,7 @@ class KernelCache:
                 f"{folder.manifest.model_dump_json()} {find_gpu()}".encode(), digest_size=16
             ).hexdigest()
             with suppress(OutputError):  # there is no home folder: kernels are not stored
-                self._path = cache_folder() / "kernels" / f"{name}.bin"
+                self._path = find_cache_folder() / "kernels" / f"{name}.bin"
 
     def make_execution_context(self, library: Any, engine: Any) -> Any:
         """Return an execution context that reads kernels from this cache, and adds newly compiled kernels to it.
@@ -198,7 +198,7 @@ class TensorRTExecutable:
         if size > max_size:
             noun = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[axis_name]
             options = "" if axis_name == "columns" else f" --max-{axis_name} {size}"
-            raise self.make_mismatch_error(f"{size} {noun}", f"at most {max_size}, which it was built for", options)
+            raise self.make_mismatch_error(f"{size} {noun}", f"at most {max_size}, the limit of the engine", options)
 
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
         """Return a function that runs the engine on tensors, as in `ExecutableGraph`.
@@ -248,6 +248,7 @@ class TensorRTExecutable:
         return self._contexts[profile_index]
 
     def _require_success(self, success: bool, action: str) -> None:
+        """Raise EngineError if a call of the library failed; the message says that the library does not `action`."""
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
             problem = f"{library} does not {action}: {format_first_error(self._errors)}"

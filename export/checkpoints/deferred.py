@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_map
 
 
 class _DeferredTensor(Tensor):
-    """Tensor with a known shape and dtype, whose values a function computes for each operation on the tensor."""
+    """Tensor with a known shape and dtype, whose values a function computes for each operation on the tensor.
+
+    Attributes:
+        compute_values: function that computes the values.
+        source_tensors: tensors whose concatenation is this tensor; empty for other tensors.
+    """
 
     compute_values: Callable[[], Tensor]
     source_tensors: Sequence[Tensor] = ()
@@ -36,7 +41,7 @@ class _DeferredTensor(Tensor):
 
 
 def defer_tensor(compute_values: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a deferred tensor.
+    """Return a tensor whose values are computed on each use.
 
     Args:
         compute_values: function that computes the tensor on each use.
@@ -75,7 +80,7 @@ def defer_concatenation(source_tensors: Sequence[Tensor]) -> Tensor:
 
 
 def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the tensors that `defer_concatenation` joined to `tensor`; `[tensor]` if `tensor` was not joined."""
+    """Return the tensors of which `tensor` is the deferred concatenation, or `[tensor]` for any other tensor."""
     return (tensor.source_tensors if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 
 

@@ -92,7 +92,7 @@ def make_file_error(path: Path, name: str = "", problem: str = "", **parts: str)
 
     Args:
         path: file or folder of the checkpoint.
-        name: name in the file of the faulty weight or field.
+        name: name that the faulty weight or field has in the file; empty for the whole file or folder.
         problem: description of the fault, as in `LanternError`.
         parts: other fields of `LanternError`.
     """
@@ -106,7 +106,7 @@ class Config:
     Args:
         path: path of the file.
         values: fields by their names in the file.
-        aliases: names in the file by the names that readers use, for fields whose names differ.
+        aliases: name of a field in the file, by the name that the code uses, for fields whose two names differ.
     """
 
     path: Path
@@ -149,7 +149,10 @@ class Config:
         return float(value)
 
     def get_section(self, *names: str) -> Config:
-        """Return a nested object as a configuration; `names` lead from the outermost object to the nested object.
+        """Return a nested JSON object as a configuration.
+
+        Args:
+            names: names of the fields that lead from the outermost object to the nested object.
 
         Raises:
             CheckpointError: the object does not exist.
@@ -158,7 +161,9 @@ class Config:
         for name in names:
             content = content.get(name) if isinstance(content, Mapping) else None
         if not isinstance(content, Mapping):
-            raise make_file_error(self.path, ".".join(names), found="nothing", expected="the model's settings there")
+            raise make_file_error(
+                self.path, ".".join(names), found="nothing", expected="a JSON object with settings of the model"
+            )
         return replace(self, values=content)
 
     def check_value(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
@@ -185,10 +190,17 @@ class Config:
             )
 
     def check_sizes(self, **sizes: int) -> None:
-        """Check that fields equal the sizes of the weights, or are missing. Raises: CheckpointError."""
+        """Check that each field has the size that the weights have, or is missing.
+
+        Args:
+            sizes: sizes of the weights by name of the field.
+
+        Raises:
+            CheckpointError: a field has another value.
+        """
         for name, size in sizes.items():
             if self.get_integer(name) not in (None, size):
-                raise self.make_error(name, expected=f"{size}, as the weights have")
+                raise self.make_error(name, expected=f"{size}, as in the weights")
 
 
 @convert_to_checkpoint_error
@@ -226,11 +238,11 @@ def read_tokenizer(
     Args:
         path: path of `tokenizer.json`.
         vocab_size: number of rows of the model's embedding table.
-        required_ids: required ids by token.
+        required_ids: token ids that the tokenizer must have, by token.
         tokenizer_json: the tokenizer converted to `tokenizer.json`, if `path` has another format.
 
     Raises:
-        CheckpointError: the file cannot be read, has ids outside the embedding table, or other ids than `required_ids`.
+        CheckpointError: the file cannot be read, has token ids outside the embedding table, or lacks a required id.
     """
     try:
         tokenizer = parse_tokenizer(read_regular_file(path, _TEXT_LIMIT) if tokenizer_json is None else tokenizer_json)
@@ -268,8 +280,9 @@ def read_weights(
     Args:
         path: file to read.
         progress: callback that gets the number of bytes read since the last call.
-        prefer_ema: whether to prefer the state dict `ema` over another in the file; None warns and reads the other.
-        name_filter: function that tells whether to check and return a weight of this name.
+        prefer_ema: whether to read the averaged weights (the state dict `ema`) if the file also has other weights.
+            None: the other weights are read, with a warning.
+        name_filter: function that returns whether to read the weight with a name.
 
     Raises:
         CheckpointError: the file cannot be read, a weight is not a plain tensor or has NaN or infinite values, or the
@@ -322,10 +335,17 @@ def read_weights(
 
 
 def strip_wrapper_names(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
-    """Remove the parts that wrapper modules add to the names of weights.
+    """Remove the parts that wrapper modules (such as DataParallel) add to the names of weights.
+
+    Args:
+        path: file of the weights, for error messages.
+        values_by_name: any values by the name of a weight.
+
+    Returns:
+        The values by shortened name, without counters that averaged modules add.
 
     Raises:
-        CheckpointError: two weights then have the same name.
+        CheckpointError: two weights have the same shortened name.
     """
     unwrapped: dict[str, Item] = {}
     for name, content in values_by_name.items():
@@ -338,7 +358,7 @@ def strip_wrapper_names(path: Path, values_by_name: Mapping[str, Item]) -> dict[
 
 
 def _explain_invalid_tensor(value: Any) -> str | None:
-    """Return why a value is not a plain tensor, without reading its data; None for a plain tensor."""
+    """Return the reason why a value is not a plain tensor, or None for a plain tensor. Its data are not read."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested:
@@ -349,7 +369,7 @@ def _explain_invalid_tensor(value: Any) -> str | None:
 
 
 def format_names(names: Collection[str]) -> str:
-    """Return the first `SHOWN` names in alphabetical order as text, followed by the number of further names."""
+    """Format names in alphabetical order for a message: at most `SHOWN` names, then the number of further names."""
     ordered = sorted(names)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return ", ".join(ordered[:SHOWN]) + more

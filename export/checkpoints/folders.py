@@ -47,15 +47,16 @@ class Checkpoint:
     """Configuration, tokenizer and weights in a file or folder.
 
     Args:
-        path: path of the file or folder; `read` reads the weights.
+        path: path of the file or folder.
         role: role in the bundle: `target`, `vq`, `drafter` or `text_encoder`.
         progress: progress callback, which gets the megabytes read.
-        prefer_ema: whether to prefer averaged weights; see `read_weights`.
+        prefer_ema: whether to prefer averaged weights in a file with both kinds; None: other weights, with a warning.
         adapters: adapters to merge into the weights, in this order.
-        tied_weights: name of the source weight by the name of a weight that is tied to the source. As in PEFT, an
-            adapter changes only one weight of the pair.
-        weights: weights by the names that readers use.
-        stored_names: names in the files by names that readers use, for messages; `*` stands for a layer's number.
+        tied_weights: weights that are copies of other weights: name of the original, by name of the copy. As in PEFT,
+            an adapter changes only one of the two weights.
+        weights: weights by the names that the code uses; empty until `read_weights` is called.
+        stored_names: name of a weight in the files, by the name that the code uses, for error messages. In both names,
+            `*` stands for a layer's number.
         prefix: prefix of all names in the files.
         sources: files that were read, with their roles.
     """
@@ -71,7 +72,7 @@ class Checkpoint:
     prefix: str = ""
     sources: list[tuple[str, Path]] = field(default_factory=list)
 
-    def subfolder(self, name: str) -> Checkpoint:
+    def open_subfolder(self, name: str) -> Checkpoint:
         """Return the checkpoint in the subfolder `name` of this folder."""
         return Checkpoint(self.path / name, self.role, self.progress, adapters=self.adapters)
 
@@ -85,7 +86,7 @@ class Checkpoint:
         """
         return make_file_error(self.path, self.name_in_files(name) if name else "", problem, **parts)
 
-    def config(self, name: str = "config.json") -> Config:
+    def read_config_file(self, name: str = "config.json") -> Config:
         """Read a configuration file of the folder. Raises: CheckpointError."""
         return read_config(self.require_file(name, name.removesuffix(".json")))
 
@@ -102,9 +103,9 @@ class Checkpoint:
         remedy = f"give the folder of {repository} or one like it"
         if not (self.path / "config.json").is_file() and any(self.path.glob("models/*/consolidated*.pth")):
             raise self.make_error(
-                found="Meta's layout", expected="that of transformers, with config.json", remedy=remedy
+                found="Meta's layout", expected="the layout of transformers, with config.json", remedy=remedy
             )
-        config = self.config()
+        config = self.read_config_file()
         if model_types:
             config.check_value("model_type", *model_types, remedy=remedy)
         return config
@@ -126,10 +127,10 @@ class Checkpoint:
     def read_weights(
         self, name_filter: Callable[[str], bool] = lambda name: True, optional_names: Collection[str] = ()
     ) -> None:
-        """Read all weights of the file or folder into `weights`. Safetensors files are preferred over other formats.
+        """Read all weights of the file or folder into `weights`. Safetensors files take precedence over other formats.
 
         Args:
-            name_filter: function that tells whether to read a weight of this name.
+            name_filter: function that returns whether to read the weight with a name.
             optional_names: names of tied weights that may be in the index but not in the files, because conversion
                 programs drop them from the files.
 
@@ -154,7 +155,7 @@ class Checkpoint:
             paths = [self.path / name for name in sorted(shards) or names]
             if absent := [path.name for path in paths if not path.is_file()]:
                 problem = f"lacks {format_names(absent)} of the {len(paths)} files in {names[0]}"
-                raise self.make_error(problem=problem, remedy="download them into that folder")
+                raise self.make_error(problem=problem, remedy="download the missing files into this folder")
         size = sum(path.stat().st_size for path in paths if path.is_file())
         progress = make_megabyte_counter(f"reading {self.path.name}", size, self.progress)
         for path in paths:
@@ -177,16 +178,24 @@ class Checkpoint:
             self.sources += adapter.sources
 
     def name_in_files(self, name: str) -> str:
-        """Return a weight's name in the files, from the name that readers use."""
+        """Return the name that a weight has in the files.
+
+        Args:
+            name: name of the weight that the code uses.
+        """
         return self.prefix + _map_weight_name(name, self.stored_names)
 
     def rename_weights(self, stored_names: Mapping[str, str]) -> None:
-        """Rename weights from the values of `stored_names` (names in the files) to its keys; keep other names."""
+        """Rename weights to the names that the code uses.
+
+        Args:
+            stored_names: name of a weight in the files, by its new name. Other weights keep their names.
+        """
         new_names = {file_name: name for name, file_name in stored_names.items()}
         self.weights = {_map_weight_name(name, new_names): weight for name, weight in self.weights.items()}
         self.stored_names.update(stored_names)
 
-    def shape(self, name: str, num_dimensions: int = 2) -> tuple[int, ...]:
+    def get_shape(self, name: str, num_dimensions: int = 2) -> tuple[int, ...]:
         """Return the shape of a floating-point weight that must have `num_dimensions` dimensions.
 
         Raises:
@@ -202,7 +211,7 @@ class Checkpoint:
         return shape
 
     def count_layers(self, prefix: str) -> int:
-        """Return the number of layers, whose numbers 0, 1, ... follow `prefix` in the names of weights."""
+        """Count the layers of a network. The names of their weights are `prefix`, then a layer's number 0, 1, ..."""
         parts = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
         return next(i for i in range(len(parts) + 1) if str(i) not in parts)
 
@@ -243,8 +252,12 @@ class Checkpoint:
 def choose_weight_files(file_names: Collection[str]) -> list[str]:
     """Choose the files with the weights among a folder's files.
 
-    In this sequence, the choice is a single file, an index, a pair of encoder and decoder, or all `.pt` and `.pth`
-    files. Safetensors files come before other formats.
+    Args:
+        file_names: names of all files of the folder.
+
+    Returns:
+        The first of these that the folder has: a single file, an index, a pair of encoder and decoder, or all `.pt` and
+        `.pth` files. Safetensors files come before other formats. The result is empty if the folder has no weights.
     """
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
         if name in file_names:

@@ -41,9 +41,9 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
 
     Args:
         source: local path, which is returned unchanged, or hub reference.
-        file_patterns: names or patterns of files to download instead of a model's weights. The first is a name,
-            without wildcards.
-        side_files: further files to download if they exist, besides a model's configurations and `tokenizer.json`.
+        file_patterns: names of files to download instead of a model's weights, such as `processor/*`. The first name
+            must not have wildcards.
+        side_files: names of further files to download if they exist, besides configurations and `tokenizer.json`.
 
     Raises:
         CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
@@ -76,14 +76,16 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
 def measure_download(
     source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Return the size of a checkpoint on the hub and the size of its files that are not in the cache, in bytes.
-
-    Both are 0 if the hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
+    """Measure how large a checkpoint on the hub is, and how much of it a download would fetch.
 
     Args:
         source: hub reference.
-        file_patterns: names or patterns of files, as for `fetch_checkpoint`.
-        side_files: further files, as for `fetch_checkpoint`.
+        file_patterns: names of files to download instead of a model's weights, as for `fetch_checkpoint`.
+        side_files: names of further files to download if they exist.
+
+    Returns:
+        The size of all files, and the size of the files that are not in the cache, in bytes. Both sizes are 0 if the
+        hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -102,7 +104,7 @@ def measure_download(
 
 
 def _list_files(repository: str, revision: str | None) -> tuple[dict[str, int], str | None]:
-    """Return the sizes of a repository's files by name, and its commit."""
+    """Return the sizes of a repository's files by name, and the commit of the repository."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
@@ -125,7 +127,7 @@ def _select_download_files(
     chosen = [name for name in available_files if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen:
         raise CheckpointError(
-            "no such file", field=source, found=format_names(available_files), remedy="give one of these"
+            "no such file", field=source, found=format_names(available_files), remedy="give one of these files"
         )
     return chosen
 

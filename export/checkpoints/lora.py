@@ -107,7 +107,9 @@ class LoraAdapter:
                 partial(_add_low_rank_product, weight, lora_a, lora_b, factor), shape, weight.dtype
             )
         if not merged:
-            raise make_file_error(self.path, problem="adapts no layer that generates images", remedy="leave it out")
+            raise make_file_error(
+                self.path, problem="adapts no layer that generates images", remedy="leave the adapter out"
+            )
 
 
 def split_folder_and_scale(text: str) -> tuple[str, float]:

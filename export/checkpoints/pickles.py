@@ -21,7 +21,7 @@ def reject_pickle_bombs(path: Path) -> bool:
     """Check that the pickles of a PyTorch checkpoint are not too large; return whether the file is a zip archive.
 
     Raises:
-        ValueError: a pickle is too large. Damaged files raise other exceptions, too.
+        ValueError: a pickle is too large. For a damaged file, other exceptions are possible.
     """
     with path.open("rb") as file:
         if file.read(4) != b"PK\3\4":  # same test as in torch.load
@@ -55,7 +55,7 @@ def _reject_pickle_bomb(stream: bytes | BinaryIO) -> None:
             shared.add(id(stack[-1]))
             referred += stack[-1][0]
             if referred > _MAX_REFERRED + _MAX_GROWTH * described:
-                raise ValueError("it describes objects within each other without end")
+                raise ValueError("its pickle describes objects within each other without end")
         else:
             size = 1 + (len(argument) if isinstance(argument, str | bytes) else 0)
             described += size
@@ -65,6 +65,6 @@ def _reject_pickle_bomb(stream: bytes | BinaryIO) -> None:
             # Opcodes that fill an object keep its size counter; all others create a new object.
             made = parts[0] if opcode.name in _FILLING else [0]
             if id(made) in shared:
-                raise ValueError("it changes an object that others contain")
+                raise ValueError("its pickle changes an object that others contain")
             made[0] = size + sum(part[0] for part in parts)
             stack[start:] = [made] * len(opcode.stack_after)

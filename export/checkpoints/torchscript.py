@@ -33,7 +33,7 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     """Read the parameters and buffers of a TorchScript archive as memory-mapped tensors, by name.
 
     Raises:
-        ValueError: the file is not a TorchScript archive. Damaged files raise other exceptions, too.
+        ValueError: the file is not a TorchScript archive. For a damaged file, other exceptions are possible.
     """
     contents = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     with zipfile.ZipFile(path) as archive:

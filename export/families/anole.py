@@ -47,7 +47,7 @@ def read_anole(
             field="grid", found="nothing, and no .yaml beside the .ckpt", expected="the number of grid rows"
         )
     if vqgan.grid not in (None, rows):
-        raise CheckpointError(field="grid", found=str(rows), expected=f"{vqgan.grid}, as in the .yaml of vq, or none")
+        raise CheckpointError(field="grid", found=str(rows), expected=f"no grid, or {vqgan.grid} as in the .yaml of vq")
     codes, names = read_token_ids(config, PROMPT_TOKENS)
     start, end, begin = (names[name] for name in PROMPT_TOKENS)
     layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))

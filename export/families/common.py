@@ -50,18 +50,18 @@ def build_image_model(
 
     Args:
         decoder: the target.
-        code_embeddings: the target's input embeddings of all image tokens, `[tokens, hidden_size]`. The codes come
-            first. Then come the tokens up to the end-of-row token, if it exists, or the learned vectors of
-            `order`.
+        code_embeddings: the target's input embeddings of all image tokens, `[tokens, hidden_size]`. The first rows
+            belong to the codes. Further rows belong to other tokens, the last of which is the end-of-row token, or to
+            the learned vectors of `order`.
         condition: graph and manifest entry that convert prompts to prefix rows.
         vq: image tokenizer; None: the bundle generates codes for another program.
         sampling: default sampling settings.
         sources: roles and paths of the checkpoint files, without the files of the drafter.
         drafter: drafter of the target; None: no drafter.
         sizes: image sizes of the manifest; empty: only the default size.
-        default_grid: rows and columns of the default image; None: the square of the decoder's configuration.
-        row_end: index of the end-of-row token, which follows every grid row except the last; None: rows end without a
-            token.
+        default_grid: rows and columns of the default image; None: the square grid of the decoder's configuration.
+        row_end: index in `code_embeddings` of the end-of-row token, which follows every grid row except the last; None:
+            rows end without a token.
         order: groups of cells that are generated in one forward pass; None: one cell at a time.
         codebook: codebook vectors `[codes, width]`; needed only without an image tokenizer.
         pixels_per_cell: height and width of a cell in pixels; needed only without an image tokenizer.
@@ -166,7 +166,12 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
 
 
 def _make_default_decoding(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
-    """Return the decoding methods with the settings of their papers; neighbours are limited to `max_neighbors`."""
+    """Return the default decoding methods of a bundle, with the settings of the papers.
+
+    Args:
+        has_drafter: whether the bundle has a drafter. Without a drafter, no methods are returned.
+        max_neighbors: number of neighbours to which the methods are limited.
+    """
     if not has_drafter:
         return DecodingDefaults()
     exact = Eagle(tree="dynamic-59")

@@ -73,7 +73,7 @@ class ChameleonTarget:
         rename_llama_weights(checkpoint, "model.", _NAMES)
         highest = max(self.code_token_ids.stop - 1, *self.special_token_ids.values())
         for name in _NAMES:
-            rows = checkpoint.shape(name)[0]
+            rows = checkpoint.get_shape(name)[0]
             if rows <= highest:
                 expected = f"more, as config.json has tokens up to {highest}"
                 raise checkpoint.make_error(name, found=f"{rows} rows", expected=expected)

@@ -42,7 +42,7 @@ DEFAULTS = {
 
 
 def is_emu35_config(config: Config) -> bool:
-    """Return whether a configuration belongs to Emu3.5, whose attention heads are wider than its hidden states."""
+    """Return whether a configuration belongs to Emu3.5, whose heads are together wider than the hidden states."""
     values = DEFAULTS | dict(config.values)
     return "head_dim" in values and values["head_dim"] * values["num_attention_heads"] != values["hidden_size"]
 
@@ -80,10 +80,14 @@ def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
 
 
 def read_special_token_ids(config: Config) -> dict[str, int]:
-    """Return the ids of special tokens by name, from a configuration of transformers or in the published layout."""
+    """Return the ids of special tokens by name.
+
+    Args:
+        config: config.json in the layout of transformers or in the published layout.
+    """
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
-        raise config.make_error("vocabulary_map", expected="ids by the names of tokens")
+        raise config.make_error("vocabulary_map", expected="token ids by name of the token")
     ids = {name: names.get(name, config.get(field)) for name, field in FIELDS.items()}
     return {name: token for name, token in ids.items() if token is not None}
 
@@ -115,9 +119,9 @@ def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[st
     """Convert a tiktoken file to the content of a `tokenizer.json`.
 
     Args:
-        path: file with a token in base 64 and its rank per line.
+        path: file whose lines have a token in base 64 and the rank of the token.
         split_pattern: regular expression that splits a text, after Unicode normalisation (NFC).
-        special_tokens: special tokens, whose ids follow the ranks.
+        special_tokens: special tokens. Their ids follow the ids of the other tokens, which are the ranks.
 
     Raises:
         CheckpointError: the ranks are not 0, 1, ..., or a byte is not a token.
@@ -142,5 +146,7 @@ def _read_token_ranks(path: Path) -> dict[bytes, int]:
         except ValueError as error:
             raise make_file_error(path, found=format_value(line), expected="a token in base 64 and its rank") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise make_file_error(path, problem="expected the ranks 0, 1, ..., each once, and a token for every byte")
+        raise make_file_error(
+            path, problem="expected the ranks 0, 1, ..., each exactly once, and a token for every byte"
+        )
     return ranks

@@ -2,8 +2,8 @@
 
 A transformer is an official file, a folder with shards of an official file, or a folder in LANTERN's layout. LANTERN's
 layout has Llama's names of weights and fields. The weights determine all sizes except the number of heads and the grid.
-These two come from a configuration file or from the published model with equal sizes; the caller may also give the
-grid.
+The number of heads and the grid come from a configuration file or from the published model with equal sizes. The caller
+may also give the grid.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class LlamaGenVariant(NamedTuple):
     """Differences of another family's files from LlamaGen's layout.
 
     Args:
-        config_fields: fields that the configuration has in addition.
-        extra_weights: names of additional matrices in the files that do not belong to the decoder.
-        weight_names: names in the files of the decoder's additional weights, by the decoder's names.
+        config_fields: names of fields that only this family's configuration has.
+        extra_weights: names of matrices in the files that LlamaGen does not have and that are not part of the decoder.
+        weight_names: name in the files, by name in the decoder, of each decoder weight that LlamaGen does not have.
         published_sizes: sizes of the family's published models.
-        two_heads: whether the decoder has a second head and layer for the cell below (NAR). The configuration does not
-            count this layer.
+        two_heads: whether the decoder has a second head for the cell below, with one more layer (NAR). The number of
+            layers in the configuration does not include this layer.
     """
 
     config_fields: Collection[str] = ()
@@ -127,7 +127,7 @@ class LlamaGenTransformer(NamedTuple):
         checkpoint: file or folder of the transformer.
         is_lantern_layout: whether the files are in LANTERN's layout.
         config: configuration; empty if there is no configuration file.
-        extra_weights: weights of families that have more than LlamaGen, by their names in the files, float32.
+        extra_weights: weights that LlamaGen does not have, float32, by their names in the files.
     """
 
     decoder: Decoder
@@ -153,7 +153,7 @@ def read_llamagen_transformer(
         checkpoint: official file, or folder with its shards or in LANTERN's layout.
         config: JSON file of the model's arguments; None: the folder's config.json, if it exists.
         grid: number of grid rows; None: the number that the files determine.
-        weights: set of weights in the file, `model` or `ema`; None: the first, with a warning.
+        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
         variant: differences of another family's files from LlamaGen's.
 
     Raises:
@@ -164,10 +164,10 @@ def read_llamagen_transformer(
         raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
     checkpoint.prefer_ema = None if weights is None else weights == "ema"
     values, is_lantern_layout = _read_weights(checkpoint, config, variant)
-    codes, code_width = checkpoint.shape("embed.weight")
+    codes, code_width = checkpoint.get_shape("embed.weight")
     values.check_sizes(vocab_size=codes, hidden_size=code_width)
     for name in (*variant.extra_weights, *(name for name in variant.weight_names if name not in checkpoint.weights)):
-        checkpoint.shape(name)
+        checkpoint.get_shape(name)
     condition, prefix = _extract_condition(checkpoint, values)
     _check_feed_forward_width(checkpoint, values)
     known_sizes = checkpoint.count_layers("layers.") - variant.two_heads, code_width
@@ -197,7 +197,7 @@ def build_llamagen_model(
     Args:
         transformer: the target.
         vq: file of the image tokenizer.
-        weights: set of weights that the user chose, `model` or `ema`, for the bundle's provenance; or None.
+        weights: set of weights that the user chose, `model` or `ema`; None: no choice. The manifest records the choice.
         text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
         fields: other arguments of `build_image_model`.
 
@@ -249,7 +249,7 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
         checkpoint.sources += [] if path.is_dir() else [("target_config", config)]
     elif is_lantern_layout:
         raise checkpoint.make_error(
-            problem="LlamaGen in LANTERN's layout without its config.json", remedy="give its folder"
+            problem="LlamaGen in LANTERN's layout without its config.json", remedy="give the folder with both"
         )
     values = Config(path, {}) if config is None else read_config(config)
     if is_lantern_layout:
@@ -271,29 +271,30 @@ def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCon
     """Move the condition's weights from the checkpoint to a module; return the module and the prefix length."""
     weights = checkpoint.weights
     if "classes" in weights:
-        rows, _ = checkpoint.shape("classes")
+        rows, _ = checkpoint.get_shape("classes")
         config.check_value("input_type", "c2i", None)
         config.check_sizes(num_classes=rows - 1, cls_token_num=1)
         return ClassCondition(weights.pop("classes").float()), 1
     names = ("captions.first", "captions.second", "captions.uncond")
-    first, second, (prefix, caption_dim) = (list(checkpoint.shape(name)) for name in names)
+    first, second, (prefix, caption_dim) = (list(checkpoint.get_shape(name)) for name in names)
     config.check_value("input_type", "t2i", "t2i2", None)  # t2i2: second stage of training
     config.check_sizes(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
-        raise checkpoint.make_error(found=f"caption weights of {shapes}", expected="matching shapes")
+        raise checkpoint.make_error(found=f"caption weights of {shapes}", expected="shapes that match each other")
     return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
 
 
 def _check_feed_forward_width(checkpoint: Checkpoint, config: Config) -> None:
     multiple = config.get_integer("multiple_of")
     if multiple is not None:
-        rows = checkpoint.shape("layers.0.ffn.gate.weight")[0]
+        rows = checkpoint.get_shape("layers.0.ffn.gate.weight")[0]
         factor = 1.0 if config.get("ffn_dim_multiplier") is None else config.get_number("ffn_dim_multiplier", 1.0)
-        width = int(factor * (8 * checkpoint.shape("embed.weight")[1] // 3))
+        width = int(factor * (8 * checkpoint.get_shape("embed.weight")[1] // 3))
         if rows != -(-width // multiple) * multiple:
             raise config.make_error(
-                "multiple_of", expected=f"a divisor of {rows}, the rows of the weights, to which it rounds {width} up"
+                "multiple_of",
+                expected=f"a number that rounds {width} up to {rows}, the width of the feed-forward weights",
             )
 
 
@@ -320,12 +321,12 @@ def _choose_grid_rows(
 ) -> int:
     """Return the number of grid rows.
 
-    It comes from the weights, the configuration and `grid`, which must agree. If all three lack it, it is that of the
-    published model with the same sizes.
+    The weights, the configuration and `grid` may each give the number, and must not contradict each other. If none of
+    them gives the number, the published model with the same sizes determines the number.
     """
     cell_counts: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:
-        cell_counts.append((f"{checkpoint.path}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix_length))
+        cell_counts.append((f"{checkpoint.path}: freqs_cis", checkpoint.get_shape("freqs_cis", 3)[0] - prefix_length))
         del checkpoint.weights["freqs_cis"]
     if block := config.get_integer("block_size"):
         cell_counts.append((f"{config.path}: block_size", block))
@@ -337,7 +338,9 @@ def _choose_grid_rows(
             )
         if grid not in (None, rows):
             raise CheckpointError(
-                field=field, found=f"a grid of {format_value(rows)}", expected=f"{grid}, as given elsewhere"
+                field=field,
+                found=f"a grid of {format_value(rows)}",
+                expected=f"{grid} rows, as in the other files or options",
             )
         grid = rows
     grids: tuple[int, ...] = ()

@@ -29,10 +29,10 @@ def make_lumina_prompt_layout(start_id: int, end_id: int) -> TokenLayout:
 
 
 def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
-    """Return rows and columns in patches of all image sizes with about the area of a square, the widest first.
+    """Return rows and columns, in patches, of all image sizes with about the area of a square, the widest first.
 
-    These are the sizes of the published program. It adds a row while the area is at most that of the square; otherwise
-    it removes a column. No side is more than four times as long as the other.
+    The published program uses the same sizes. With c columns and a square of n patches, the numbers of rows are
+    n // (c + 1) .. n // c. No image is more than four times as long as it is wide, or the reverse.
 
     Args:
         square_side: number of patch rows and patch columns of the square.

@@ -71,7 +71,8 @@ def read_emu3(
     Args:
         target: folder with config.json, tokenizer and weights.
         vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
-        grid: grid rows of the square image size; None for the published size. Other sizes have about as many pixels.
+        grid: grid rows of the square image size; None for the published size. The other image sizes have about as
+            many pixels.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
@@ -99,7 +100,7 @@ def read_emu3(
     names = {"embed.weight": prefix + _EMBED, "head.weight": head_name}
     rename_llama_weights(target, prefix, names)
     library = read_tokenizer(
-        tokenizer, min(target.shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
+        tokenizer, min(target.get_shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
     )
     codes = find_visual_token_ids(tokenizer, library)
     longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
@@ -142,6 +143,12 @@ def make_emu3_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE)
 
 
 def _find_weight_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """Return the first of `prefixes` with which the checkpoint has the weight `name`; the last one if none fits."""
+    """Find the prefix of the names of weights.
+
+    Args:
+        checkpoint: checkpoint with its weights.
+        prefixes: possible prefixes. If no prefix matches, the last is returned.
+        name: name, without prefix, of a weight that the checkpoint must have.
+    """
     # If the weight is missing, a later check reports the weight with the last prefix.
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])

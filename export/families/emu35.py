@@ -75,7 +75,7 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
     rename_llama_weights(target, "model.", names)
     library = read_tokenizer(
-        tokenizer, min(target.shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
+        tokenizer, min(target.get_shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
     )
     codes = find_visual_token_ids(tokenizer, library)
     longest = max(rows * (columns + 1) - 1 for rows, columns in SIZES)

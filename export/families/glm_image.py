@@ -1,10 +1,10 @@
 """Autoregressive part of GLM-Image, which generates codes for the diffusion decoder of diffusers' `GlmImagePipeline`.
 
-The target is a folder of diffusers with `vision_language_encoder` and `processor`. A prompt has the text, the rows and
-columns of two grids as text, and image start. The target generates a small grid of about 256 codes, and directly after
-it the grid of the image, with a code for each 32 x 32 pixels. Codes come before text tokens in the vocabulary. The
-published program samples from 128 more ids after the codes, of which only image end has a meaning. Here the target
-samples codes only. There is no guidance.
+The target is a folder of diffusers with `vision_language_encoder` and `processor`. A prompt has these tokens: the
+text, the numbers of rows and columns of two grids as text, and image start. The target first generates a small grid of
+about 256 codes. The grid of the image follows directly, with a code for each 32 x 32 pixels. Codes come before text
+tokens in the vocabulary. The published program samples from 128 more ids after the codes, although only the id of image
+end has a meaning. Here the target samples codes only. There is no guidance.
 
 A prompt with a source image begins with image start, the codes of the source image, and image end. The target then
 generates only the grid of the image. The source image is halved in size, and its encoder computes a code for each
@@ -69,22 +69,24 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
     """
     if not all((target.path / part).is_dir() for part in _PARTS):
         raise target.make_error(found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
-    checkpoint, processor = (target.subfolder(subfolder) for subfolder in _PARTS)
+    checkpoint, processor = (target.open_subfolder(subfolder) for subfolder in _PARTS)
     config = checkpoint.read_model_config("zai-org/GLM-Image", "glm_image")
-    generation = checkpoint.config("generation_config.json")
+    generation = checkpoint.read_config_file("generation_config.json")
     text = config.get_section("text_config")
     path = processor.find_tokenizer_path()
     checkpoint.read_weights(name_filter=lambda name: not name.startswith(_UNUSED))
-    codes = checkpoint.shape(_CODEBOOK)[0]
+    codes = checkpoint.get_shape(_CODEBOOK)[0]
     encoder = _read_image_encoder(checkpoint, config, processor)
     codebook = checkpoint.weights.pop(_CODEBOOK).float()
     checkpoint.weights = {n: weight for n, weight in checkpoint.weights.items() if not n.startswith(_ENCODER)}
     _split_gate_up_weights(checkpoint)
     names = {"embed.weight": f"{_PREFIX}embed_tokens.weight", "head.weight": "lm_head.weight"}
     rename_llama_weights(checkpoint, _PREFIX, names)
-    if (rows := checkpoint.shape("head.weight")[0]) < codes:
-        raise checkpoint.make_error("head.weight", found=f"{rows} rows", expected=f"more than {codes}, the codes")
-    tokenizer = read_tokenizer(path, checkpoint.shape("embed.weight")[0])
+    if (rows := checkpoint.get_shape("head.weight")[0]) < codes:
+        raise checkpoint.make_error(
+            "head.weight", found=f"{rows} rows", expected=f"at least {codes} rows, one for each code"
+        )
+    tokenizer = read_tokenizer(path, checkpoint.get_shape("embed.weight")[0])
     image_start_id = _read_token_id(config, "image_start_token_id", tokenizer)
     square_rows = grid or _GRID
     pairs = list_image_grids(square_rows)
@@ -155,7 +157,7 @@ def make_rotary_permutation(head_dim: int, rotary_dim: int) -> Tensor:
 
     Args:
         head_dim: width of a head.
-        rotary_dim: how many numbers of a head are rotated, from the first on.
+        rotary_dim: number of rotated numbers in a head; the numbers after them are not rotated.
     """
     pairs = torch.arange(rotary_dim).view(2, -1)
     others = torch.arange(rotary_dim, head_dim).view(2, -1)
@@ -183,7 +185,7 @@ def _read_colour_normalisation(processor: Checkpoint) -> list[list[float]]:
     """Return the means and the standard deviations of red, green and blue with which images are normalised."""
     values: Mapping[str, Any] = _COLOURS
     if name := next((name for name in _PREPROCESSING if (processor.path / name).is_file()), None):
-        file = processor.config(name)
+        file = processor.read_config_file(name)
         values = file.get("image_processor", file.values)
     colours = []
     for field in _COLOURS:

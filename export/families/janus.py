@@ -52,10 +52,10 @@ class _CheckpointLayout(Protocol):
     Args:
         language_prefix: prefix of the decoder's weights.
         code_embeddings_name: name of the embedding table of the codes.
-        aligner: prefix of the network that converts these embeddings to the decoder's input.
+        aligner: prefix of the network (the aligner) that converts the embeddings of codes to inputs of the decoder.
         head_layers: names of the two layers of the head.
         vq: prefix of the image tokenizer's weights.
-        unused_prefixes: prefixes of weights that only understanding images, generating text or training uses.
+        unused_prefixes: prefixes of weights that are needed only to understand images, to generate text or to train.
         text_config: settings of the decoder, by transformers' names.
         vision_config: settings with `image_size`, the height and width of an image in pixels.
         cfg_scale: default guidance scale.
@@ -72,7 +72,11 @@ class _CheckpointLayout(Protocol):
     cfg_scale: float
 
     def list_aligner_layers(self, num_layers: int) -> list[str]:
-        """Return the names of the aligner's layers, without prefix."""
+        """Return the names of the aligner's layers after the prefix `aligner`.
+
+        Args:
+            num_layers: number of the aligner's layers.
+        """
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
         """Return the ids of start of sequence, padding and begin of image.
@@ -97,7 +101,7 @@ class _TransformersLayout:
         config.get_section("vq_config").check_value("hidden_act", "gelu", None)
         self.text_config = config.get_section("text_config")
         self.vision_config = config.get_section("vision_config")
-        self.generation = target.config("generation_config.json")
+        self.generation = target.read_config_file("generation_config.json")
         self.cfg_scale = self.generation.get_number("guidance_scale", _CFG_SCALE)
 
     def list_aligner_layers(self, num_layers: int) -> list[str]:
@@ -136,7 +140,7 @@ class _DeepSeekLayout:
         self.text_config = replace(text_config, values=_DEFAULTS | dict(text_config.values))
         self.vision_config = config.get_section("vision_config", "params")
         has_processor = (target.path / _PROCESSOR).is_file()  # programs that train often leave it out
-        self.processor = target.config(_PROCESSOR) if has_processor else replace(config, values={})
+        self.processor = target.read_config_file(_PROCESSOR) if has_processor else replace(config, values={})
         self.processor.check_value("sft_format", "deepseek", None)
 
     def list_aligner_layers(self, num_layers: int) -> list[str]:
@@ -175,7 +179,7 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
     )
     user, *others = roles.split(",")
     if len(others) != 1:
-        raise CheckpointError(field="roles", found=format_value(roles), expected="two, such as User,Assistant")
+        raise CheckpointError(field="roles", found=format_value(roles), expected="two roles, such as User,Assistant")
     tokenizer = target.find_tokenizer_path()
     pixels = layout.vision_config.get_integer("image_size")
     if pixels is None:
@@ -191,8 +195,8 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
     for ours, theirs in zip(("head.first", "head.second"), layout.head_layers, strict=True):
         parts |= {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
     rename_llama_weights(target, layout.language_prefix, parts)
-    codes = target.shape("codes")[0]
-    hidden = target.shape("head.first.weight")[0]
+    codes = target.get_shape("codes")[0]
+    hidden = target.get_shape("head.first.weight")[0]
     sizes = make_decoder_config(target, layout.text_config, codes, grid, head_hidden=hidden)
     code_embeddings = _compute_code_embeddings(target.weights.pop("codes"), aligner, layout)
     decoder, text_embeddings = load_llama_decoder(target, sizes)

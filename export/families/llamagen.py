@@ -31,11 +31,11 @@ def read_llamagen(
         vq: file of the VQ tokenizer.
         drafter: folder of the drafter in LANTERN's layout; None: no drafter.
         text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
-        config: JSON file of the model's arguments. None: config.json in the folder, or beside an official file if it
-            has no other fields.
-        grid: number of grid rows; 16 rows are 256 pixels. It is needed if neither the weights, the configuration nor
-            the published sizes determine it. It must agree with the weights and the configuration.
-        weights: set of weights, `model` or `ema`, in files that have both; None: the first, with a warning.
+        config: JSON file of the model's arguments. None: config.json in the folder. For an official file, a config.json
+            beside the file is read if all of its fields are arguments of the model.
+        grid: number of grid rows; 16 rows are 256 pixels. None: the number that the weights, the configuration or the
+            published sizes determine. A number that contradicts them is an error.
+        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the files belong to different models.

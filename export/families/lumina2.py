@@ -2,7 +2,7 @@
 
 Prompts and image sizes are as in Lumina-mGPT (`lumina.py`), but a patch has 4 x 4 codes. Prompts start with Qwen's end
 of sequence, because Qwen has no start of sequence. Codes are tokens without names. Their ids begin at 155000; in a
-smaller vocabulary, they are the last ids. The guidance scale ends at 4 (`cfg_final`).
+smaller vocabulary, they are the last ids. While an image is generated, the guidance scale changes to 4 (`cfg_final`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _read_token_ids(
         raise make_file_error(
             path, found=first, expected="Qwen's tokens", remedy="family lumina takes the first Lumina-mGPT"
         )
-    settings = checkpoint.config("tokenizer_config.json")
+    settings = checkpoint.read_config_file("tokenizer_config.json")
     start = settings.get("bos_token") or settings.get("eos_token")
     start = start.get("content") if isinstance(start, Mapping) else start
     if not isinstance(start, str):

@@ -53,8 +53,8 @@ def read_nar(
         vq: file of the VQ tokenizer.
         text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
         config: JSON file of the model's arguments, whose `n_layer` does not count the last layer; None: config.json.
-        grid: number of grid rows, 16, or 32 for text prompts; None: the number that the files determine.
-        weights: set of weights, `model` or `ema`, in files that have both; None: the first, with a warning.
+        grid: number of grid rows: 16, or 32 with text prompts. None: the number that the files determine.
+        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
 
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.

@@ -40,7 +40,7 @@ def read_par(
         vq: file of the VQ tokenizer.
         config: JSON file of the model's arguments; None: config.json.
         grid: number of grid rows; 24 rows are 384 pixels. None: the number that the files determine.
-        weights: set of weights, `model` or `ema`, in files that have both; None: the first, with a warning.
+        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
 
     Raises:
         CheckpointError: a file is missing or damaged or belongs to another model, or the grid cannot be cut into
@@ -49,7 +49,7 @@ def read_par(
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
     if not isinstance(transformer.condition, ClassCondition):
-        raise target.make_error(found="a text-conditional model", expected="a class-conditional one")
+        raise target.make_error(found="a text-conditional model", expected="a class-conditional model")
     vectors = transformer.extra_weights[_VECTORS]
     transformer.config.check_sizes(spe_token_num=len(vectors), ar_token_num=len(vectors) + 1)
     rows = transformer.decoder.config.grid
@@ -71,8 +71,8 @@ def make_parallel_order(grid_side: int, num_regions: int) -> GroupOrderSpec | No
 
     Args:
         grid_side: number of rows and columns of the grid.
-        num_regions: number of regions, a square number. It is also the number of cells per forward pass. Each region
-            needs at least two cells.
+        num_regions: number of regions and of cells per forward pass, a square number. Each region needs at least two
+            cells.
     """
     side = isqrt(num_regions)
     if side**2 != num_regions or num_regions > MAX_GROUP or grid_side % side or grid_side == side:

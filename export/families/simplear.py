@@ -53,11 +53,11 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> B
     """
     config = target.read_model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
     path = target.find_tokenizer_path()
-    generation = target.config("generation_config.json")
+    generation = target.read_config_file("generation_config.json")
     config.check_value("use_sliding_window", False, None, remedy="other decoders are not supported")
     target.tied_weights = {_HEAD: _EMBED} if config.get("tie_word_embeddings") else {}
     target.read_weights()
-    rows = min(target.shape(name)[0] for name in (_EMBED, _HEAD))
+    rows = min(target.get_shape(name)[0] for name in (_EMBED, _HEAD))
     rename_llama_weights(target, "model.", {"embed.weight": _EMBED, "head.weight": _HEAD})
     tokenizer = read_tokenizer(path, rows)
     text_tokens = tokenizer.get_vocab_size(with_added_tokens=True)

@@ -96,7 +96,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return self.graph.add_weight(name, self._scale_weight(name))
 
     def _scale_weight(self, name: str) -> Tensor:
-        """Return a weight or bias. If `folds_scale`, the rows of queries are multiplied by the attention scale."""
+        """Return a weight; if `self.folds_scale`, multiply the rows that compute queries by the attention scale."""
         weight = self.weights[name]
         config = self.config
         if not (self.folds_scale and ".qkv." in name):
@@ -190,7 +190,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return self.graph.int8_matmul and f"{layer_name}.attention_norm.weight" in self.weights
 
     def _write_query_key_norms(self, x: str, layer_name: str) -> str:
-        """Write the norms of queries and keys; the weights of the query norm include the attention scale.
+        """Write the norms of queries and keys, and multiply the weights of the query norm by the attention scale.
 
         Args:
             x: name of queries and keys, `[nodes, rows, heads + num_kv_heads, width]`.
@@ -241,7 +241,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return ops.reshape(ops.transpose(mixed, 2, 0, 1, 3), 0, 0, self.num_heads * width)
 
     def _write_query_slices(self, query: str) -> list[str]:
-        """Write copies of queries that are zero except for `_ORDERED_SUM` numbers; the sum of the copies is the query.
+        """Write copies of queries with at most `_ORDERED_SUM` nonzero numbers; the sum of all copies is the query.
 
         ONNX Runtime cuts longer sums into pieces at a multiple of `_ORDERED_SUM` and rounds the sum of each piece. The
         cuts depend on the number of columns and threads. A copy is zero on one side of every cut, and zeros do not
@@ -257,10 +257,10 @@ class CPUDecoderWriter(DecoderGraphWriter):
     def _write_rounded_values(self, value: str, layer_name: str, name: str) -> str:
         """Write the rounding of values `[nodes, rows, num_kv_heads, width]` to multiples of a step for each channel.
 
-        The step is a power of two. It follows from the largest value that a normalised input and the bias can give, so
-        only rounding can make a value exceed the maximum, and the excess is clipped. Rounded attention weights add up
-        to at most `_WEIGHT_STEPS` and half a step for each column. So `max_steps` keeps every sum of weighted values
-        below `2**_EXACT_BITS`, for more columns than a manifest allows.
+        Every sum of values weighted by attention must be exact in float32. A step is a power of two, and a value has at
+        most `max_steps` steps. The step follows from the largest value that a normalised input and the bias can give.
+        If rounding makes a value larger, the value is clipped. Rounded attention weights add up to at most
+        `_WEIGHT_STEPS`, plus half a step for each column. So the sums stay below `2**_EXACT_BITS`.
         """
         ops = self.graph
         shape = (self.config.num_kv_heads, self.config.head_dim)
@@ -317,7 +317,7 @@ def _write_softmax(ops: ExportGraphWriter, scores: str) -> str:
     """Write a softmax over the last axis in which every weight is at least e^-70 times the largest.
 
     This includes the weights of masked columns. Smaller weights would not change a sum in float32. But processors take
-    a hundred times as long for numbers below 1e-38: forward passes of `scenes` with 8 nodes took 30 % longer.
+    a hundred times as long for numbers below 1e-38: forward passes of the model `scenes` with 8 nodes took 30 % longer.
     """
     largest = ops.op("ReduceMax", scores, ops.int_vector(-1), keepdims=1)
     lowest = ops.op("Sub", largest, ops.add_number("least_weight", _MAX_LOG_GAP))
@@ -327,8 +327,8 @@ def _write_softmax(ops: ExportGraphWriter, scores: str) -> str:
 def _write_fixed_point_softmax(ops: ExportGraphWriter, scores: str, max_columns: int) -> str:
     """Write a softmax over the last axis whose weights are integers in units of 1 / `_WEIGHT_STEPS`.
 
-    The numerators are rounded to integers, so that their sum, the denominator, is exact. They are as large as an exact
-    sum over `max_columns` columns allows.
+    The exponentials are scaled and rounded to integers, so that float32 computes their sum exactly. The scale is the
+    largest with which the sum over `max_columns` columns stays exact.
     """
     finest = float(2 ** (_EXACT_BITS - math.ceil(math.log2(max_columns))))
     largest = ops.op("ReduceMax", scores, ops.int_vector(-1), keepdims=1)

@@ -62,7 +62,7 @@ class Initializer(NamedTuple):
 
 @dataclass
 class GraphFile:
-    """Plan of a graph file that has not been written yet.
+    """Graph file that has not been written yet: nodes, weights, and the stored type of each weight.
 
     Args:
         model: the graph without its weights.
@@ -71,7 +71,7 @@ class GraphFile:
             if the planned type cannot hold the numbers.
         matrix_names: names of the weights of linear layers, `[in, out]`.
         storage_rule: rule by which the stored types were chosen.
-        compute_type: type in which the graph computes, and the type of the scales of blocks.
+        compute_type: type in which the graph computes. Scales of blocks of integers are stored in this type, too.
     """
 
     model: onnx.ModelProto
@@ -170,7 +170,7 @@ class GraphFile:
     def _insert_decode_nodes(self) -> None:
         """Insert a node that decodes a weight directly before the weight's first use.
 
-        Without constant folding, a runtime then holds only one decoded weight at a time.
+        A runtime without constant folding then holds only one decoded weight at a time.
         """
         nodes = list(self.model.graph.node)
         undecoded = {"float32", "columns"} | ({"float16"} if self.compute_type == "float16" else set())

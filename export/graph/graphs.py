@@ -49,11 +49,11 @@ class Graph:
         module: PyTorch module with the same inputs and outputs; it returns one tensor or a tuple.
         inputs: names, shapes and types of the inputs.
         outputs: names, shapes and types of the outputs.
-        test_cases: inputs on which file and module are compared, by name of the test case. Without `write_nodes`, the
-            module is traced with the first case, whose variable axes need sizes other than 0 and 1. Large graphs run
-            only the first and the last case.
+        test_cases: inputs on which file and module are compared, by name of the test case. Large graphs run only the
+            first and the last case. A module without `write_nodes` is traced with the first case, in which every
+            variable axis must have a size above 1.
         write_nodes: function that writes the graph; None: the module is traced.
-        tolerance: maximum difference between the outputs of file and module; None: a multiple of the rounding errors of
+        tolerance: maximum difference between the outputs of file and module. None: a multiple of the rounding errors in
             float32.
         compute_type: type in which the graph computes. Test cases and module stay float32.
     """
@@ -69,7 +69,7 @@ class Graph:
 
 
 def convert_to_float16(graph: Graph) -> Graph:
-    """Return a decoder's graph with inputs, weights and outputs in float16; norms and logits stay float32."""
+    """Convert a decoder's graph to float16 inputs, weights and outputs; norms and logits stay float32."""
 
     def convert_values(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
@@ -94,7 +94,7 @@ def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
         return GraphFile(model, weights, storage_types, set(), storage_rule, graph.compute_type)
     ops = ExportGraphWriter(is_float16=graph.compute_type == "float16", int8_matmul=storage_rule == "int8")
     graph.write_nodes(ops)
-    model = ops.model(graph.role, graph.inputs, graph.outputs)
+    model = ops.make_model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
     # The names also without their first part, because another module may contain the module that is written.
     stored = names | {name.partition(".")[2] for name in names}
@@ -113,7 +113,7 @@ def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") 
     Args:
         graph: the graph.
         folder: folder for the files.
-        storage_rule: storage rule of the weights.
+        storage_rule: rule by which the weights are stored, such as `fp16`.
 
     Returns:
         Paths of the files.
@@ -122,7 +122,11 @@ def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") 
 
 
 def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
-    """Return test cases by name. A name is the number of batch rows, such as `2 rows`: the first input's first axis."""
+    """Return test cases by name; a name is the number of batch rows, such as `2 rows`.
+
+    Args:
+        inputs: arrays by name of the graph's inputs, for each test case. Axis 0 of the first array is the batch.
+    """
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
@@ -132,8 +136,8 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
     Args:
         decoder: the target.
         code_embeddings: embeddings from which the inputs of test cases are chosen, `[codes, hidden_size]`.
-        prompt_embeddings: embeddings of a real prompt, `[nodes, hidden_size]`, used in test cases with as many nodes. A
-            trained model may be far more sensitive to rounding on inputs that no prompt gives.
+        prompt_embeddings: embeddings of a real prompt, `[nodes, hidden_size]`, for test cases with the same number of
+            nodes. On random inputs, a trained model may be far more sensitive to rounding than on real prompts.
     """
 
     def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
@@ -221,7 +225,7 @@ def _iter_decoder_cases(
             values[value.name] = generator.standard_normal((longest, rows, *heads), dtype=np.float32)
         return name, values
 
-    tree = tree_mask((-1, 0, 0, 1, 1, 2, 3))
+    tree = make_tree_mask((-1, 0, 0, 1, 1, 2, 3))
     causal = np.tri(prefix, dtype=bool)
     yield make_case("prefill", [0, 0], causal)
     yield make_case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
@@ -234,7 +238,7 @@ def _iter_decoder_cases(
         yield name, values
 
 
-def tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
+def make_tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     """Return the attention mask of a draft tree, `[nodes, nodes]`: each node attends to itself and its ancestors.
 
     Args:

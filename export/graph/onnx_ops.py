@@ -140,19 +140,20 @@ class ExportGraphWriter(GraphWriter):
     def _write_quantize(self, x: str, with_residual: bool) -> tuple[str, str | None, str]:
         """Write the conversion of activations to 8-bit integers, one or two per activation.
 
-        The second integers follow all first integers along the first axis, as if there were twice as many nodes.
+        A second integer holds the rounding error of the first. The second integers of all nodes follow the first
+        integers along the first axis, as if there were twice as many nodes.
 
-        No scale depends on other nodes of the forward pass. Each node has a scale, unless there are two integers
-        and `steps` has a fixed step for the activations. A node of zeros has scale 0. Its integers are the result of a
-        division by 0, but do not matter, because they are multiplied by the scale.
+        Each node has a scale, which does not depend on the other nodes. With two integers, `self.steps` may instead
+        have a fixed step for the activations. If all activations of a node are 0, the scale is 0. The integers of this
+        node come from a division by 0, but do not matter, because they are multiplied by the scale.
 
         Args:
             x: name of the activations, `[nodes, rows, width]`.
             with_residual: whether to write two integers per activation.
 
         Returns:
-            Three names: the integers; the scale `[nodes, rows, 1]` by which results must be multiplied, None with a
-            fixed step; the step of the first integers.
+            Names of three tensors. The first has the integers. The second has the scale `[nodes, rows, 1]` by which
+            results must be multiplied; None with a fixed step. The third has the step of the first integers.
         """
         scale = None
         step = self.steps.get(x) if with_residual else None
@@ -179,7 +180,7 @@ class ExportGraphWriter(GraphWriter):
     def _add_zero_point(self) -> str:
         return self.add_weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
-    def model(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> onnx.ModelProto:
+    def make_model(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> onnx.ModelProto:
         """Return the ONNX model without its weights."""
         model = onnx.load_from_string(self.to_bytes((), (), name))
         model.ir_version = IR_VERSION

@@ -65,17 +65,17 @@ class Precisions:
     lossless: bool = False
     vq: VQPrecision = "fp32"
 
-    def precision_of(self, role: str) -> Precision:
-        """Return the precision of the graph `role`; image tokenizers stay fp32, as they are small and sensitive."""
+    def get_precision(self, role: str) -> Precision:
+        """Return the precision of the graph `role`. Image tokenizers have fp32, as `vq` is applied separately."""
         if role == "drafter":
             return self.drafter or self.target
         if role == "condition" and self.target != "fp32":
             return "bf16-safe"
         return self.target if role == "target" else "fp32"
 
-    def storage_rule(self, role: str) -> StorageRule:
-        """Return the rule by which the weights of the graph `role` are stored."""
-        precision = self.precision_of(role)
+    def choose_storage_rule(self, role: str) -> StorageRule:
+        """Choose the rule by which the weights of the graph `role` are stored."""
+        precision = self.get_precision(role)
         return "lossless" if self.lossless and precision == "fp32" else precision
 
 
@@ -204,7 +204,7 @@ def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tenso
 
     Args:
         weight: the weight, which may be deferred.
-        row_multiple: number of which the rows of each chunk are a multiple, such as a block size.
+        row_multiple: number, such as a block size, that divides the number of rows of every chunk but the last.
     """
     weight = compute_tensor(weight)
     if weight.ndim == 0:
@@ -216,7 +216,7 @@ def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tenso
 
 
 def find_block_size(storage_type: StorageType, num_inputs: int) -> int | None:
-    """Return how many numbers along the input axis share a scale; None if no block size divides `num_inputs`."""
+    """Find how many numbers along the input axis share a scale; None if no block size divides `num_inputs`."""
     return (
         num_inputs
         if storage_type == "columns"
@@ -231,7 +231,7 @@ def quantize(
 
     Args:
         weight: the weight, `[in, out]`, float32.
-        storage_type: stored type, which must be an integer type.
+        storage_type: stored type, an integer type.
         scales: scales `[1, out]` of the whole weight, if `weight` is a chunk of its inputs; None: they are computed.
         compute_type: type to whose precision the scales are rounded.
 

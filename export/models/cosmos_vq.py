@@ -56,8 +56,8 @@ class CosmosVQ(LlamaGenVQ):
 def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     """Load the Cosmos tokenizer from a folder with its encoder and decoder.
 
-    The FSQ levels come from the weights. If the weights lack them, they come from config.json, otherwise from the
-    published tokenizer.
+    The FSQ levels (numbers of values of the digits of a code) come from the weights. If the weights lack the levels,
+    config.json gives the levels. If there is no config.json, the levels of the published tokenizer are used.
 
     Raises:
         CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
@@ -67,7 +67,7 @@ def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     levels = next((tuple(table.flatten().tolist()) for table in stored if table is not None), None)
     if levels is None:  # NVIDIA's config.json has no levels, and is not valid JSON because of an extra comma
         has_config = (checkpoint.path / "config.json").is_file()
-        levels = tuple(checkpoint.config().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS)
+        levels = tuple(checkpoint.read_config_file().get("levels", _DEFAULT_LEVELS) if has_config else _DEFAULT_LEVELS)
     if not all(type(level) is int and 1 < level < 256 for level in levels) or prod(levels) >= 1 << 20:
         expected = "FSQ levels of 2 to 255, and fewer than 2^20 codes"
         raise checkpoint.make_error("quantizer._levels", found=format_value(levels), expected=expected)
@@ -95,7 +95,7 @@ def _fold_3d_convolutions(checkpoint: Checkpoint) -> None:
         All frames are equal, so the kernel's taps in time can be added.
         """
         parts = (f"{name}.conv3d.weight", 5), (f"{name}.conv3d.bias", 1)
-        weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.shape(part, sizes))
+        weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.get_shape(part, sizes))
         return weight.sum(2), bias
 
     def store_conv(name: str, base_conv: Conv, *pointwise_convs: Conv) -> None:
@@ -137,8 +137,8 @@ def _add_skip_kernel(conv: Conv, taps: slice = slice(None), factor: float = 1.0)
 
     Args:
         conv: weight and bias; the weight is changed.
-        taps: rows and columns of the kernel that read the added input.
-        factor: factor of the added input.
+        taps: rows and columns of the kernel to which the input is added.
+        factor: factor by which the added input is multiplied.
     """
     weight, bias = conv
     weight[:, :, taps, taps] += factor * torch.eye(len(weight))[:, :, None, None]
@@ -148,13 +148,13 @@ def _add_skip_kernel(conv: Conv, taps: slice = slice(None), factor: float = 1.0)
 def compute_haar_matrices() -> tuple[Tensor, Tensor]:
     """Compute the matrices that convert a patch's pixels to the bands of two Haar wavelets, and back.
 
-    Pixels are ordered by colour, row, column, like the result of `pixel_unshuffle`. Bands are ordered by band of the
-    second wavelet, then by band of the first wavelet, then by colour. The bands of one wavelet are ordered by time,
-    row, column, with the low band first.
+    Pixels are ordered by colour, then row, then column, like the result of `pixel_unshuffle`. Bands are ordered by the
+    band of the second wavelet, then by the band of the first wavelet, then by colour. Within a wavelet, bands are
+    ordered by time, then row, then column; the low band comes before the high band.
 
     Returns:
-        Matrix `[bands, pixels]` for an image repeated as equal frames, whose bands that are high in time are 0.
-        Matrix `[pixels, bands]` for the last frame. Both are float64.
+        Two float64 matrices. The first, `[bands, pixels]`, converts an image that is repeated as equal frames; its
+        bands that are high in time are 0. The second, `[pixels, bands]`, converts bands to the last frame.
     """
     haar = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double()  # [low and high band, even and odd pixel]
     equal_frames, last_frame = (

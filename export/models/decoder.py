@@ -82,15 +82,16 @@ class DecoderConfig:
     def attention_scale(self) -> float:
         """Factor by which a graph multiplies the products of queries and keys.
 
-        The factor is 1 / sqrt(head_dim), or 1 if the weights include it. Query weights include a factor that is a power
-        of two, because multiplying by it does not round them. If queries are normalised, the norm's weights include it.
+        The factor is 1 / sqrt(head_dim), or 1 if the weights already include the factor. Query weights include a factor
+        that is a power of two, because this multiplication does not round them. If queries are normalised, the weights
+        of the norm include the factor.
         """
         scale = self.head_dim**-0.5
         return 1.0 if self.query_key_norm or math.log2(scale).is_integer() else scale
 
     @property
     def head_norm_eps(self) -> float | None:
-        """Epsilon of the norms of queries and keys; None if they are not normalised."""
+        """Epsilon of the norms of queries and keys; None without these norms."""
         if not self.query_key_norm:
             return None
         return self.norm_eps if self.rms_head_norm else HEAD_EPSILON
@@ -125,7 +126,7 @@ def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
 def compute_rope_table(config: DecoderConfig) -> Tensor:
     """Compute the cosines and sines of the rotary embedding, `[positions, head_dim / 2, 2]`.
 
-    With `rotary="grid"`, the first half of the pairs is rotated by the cell's row and the second half by its column.
+    With `rotary="grid"`, a cell's row rotates the first half of the pairs, and a cell's column the second half.
     Pair k of each half has the frequency base^(-2k / (head_dim / 2)). With `rotary="sequence"`, pair k is rotated by
     the position, with the frequency base^(-2k / head_dim). `_compute_two_grid_rope_table` describes `rotary="grids"`.
     """
@@ -321,7 +322,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer to new nodes; the shapes are as in `Attention.forward`.
+        """Apply the layer to new nodes. All shapes are as in `Attention.forward`.
 
         Args:
             x: hidden states, not normalised.
@@ -355,10 +356,10 @@ class LayerStack(nn.Module):
 
         Args:
             x: input of the first layer, `[rows, nodes, hidden_size]`.
-            position_ids: rows of the rotary table, `[rows, nodes]`; see `look_up_rope`.
+            position_ids: rows of the rotary table, `[rows, nodes]`, as for `look_up_rope`.
             mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
             past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
-            layers: layers to apply, by default all.
+            layers: slice of the layers to apply; by default all.
 
         Returns:
             The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
@@ -374,8 +375,8 @@ class LayerStack(nn.Module):
         """Look up cosines and sines by position, `[rows, nodes, head_dim / 2, 2]`.
 
         Args:
-            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids, the id p + s * n, where n is the
-                number of rows of the table, means row p moved back by s in time, row and column.
+            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids and a table of n rows, the id
+                p + s * n means row p with its three coordinates (time, row, column) decreased by s.
         """
         if self.config.rotary != "grids":
             return self.rope[position_ids]

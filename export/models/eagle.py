@@ -26,7 +26,7 @@ from ..graph.graphs import Arrays, Graph, make_decoder_graph
 from ..graph.onnx_ops import ExportGraphWriter, TensorSpec
 from ..progress import ignore_progress
 from .decoder import Decoder, DecoderConfig, LayerStack
-from .llama import read_layer_sizes, rename_llama_weights, rope_base
+from .llama import read_layer_sizes, read_rope_base, rename_llama_weights
 
 
 class EagleDrafter(LayerStack):
@@ -106,7 +106,7 @@ def read_drafter(
         CheckpointError: the folder has no drafter, or a drafter for another target.
     """
     checkpoint = Checkpoint(folder, "drafter", progress)
-    config = checkpoint.config()
+    config = checkpoint.read_config_file()
     checkpoint.read_weights(name_filter=lambda name: not name.endswith(".inv_freq"))
     rename_llama_weights(checkpoint, "", {"embed.weight": "embed_tokens.weight"})
     weights = checkpoint.weights
@@ -117,7 +117,7 @@ def read_drafter(
         raise checkpoint.make_error(
             problem="EAGLE drafters need a target with a linear head, but this target's has a hidden layer"
         )
-    shape = checkpoint.shape("embed.weight")
+    shape = checkpoint.get_shape("embed.weight")
     wanted = (num_tokens or sizes.vocab_size, sizes.hidden_size)
     if shape != wanted:
         expected = f"{list(wanted)}, as the target's {'tokens' if num_tokens else 'codes'}"
@@ -132,7 +132,7 @@ def read_drafter(
         ),
         prefix=sizes.prefix - 1,
         norm_eps=config.get_number("rms_norm_eps", 1e-6),
-        rope_base=sizes.rope_base if sizes.rotary == "grid" else rope_base(config),
+        rope_base=sizes.rope_base if sizes.rotary == "grid" else read_rope_base(config),
         input_norm="layers.0.attention_norm.weight" in weights,
     )
     with skip_weight_allocation():

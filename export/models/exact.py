@@ -1,7 +1,8 @@
-"""Layers that the export evaluates to make a table of the bundle, with the same bits on every processor.
+"""Network layers in NumPy whose results have the same bits on every processor.
 
-Matrix products add integers, which is exact in any sequence. All other operations in float64 compute each number
-separately, so their results do not depend on the processor.
+The export of Janus computes the embedding table of a bundle with these layers. Matrix products add integers, which is
+exact in any sequence. All other operations in float64 compute each number separately, so the results do not depend on
+the processor.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mappi
     Args:
         checkpoint: weights that are renamed.
         prefix: prefix of the names in the files.
-        other_names: names in the files of further weights, such as the head, by the decoder's names.
+        other_names: name in the files, by name in the decoder, of each further weight, such as the head.
 
     Raises:
         CheckpointError: a projection is missing, or shapes do not match.
@@ -53,17 +53,17 @@ def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mappi
     checkpoint.rename_weights({"norm.weight": f"{prefix}norm.weight", **layers, **other_names})
     for i in range(checkpoint.count_layers("layers.")):
         parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]
-        query, key, value = (checkpoint.shape(name) for name in parts)
+        query, key, value = (checkpoint.get_shape(name) for name in parts)
         if key != value or query[1] != key[1]:
             shapes = f"shapes {query}, {key}, {value}"
-            expected = "equal key and value, as wide as the query"
+            expected = "key and value of equal shape, as wide as the query"
             raise checkpoint.make_error(f"layers.{i}.attention.qkv.weight", found=shapes, expected=expected)
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = defer_concatenation(
             [checkpoint.weights.pop(p) for p in parts]
         )
         biases = [f"layers.{i}.attention.{part}.bias" for part in ("query", "key", "value")]
         if any(name in checkpoint.weights for name in biases):
-            sizes = [checkpoint.shape(name, 1) for name in biases]
+            sizes = [checkpoint.get_shape(name, 1) for name in biases]
             if sizes != [query[:1], key[:1], value[:1]]:
                 raise checkpoint.make_error(
                     f"layers.{i}.attention.qkv.bias", found=f"{sizes}", expected="one bias per row"
@@ -87,23 +87,23 @@ def read_layer_sizes(
     Args:
         checkpoint: weights with the decoder's names.
         config: configuration with transformers' names of fields.
-        num_heads: number of query heads; None if the configuration does not have it, which is an error.
-        head_dim_multiple: number of which the width of a head must be a multiple.
-        num_extra_layers: number of layers that the configuration does not count.
+        num_heads: number of query heads; None raises an error that the configuration lacks the number.
+        head_dim_multiple: number that must divide the width of a head.
+        num_extra_layers: number of layers that the number in the configuration does not include.
 
     Raises:
         CheckpointError: a size is not supported, or differs from the configuration.
     """
     qkv = f"{_LAYER}.qkv.weight"
-    rows, width = checkpoint.shape(qkv)
+    rows, width = checkpoint.get_shape(qkv)
     layers = checkpoint.count_layers("layers.")
-    intermediate_size = checkpoint.shape("layers.0.ffn.gate.weight")[0]
+    intermediate_size = checkpoint.get_shape("layers.0.ffn.gate.weight")[0]
     config.check_sizes(
         hidden_size=width, num_hidden_layers=layers - num_extra_layers, intermediate_size=intermediate_size
     )
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
         config.check_value(name, needed, None, remedy="other decoders are not supported")
-    queries = checkpoint.shape(f"{_LAYER}.out.weight")[1]  # the width of all heads together
+    queries = checkpoint.get_shape(f"{_LAYER}.out.weight")[1]  # the width of all heads together
     if (
         num_heads is None
         or queries % num_heads
@@ -168,7 +168,7 @@ def make_decoder_config(
         prefix=min(positions - tokens, _MAX_PROMPT),
         max_image_tokens=max_image_tokens,
         norm_eps=config.get_number("rms_norm_eps", 1e-6),
-        rope_base=rope_base(config),
+        rope_base=read_rope_base(config),
         rotary="sequence",
         rope_style="half",
         head_hidden=head_hidden,
@@ -200,8 +200,8 @@ def load_llama_decoder(
     return decoder, embeddings
 
 
-def rope_base(config: Config) -> float:
-    """Return the base of the rotary frequencies. Newer configurations store it in the section `rope_parameters`.
+def read_rope_base(config: Config) -> float:
+    """Read the base of the rotary frequencies, in newer configurations from the section `rope_parameters`.
 
     Raises:
         CheckpointError: the configuration scales positions, or the base is not a positive number.

@@ -183,8 +183,8 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
         weight = f"{_HALVING}{i}.weight"
         bias = f"{_HALVING}{i}.bias"
         frames = 2 ** (num_doublings - i)
-        shape = checkpoint.shape(weight, 5)
-        checkpoint.shape(bias, 1)
+        shape = checkpoint.get_shape(weight, 5)
+        checkpoint.get_shape(bias, 1)
         if shape[2] != _TAPS or frames > _MAX_FRAMES:
             expected = f"{_TAPS} taps in time and at most {_MAX_FRAMES} frames"
             raise checkpoint.make_error(weight, found=f"shape {list(shape)} for {frames} frames", expected=expected)

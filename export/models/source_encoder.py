@@ -135,10 +135,10 @@ def load_source_image_encoder(
         CheckpointError: weights are missing, unexpected or of another shape, or a setting is not supported.
     """
     config.check_value("hidden_act", "gelu")
-    num_codes, code_width = checkpoint.shape("vqmodel.quantize.embedding.weight")
-    width, _, patch_size, _ = checkpoint.shape("visual.patch_embed.proj.weight", 4)
-    num_positions, _ = checkpoint.shape("visual.embeddings.position_embedding.weight")
-    mlp_width, _ = checkpoint.shape("visual.blocks.0.mlp.fc1.weight")
+    num_codes, code_width = checkpoint.get_shape("vqmodel.quantize.embedding.weight")
+    width, _, patch_size, _ = checkpoint.get_shape("visual.patch_embed.proj.weight", 4)
+    num_positions, _ = checkpoint.get_shape("visual.embeddings.position_embedding.weight")
+    mlp_width, _ = checkpoint.get_shape("visual.blocks.0.mlp.fc1.weight")
     num_heads = config.get_integer("num_heads") or 1
     if width % num_heads:
         raise config.make_error("num_heads", expected=f"a divisor of {width}, the width")

@@ -37,7 +37,8 @@ def read_llamagen_vq(
     Args:
         path: checkpoint file.
         progress: progress callback.
-        averaged: whether to prefer averaged weights (`ema`) in a file that has both.
+        averaged: whether to prefer averaged weights (`ema`) in a file with both kinds; None: the other weights, with a
+            warning.
 
     Returns:
         The tokenizer, and the roles and paths of its files.
@@ -70,20 +71,20 @@ def load_vq_tokenizer(
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape.
     """
-    num_codes, code_width = checkpoint.shape(CODEBOOK)
-    latent_width = checkpoint.shape("encoder.conv_out.weight", 4)[0]
+    num_codes, code_width = checkpoint.get_shape(CODEBOOK)
+    latent_width = checkpoint.get_shape("encoder.conv_out.weight", 4)[0]
     encoder, decoder = (
         tuple(
-            checkpoint.shape(f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4)[0]
+            checkpoint.get_shape(f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4)[0]
             for i in range(checkpoint.count_layers(f"{part}.conv_blocks."))
         )
         for part in ("encoder", "decoder")
     )
-    stem = checkpoint.shape("encoder.conv_in.weight", 4)[0]
+    stem = checkpoint.get_shape("encoder.conv_in.weight", 4)[0]
     blocks = checkpoint.count_layers("encoder.conv_blocks.0.res.")
     if not decoder or len(encoder) != len(decoder) or not blocks:
         counts = f"{len(encoder)} encoder and {len(decoder)} decoder levels of {blocks} blocks"
-        raise checkpoint.make_error(found=counts, expected="a LlamaGen VQ tokenizer with as many of both")
+        raise checkpoint.make_error(found=counts, expected="a LlamaGen VQ tokenizer with equal numbers of levels")
     for width in (stem, *encoder, *decoder):
         if width % num_groups:
             expected = f"a multiple of {num_groups}, the groups of its norms"
@@ -186,7 +187,7 @@ def _read_training_grid_size(yaml_path: Path, vq_config: VQTokenizerConfig) -> i
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError("aliases, which may repeat each other without end")
+                raise ValueError("YAML aliases, which may repeat each other without end")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _YAML_DEPTH:
                 raise ValueError(f"more than {_YAML_DEPTH} nested levels")

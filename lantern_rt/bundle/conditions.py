@@ -1,4 +1,4 @@
-"""Manifest entry of the condition from which images are generated: a class, words, text, or text embeddings."""
+"""Manifest entry of the condition, the input from which images are generated: a class, a prompt or text embeddings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .numbers import Count, TokenId
 
 
 class TokenLayout(FrozenModel):
-    """Layout of the token ids in the conditional and the unconditional row of a prompt, for kind `tokens`.
+    """Layout of a prompt's token ids in the conditional and the unconditional row, for conditions of kind `tokens`.
 
     The text is tokenized without special tokens. The conditional row has `before`, the ids of the text, and `after`.
-    Both rows end with the tokens of the image's `Size`. If there is a negative prompt, a conditional row made from it
-    replaces the unconditional row.
+    Both rows end with the tokens of the image's `Size`. If there is a negative prompt, the conditional row of the
+    negative prompt replaces the unconditional row.
 
     Args:
         template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
         before: ids before the text.
         after: ids after the text.
-        strip: whether white space around the prompt is dropped; new in format 3.7.
-        uncond: ids of the unconditional row.
+        strip: whether white space around the prompt is removed. The field is new in bundle format 3.7.
+        uncond: ids of the unconditional row; None: `uncond_fill` makes this row.
         uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
-        negative: template of negative prompts; None: `template`.
+        negative: template of negative prompts; None: the same as `template`.
     """
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
@@ -51,22 +51,23 @@ class TokenLayout(FrozenModel):
 
 
 class ConditionSpec(FrozenModel):
-    """Kind of the condition of a bundle's images, which the graph `condition` converts to prefix embeddings.
+    """Manifest entry of the condition: the input from which images are generated, such as a prompt.
 
-    The graph returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. It has these inputs for each
-    kind:
+    The graph `condition` converts this input to prefix embeddings, which the target reads before the image. The graph
+    returns `prefix_embeds` and `uncond_embeds`, float32 `[rows, prefix, width]`. The inputs of the graph depend on the
+    kind of the condition:
 
     - `class`: `class_ids [rows]` int64.
     - `words`, captions of known words: `token_ids [rows, prefix]` int64, right-padded with 0.
     - `embeddings`, the caller's text embeddings: `caption_embeds [rows, prefix, caption_dim]`, left-padded with zeros,
       and `caption_mask [rows, prefix]` int64.
-    - `text`, free text: `token_ids` and `token_mask [rows, tokens]` int64, left-padded, tokens <= prefix.
-    - `tokens`, free text in a joint vocabulary: `token_ids [rows, tokens]`, `uncond_ids [rows, uncond_tokens]` int64,
-      both at most `prefix` long. The outputs have the same lengths.
+    - `text`, free text: `token_ids` and `token_mask [rows, tokens]` int64, left-padded, at most `prefix` long.
+    - `tokens`, free text in a vocabulary with image tokens: `token_ids [rows, tokens]` and
+      `uncond_ids [rows, uncond_tokens]` int64, both at most `prefix` long. The outputs have the same lengths.
 
     Args:
         kind: kind of the condition.
-        prefix: maximum number of prefix positions.
+        prefix: maximum number of positions of the prefix embeddings.
         classes: number of classes, for kind `class`.
         caption_dim: size of a text embedding, for kind `embeddings`.
         cleaning: rules by which prompts are cleaned before tokenization, for kind `text`; None: no cleaning.

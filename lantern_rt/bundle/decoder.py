@@ -1,4 +1,4 @@
-"""Manifest entry of the architecture of target and drafter."""
+"""Manifest entry for the architecture of the target or the drafter model."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ Positive = Annotated[float, Field(gt=0, le=3.5e38)]
 
 
 class Architecture(FrozenModel):
-    """Parts and conventions of a decoder. They are needed to write graphs for GPUs and to train drafters.
+    """Architecture of a decoder model, the target or the drafter.
+
+    Graphs for GPUs are written from these fields. The training of drafters also reads these fields.
 
     Args:
         intermediate_size: hidden width of the feed-forward networks.
         norm_eps: epsilon of the RMS norms.
-        num_heads: number of query heads, new in format 3.7; None: `hidden_size / head_dim`.
-        head_norm_eps: epsilon of the norms of queries and keys in each head; None: they are not normalised.
-        rms_head_norm: whether these norms are RMS norms (Qwen3), new in format 3.7; otherwise they are layer norms.
-        attention_scale: factor of the products of queries and keys; 1 if weights of the graph include the factor.
-        rotary: `grid` rotates by row and column of a cell (LlamaGen), `sequence` by the position (Llama, Chameleon),
-            `grids` by time, row and column in two grids (GLM-Image).
-        rope_style: pairs of numbers that are rotated: `interleaved` (2i, 2i + 1) or `half` (i, i + head_dim / 2).
+        num_heads: number of query heads, new in bundle format 3.7; None: `hidden_size / head_dim`.
+        head_norm_eps: epsilon of the norms of queries and keys in each head; None: queries and keys have no norms.
+        rms_head_norm: whether the norms of queries and keys are RMS norms (Qwen3) instead of layer norms; new in bundle
+            format 3.7.
+        attention_scale: factor that multiplies the products of queries and keys; 1 if the weights include the factor.
+        rotary: coordinates by which queries and keys are rotated. `grid`: row and column of a cell (LlamaGen);
+            `sequence`: position in the sequence (Llama, Chameleon); `grids`: time, row and column in two grids
+            (GLM-Image).
+        rope_style: pairs of numbers that are rotated together: `interleaved` is (2i, 2i + 1), `half` is
+            (i, i + head_dim / 2).
         rope_base: base of the rotary frequencies.
-        prefix_rotation: rotation of a prompt's positions before a grid: `identity`, or `zero`, which multiplies their
-            queries and keys by 0 (LlamaGen).
-        input_norm: whether the first layer normalises its input; LANTERN's drafters for LlamaGen do not.
+        prefix_rotation: rotation of queries and keys at the prompt's positions, if `rotary` is `grid`. `identity`: no
+            change; `zero`: queries and keys are multiplied by 0 (LlamaGen).
+        input_norm: whether the first layer normalises its input; False for LANTERN's drafters for LlamaGen.
         final_norm: whether hidden states are normalised after the last layer.
         post_norms: whether the outputs of attention and feed-forward network are also normalised (GLM-Image).
-        head_hidden: width of the head's hidden layer (Janus); 0: a linear head.
-        two_heads: whether a second head gives logits for the cell below a code (NAR). Only this head uses the last
-            layer.
+        head_hidden: width of the hidden layer in the output head (Janus); 0: the output head is linear.
+        two_heads: whether a second output head gives logits for the cell below a code (NAR). Only the second head uses
+            the last layer.
     """
 
     intermediate_size: Count

@@ -36,7 +36,7 @@ from ..inputs import (
 )
 from ..runtime.heads import DraftHeads, draft_head_shapes
 from .hub import HUB, fetch_bundle, list_allowed_link_folders
-from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
+from .manifest import FORMAT_VERSION, FileEntry, Manifest, compute_sha256
 from .onnx_scan import list_external_files
 
 MANIFEST_FILE = "bundle.json"
@@ -54,7 +54,8 @@ class Bundle:
     Args:
         folder: folder of the bundle.
         manifest: contents of `bundle.json`.
-        digest: sha256 of `bundle.json`. The file contains the hashes of all other files, so it identifies the bundle.
+        digest: sha256 of `bundle.json`. The file contains the hashes of all other files, so
+            the digest identifies the whole bundle.
     """
 
     folder: Path
@@ -62,7 +63,11 @@ class Bundle:
     digest: str
 
     def path(self, file_role: str) -> Path:
-        """Return the path of the file with a role, such as `target`. Raises: BundleError: no file has it."""
+        """Return the path of the file that has a role, such as `target`.
+
+        Raises:
+            BundleError: no file of the bundle has this role.
+        """
         entry = self.manifest.files.get(file_role)
         if entry is None:
             expected = f"one of {', '.join(sorted(self.manifest.files))}"
@@ -73,11 +78,14 @@ class Bundle:
         """Raise RequestError if the bundle has no image decoder."""
         if not self.manifest.makes_images:
             problem = f"bundle {self.manifest.name} has no image decoder"
-            raise RequestError(problem, field="image", remedy="`lantern-rt run` writes its tokens, for another program")
+            raise RequestError(problem, field="image", remedy="`lantern-rt run` writes tokens for another program")
 
     @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:
-        """Input embeddings of the target, float32 `[tokens, hidden_size]`: codes, then row end or learned vectors."""
+        """Input embeddings of the target for image tokens, float32 `[tokens, hidden_size]`.
+
+        The rows of the codes come first. Then follow the rows of the end-of-row token or of learned vectors, if any.
+        """
         path = self.path("code_embeddings")
         tokens = self.manifest.num_embeddings
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32", "float16"))
@@ -87,7 +95,7 @@ class Bundle:
 
     @cached_property
     def draft_heads(self) -> DraftHeads | None:
-        """Draft heads of the bundle; None if it has none.
+        """Draft heads of the bundle; None if the bundle has no draft heads.
 
         Raises:
             BundleError: the file is damaged.
@@ -106,7 +114,7 @@ class Bundle:
 
     @cached_property
     def neighbor_table(self) -> NDArray[np.unsignedinteger[Any]]:
-        """Nearest other codes of each code, `[codes, k]`, the nearest first.
+        """Table of the k nearest other codes for each code, `[codes, k]`, the nearest first.
 
         Raises:
             BundleError: the bundle has no table of neighbours, or the table is damaged.
@@ -126,7 +134,7 @@ class Bundle:
 
     @cached_property
     def example_prompts(self) -> list[str]:
-        """Example prompts of the bundle; an empty list if it has none."""
+        """Example prompts of the bundle; an empty list if the bundle has no prompts."""
         if "prompts" not in self.manifest.files:
             return []
         with _convert_parse_errors(self.path("prompts"), "a text file of prompts"):
@@ -148,11 +156,11 @@ def open_bundle(
     """Open and check a bundle.
 
     Args:
-        path_or_name: folder, name of an embedded bundle, or reference `hf:owner/name[@revision]` to the hub. Embedded
-            names take precedence; write `./name` for a folder.
+        path_or_name: folder, name of an embedded bundle, or reference `hf:owner/name[@revision]` to the hub. An
+            embedded bundle takes precedence over a folder of the same name; write `./name` for the folder.
         verify: whether to compare the sha256 of every file. Sizes, paths and external files of graphs are always
             checked.
-        skipped_roles: roles of files whose sha256 is not compared, because engines replace them.
+        skipped_roles: roles of files whose sha256 is not compared, because TensorRT engines replace these files.
         progress: callback, called with the number of hashed bytes and the number of all bytes.
         digest: sha256 that `bundle.json` must have; None: any sha256.
 
@@ -195,6 +203,7 @@ def open_bundle(
 
 
 def _find_bundle_folder(path_or_name: str | Path) -> Path:
+    """Return the folder of the embedded bundle with a name, or the folder at a path."""
     names = list_embedded_names()
     if isinstance(path_or_name, str) and path_or_name in names:
         return EMBEDDED / path_or_name
@@ -213,6 +222,7 @@ def _find_bundle_folder(path_or_name: str | Path) -> Path:
 
 
 def _list_manifest_files(folder: Path, digest: str | None) -> list[str]:
+    """Return the paths of all files that `bundle.json` lists; `digest` is the sha256 of `bundle.json`, if known."""
     manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder, digest))
     for role, entry in manifest.files.items():
         _check_file_path(folder, role, entry.path)
@@ -220,6 +230,7 @@ def _list_manifest_files(folder: Path, digest: str | None) -> list[str]:
 
 
 def _read_manifest_text(folder: Path, digest: str | None) -> bytes:
+    """Read `bundle.json`, and raise BundleError unless its sha256 is `digest`; None: any sha256."""
     path = folder / MANIFEST_FILE
     try:
         text = read_regular_file(path, _MANIFEST_LIMIT)
@@ -275,7 +286,7 @@ def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callab
         folder: folder of the bundle.
         file_role: role of the file, for error messages.
         entry: the file's entry in the manifest.
-        progress: callback with the number of bytes hashed. None: the sha256 is not checked.
+        progress: callback, called with the number of bytes of each hashed block. None: the sha256 is not checked.
     """
     _check_file_path(folder, file_role, entry.path)
     path = folder / entry.path
@@ -288,7 +299,7 @@ def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callab
         size = real.stat().st_size
         if size != entry.bytes:
             raise _make_file_error(path, f"{size:,} bytes", f"{entry.bytes:,}")
-        sha256 = entry.sha256 if progress is None else file_sha256(real, progress)
+        sha256 = entry.sha256 if progress is None else compute_sha256(real, progress)
         if sha256 != entry.sha256:
             raise _make_file_error(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
     except FileNotFoundError as error:
@@ -318,7 +329,7 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
     Args:
         path: path of the file.
         name: name of the array in an .npz file; None: the file is an .npy file.
-        shape: shape that the array must have. It also limits the size of a compressed array.
+        shape: shape that the array must have. The shape also limits the size of a compressed array.
         dtypes: names of the allowed dtypes.
     """
     array: NDArray[Any]
@@ -346,6 +357,7 @@ def _convert_parse_errors(path: Path, expected: str) -> AbstractContextManager[N
 
 
 def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Convert the pairs of a JSON object to a dictionary, and raise ValueError if a key occurs twice."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError(f"the key {format_value(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
     return dict(pairs)

@@ -33,11 +33,14 @@ _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
 def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
-    """Split a hub reference into repository, file and revision; file and revision may be None.
+    """Split a hub reference into its parts.
 
     Args:
         reference: text such as `hf:owner/name/file@revision`.
         error_class: class of the error that a malformed reference raises.
+
+    Returns:
+        Repository, file and revision. File and revision are None if the reference does not name them.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
@@ -49,14 +52,14 @@ def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tupl
 def is_hub_rejection(error: BaseException) -> bool:
     """Return whether an error means that the hub rejected a request.
 
-    The reasons are a wrong name, terms that the user has not accepted, or a missing access token.
+    The hub rejects a request because of a wrong name, terms that the user has not accepted, or a missing access token.
     """
     response = getattr(_find_http_error(error), "response", None)
     return response is not None and 400 <= response.status_code < 429
 
 
 def _find_http_error(error: BaseException) -> BaseException:
-    """Return the response of the hub that caused an error, or the error itself."""
+    """Return the HTTP error of the hub that caused an error, or the error itself if no HTTP error caused it."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
@@ -113,7 +116,7 @@ def download_files(repository: str, file_names: Iterable[str], revision: str | N
 def _run_interruptibly(function: Callable[[], str]) -> str:
     """Call a function in a thread and return its result.
 
-    A signal such as Ctrl-C ends the waiting at once. It does not end the call, which may run Rust code.
+    A signal such as Ctrl-C ends the waiting at once. The call itself continues, because it may run Rust code.
     """
     result: Future[str] = Future()
 
@@ -168,10 +171,10 @@ def fetch_bundle(reference: str, manifest_name: str, list_files: Callable[[Path]
     """Download the files of a bundle that are not in the hub's cache.
 
     Args:
-        reference: hub reference without a file.
+        reference: reference `hf:owner/name[@revision]` to the repository of the bundle.
         manifest_name: name of the manifest file.
-        list_files: function that returns the names of all other files, from the folder of the downloaded manifest.
-            These files are downloaded from the same commit.
+        list_files: function that takes the folder of the downloaded manifest, and returns the names of all other
+            files. These files are downloaded from the same commit.
 
     Returns:
         The bundle's folder in the cache.

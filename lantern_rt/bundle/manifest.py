@@ -24,7 +24,7 @@ _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
 
-def file_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
+def compute_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
     """Compute the sha256 of a file as hex digits.
 
     Args:
@@ -60,13 +60,13 @@ class FileEntry(FrozenModel):
             path: path of the file.
             progress: callback, called with the number of bytes of each hashed block.
         """
-        return cls(path=path.name, sha256=file_sha256(path, progress), bytes=path.stat().st_size)
+        return cls(path=path.name, sha256=compute_sha256(path, progress), bytes=path.stat().st_size)
 
 
 class _DecoderFields(FrozenModel):
-    """Fields that target and drafter share. Their KV caches are `[past, rows, num_kv_heads, head_dim]`.
+    """Manifest fields of both target and drafter; `architecture` is new in bundle format 3.6.
 
-    The field `architecture` is new in format 3.6.
+    The KV caches of both models have the shape `[past, rows, num_kv_heads, head_dim]`.
     """
 
     hidden_size: Count
@@ -101,8 +101,8 @@ class DecoderSpec(_DecoderFields):
 
     Args:
         max_positions: maximum number of positions of a sequence.
-        dtype: dtype of the KV cache and of the computation in target and drafter. With `bfloat16`, graphs for CPUs use
-            float32, and only devices that support bfloat16 use it.
+        dtype: dtype of the KV cache and of the computation in target and drafter. With `bfloat16`, graphs for CPUs
+            compute in float32, and only devices that support bfloat16 compute in bfloat16.
         precision: precision of the stored weights.
     """
 
@@ -113,14 +113,14 @@ class DecoderSpec(_DecoderFields):
 
 
 class DrafterSpec(_DecoderFields):
-    """Manifest entry of an EAGLE drafter. Slot p of a drafter reads token p + 1 and the target's hidden state p.
+    """Manifest entry of an EAGLE drafter, whose input p (slot p) is token p + 1 and the target's hidden state p.
 
     Args:
-        position_shift: position of a slot minus the target position of its token.
+        position_shift: position of a slot in the drafter minus the position of the slot's token in the target.
         masks_prefix: whether the drafter's attention mask hides padded prefix slots, unlike in LANTERN's LlamaGen
             drafter.
-        prefix_token: token that the prefix slots read. If the condition is of kind `tokens`, they read the prompt's
-            tokens instead.
+        prefix_token: token that the prefix slots read. If the condition is of kind `tokens`, these slots read
+            the prompt's tokens instead.
         code_offset: token id of code 0, in a drafter whose vocabulary also contains text tokens.
         precision: precision of the stored weights.
         head_codes: number of codes for which the drafter computes logits; None: all codes. The logits of all other
@@ -136,11 +136,11 @@ class DrafterSpec(_DecoderFields):
 
 
 class DraftHeadsSpec(FrozenModel):
-    """Manifest entry of draft heads, which propose tokens for windows and trees; see `runtime/heads.py`.
+    """Manifest entry of draft heads (`runtime/heads.py`), which propose tokens for windows and draft trees.
 
     Args:
-        rank: rank of the corrections of logits.
-        units: number of hidden units of the predictions.
+        rank: rank of the matrix that corrects logits after a draft token was replaced.
+        units: number of hidden units for predicted logits.
     """
 
     rank: SmallCount
@@ -154,11 +154,11 @@ class Size(FrozenModel):
         name: width and height in pixels, such as `512x384`.
         rows: number of grid rows.
         columns: number of grid columns.
-        tokens: token ids that describe the size to the model, at the end of both rows of a prompt.
+        tokens: token ids that tell the model the size, at the end of the conditional and the unconditional row.
         first_grid: rows and columns of a smaller grid whose codes come before the codes of the image; None: no
             smaller grid.
         first_position: position of the first code; prompts end directly before it. None: prompts begin at position 0.
-        source_tokens: token ids that replace `tokens` in prompts with a source image; new in format 3.8.
+        source_tokens: token ids that replace `tokens` in prompts with a source image; new in bundle format 3.8.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -170,7 +170,7 @@ class Size(FrozenModel):
     source_tokens: tuple[TokenId, ...] = ()
 
     def with_source(self) -> Size:
-        """Return this size for images that are generated from a source image, which have no first grid."""
+        """Return this size for images that are generated from a source image. These images have no first grid."""
         first = (self.first_position or 0) + self.first_codes
         return self.model_copy(update={"tokens": self.source_tokens, "first_grid": None, "first_position": first})
 
@@ -186,14 +186,14 @@ class Size(FrozenModel):
 
 
 class SourceImageSpec(FrozenModel):
-    """Layout of prompts with a source image. The codes of the image come before the token ids of the text.
+    """Layout of prompts with a source image, whose codes come before the token ids of the text.
 
-    The graph `vq_encoder` computes the codes from the image at a smaller size.
+    The image is scaled to a smaller size, from which the graph `vq_encoder` computes the codes.
 
     Args:
         before: token ids before the codes of the source image.
         after: token ids after the codes of the source image.
-        pixels_per_cell: height and width of a cell in pixels of the smaller image.
+        pixels_per_cell: height and width of a cell, in pixels of the smaller image.
     """
 
     before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
@@ -201,7 +201,7 @@ class SourceImageSpec(FrozenModel):
     pixels_per_cell: SmallCount
 
     def count_prompt_tokens(self, size: Size) -> int:
-        """Return the number of token ids before the text, for a source image of a size."""
+        """Return the number of token ids before the text, for a source image of the given size."""
         return len(self.before) + size.rows * size.columns + len(self.after)
 
 
@@ -222,9 +222,9 @@ class PresetMeasurements(FrozenModel):
     """Measurements of a preset's method by `lantern-rt eval`.
 
     Args:
-        tokens_per_pass: tokens of an image per forward pass of the target.
-        excess_nll: difference to plain decoding in nats per token, after subtraction of the entropy.
-        agreement: difference to plain decoding in percentage points of prompt agreement. None: not measured.
+        tokens_per_pass: mean number of tokens of an image per forward pass of the target.
+        excess_nll: negative log-likelihood minus entropy, in nats per token, as a difference to plain decoding.
+        agreement: prompt agreement in percentage points, as a difference to plain decoding; None: not measured.
         images: number of generated images.
         date: date in ISO 8601.
     """
@@ -241,9 +241,9 @@ class Preset(FrozenModel):
 
     Args:
         method: decoding method.
-        devices: method on GPUs and other devices, only for `strict`. There, more nodes per forward pass cost little.
-            None: the same method.
-        figures: measurements of the method; None if it was not measured.
+        devices: method on GPUs and other devices, only for `strict`. On GPUs, more nodes per forward pass cost
+            little time. None: `method`.
+        figures: measurements of `method`; None: not measured.
     """
 
     method: Method
@@ -283,8 +283,8 @@ class Provenance(FrozenModel):
         exporter: name and version of the exporter.
         sources: exported checkpoint files.
         licence: licence of the weights.
-        weights: set of weights that was chosen, if a checkpoint contains `model` and `ema`.
-        calibration: calibration data of an image decoder in int8.
+        weights: set of weights that was exported, if the checkpoint contains both `model` and `ema`.
+        calibration: description of the data that calibrated an int8 image decoder.
     """
 
     exporter: str
@@ -299,11 +299,11 @@ class Manifest(FrozenModel):
 
     Args:
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
-        row_end: token after every grid row except the last, which is not sampled; an index of `code_embeddings`.
-        order: groups of cells that are sampled together; None: one code after another, in raster order.
-        source: layout of prompts with a source image, new in format 3.8; None: images are generated from text alone,
-            and `vq_encoder` is for edits.
-        neighbors: number of neighbours per code in the table `neighbors`; 0 without the table.
+        row_end: token after every grid row except the last row, an index of `code_embeddings`. It is not sampled.
+        order: groups of cells that are sampled together; None: codes are sampled one after another, in raster order.
+        source: layout of prompts with a source image, new in bundle format 3.8; None: images are generated from text
+            alone, and `vq_encoder` is for edits.
+        neighbors: number of neighbours per code in the table `neighbors`; 0: the bundle has no table.
         vq_precision: precision of the image decoder's matrix products.
         presets: decoding methods by quality. `strict` is `STRICT` by default; `eval --write-presets` adds others.
         files: files by role: `target`, `condition` and `code_embeddings`; `drafter`, `heads`, `neighbors` and
@@ -427,13 +427,13 @@ class Manifest(FrozenModel):
         if "vq_encoder" not in self.files or self.condition.layout is None or self.target.architecture is None:
             raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
-            raise ValueError("`source` needs rotation by two grids, and a first position in all `sizes`")
+            raise ValueError("`source` needs `rotary` `grids`, and `first_position` in all `sizes`")
 
     def _is_default_size(self, size: Size) -> bool:
         return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
 
     def size(self, name: str | None = None) -> Size:
-        """Return an image size by name; None: the default size. Raises: KeyError: the bundle lacks this size."""
+        """Return the image size with a name; None: the default size. Raise KeyError if the bundle lacks the size."""
         default = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
         by_name = {size.name: size for size in self.sizes or (default,)}
         return next(filter(self._is_default_size, by_name.values())) if name is None else by_name[name]
@@ -444,11 +444,11 @@ class Manifest(FrozenModel):
         return self.sizes or (self.size(),)
 
     def size_in_pixels(self, size: Size) -> tuple[int, int]:
-        """Return width and height in pixels of an image of this size."""
+        """Return width and height in pixels of an image of the given size."""
         return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
 
     def layout(self, size: Size | None = None) -> ImageLayout:
-        """Return the layout of the tokens of an image of a size; None: the default size."""
+        """Return the layout of image tokens for an image size; None: the default size."""
         grid = size or self.size()
         if self.order is not None:
             return self.order.layout(self.codebook_size, grid.columns)
@@ -458,12 +458,12 @@ class Manifest(FrozenModel):
 
     @property
     def max_image_tokens(self) -> int:
-        """Maximum number of tokens of an image: one per cell, and the end-of-row tokens of all rows except the last."""
+        """Number of tokens of the longest image, over all sizes; end-of-row tokens are included."""
         return max(self.layout(size).num_tokens for size in self.all_sizes)
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows of `code_embeddings`, which has codes, then tokens up to the row end or learned vectors."""
+        """Number of rows of `code_embeddings`: codes, then further tokens up to `row_end`, or learned vectors."""
         vectors = 0 if self.order is None else self.order.vectors
         return max(self.codebook_size + vectors, (self.row_end or 0) + 1)
 
@@ -474,7 +474,7 @@ class Manifest(FrozenModel):
 
     @property
     def makes_images(self) -> bool:
-        """Whether the bundle has an image decoder. Without it, the results are codes for another program."""
+        """Whether the bundle has an image decoder. Without a decoder, the results are codes for another program."""
         return "vq_decoder" in self.files
 
     @property
@@ -484,9 +484,9 @@ class Manifest(FrozenModel):
 
 
 def explain_unsupported(manifest: Manifest, method: MethodConfig) -> str | None:
-    """Return the reason why a bundle cannot run a decoding method, or None if it can.
+    """Return the reason why a bundle cannot run a decoding method; None: the bundle can run the method.
 
-    The text completes a sentence such as `bundle scenes <reason>`.
+    The reason completes a sentence that begins with `bundle NAME`, such as `bundle scenes has no drafter ...`.
     """
     requirements = method.requirements
     if requirements.order != (manifest.order is not None):

@@ -1,8 +1,10 @@
 """Readers of the external files and the weights of an ONNX graph, without ONNX libraries.
 
-A tensor may store its data in another file, which the entry `location` of its `external_data` names. A runtime would
-open any named file. So a bundle is safe only if its manifest lists all these files. This module parses the protobuf
-messages itself, because the base install has no `onnx`. It visits only messages that can contain tensors.
+A tensor may store its data in another file, which the entry `location` of its `external_data` names. ONNX Runtime
+opens any file that is named there. So a bundle is safe only if its manifest lists all these files.
+
+This module parses the protobuf messages itself, because the base install has no `onnx`. The parser visits only messages
+that can contain tensors.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class StoredTensor(NamedTuple):
     """Initialiser of an ONNX graph.
 
     Args:
-        name: name of the initialiser; it may end in the stored type, such as `.int8`.
-        tensor_message: bytes of the protobuf message.
+        name: name of the initialiser; the name may end in the stored type, such as `.int8`.
+        tensor_message: bytes of the protobuf message `TensorProto`.
         shape: shape of the array.
         dtype: name of the NumPy type, `bfloat16` or `int4`; empty for other types.
         external_data: name of the file beside the graph, offset and length in bytes. None: the data are in
@@ -155,7 +157,7 @@ def _iter_nested_fields(
         data: bytes of the file.
         message: byte range of the outer message.
         first_number: number of the fields in the outer message.
-        nested_numbers: numbers of the fields inside these fields, from the outside in.
+        nested_numbers: numbers of the nested fields, one per level, the outermost first.
     """
     for number, value in _iter_fields(data, message):
         if number == first_number:
@@ -185,7 +187,7 @@ def _iter_fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int,
 
 
 def _read_varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[int]:
-    """Yield the integers in fields with one integer each, or many packed integers."""
+    """Yield the integers in protobuf fields, each of which has one integer or several packed integers."""
     for field in fields:
         offset = field.start
         while offset < field.stop:
@@ -194,6 +196,7 @@ def _read_varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[
 
 
 def _read_varint(data: mmap.mmap | bytes, offset: int, end: int) -> tuple[int, int]:
+    """Return the integer at an offset, and the offset after the integer."""
     value = shift = 0
     while offset < end and shift < 70:
         value |= (data[offset] & 0x7F) << shift

@@ -17,15 +17,16 @@ Group = Annotated[tuple[Cell, ...], Field(min_length=1, max_length=MAX_GROUP)]
 
 
 class GroupOrderSpec(FrozenModel):
-    """Groups of cells that are sampled together, one group per forward pass; see `runtime/groups.py`.
+    """Groups of cells that are sampled together, one group per forward pass (`runtime/groups.py`).
 
     Args:
         groups: cells of each group, numbered in raster order. The first group has a single cell, which the prefill
             samples. No group is smaller than the previous group, except with two heads.
         vectors: number of learned vectors, which follow the codes in `code_embeddings`. A forward pass reads the codes
-            of the previous group. If the new group has more cells, it also reads a vector for each further cell.
+            of the previous group. If the new group has more cells, the pass also reads a vector for each further cell.
         two_heads: whether the target gives logits for two cells after each code: the cell to the right and the cell
-            below. A cell is sampled from the mean of the logits after its left and its upper neighbour.
+            below. A cell is sampled from the mean of the logits after its left neighbour and after its upper
+            neighbour.
     """
 
     groups: Annotated[tuple[Group, ...], Field(min_length=1, max_length=65_536)]
@@ -36,15 +37,15 @@ class GroupOrderSpec(FrozenModel):
     def _check_groups(self) -> GroupOrderSpec:
         sizes = [len(group) for group in self.groups]
         if sizes[0] != 1:
-            raise ValueError(f"the first group has {sizes[0]} cells; expected one, which the prefill draws")
+            raise ValueError(f"the first group has {sizes[0]} cells; expected one cell, which the prefill samples")
         if self.two_heads and self.vectors:
             raise ValueError(f"`vectors` is {self.vectors}, but `two_heads` needs no learned vectors")
         for before, size in pairwise([] if self.two_heads else sizes):
             if size < before:
-                raise ValueError(f"a group of {size} cells follows one of {before}; expected at least as many")
+                raise ValueError(f"a group of {size} cells follows one of {before}; expected at least {before} cells")
             if size - before > self.vectors:
                 needed = f"needs {size - before} learned vectors, but `vectors` is {self.vectors}"
-                raise ValueError(f"a group of {size} cells that follows one of {before} {needed}")
+                raise ValueError(f"a group of {size} cells after a group of {before} {needed}")
         return self
 
     def layout(self, codebook_size: int, columns: int) -> ImageLayout:
@@ -79,12 +80,12 @@ class GroupOrderSpec(FrozenModel):
             raise ValueError(f"`order` lacks cell {missing}; expected every cell once")
         for before, group in pairwise(self.groups if self.two_heads else ()):
             for cell in group:
-                for neighbour in left_and_upper_neighbors(cell, columns) or [cell]:
+                for neighbour in list_left_and_upper_neighbors(cell, columns) or [cell]:
                     if neighbour not in before:
                         problem = f"`order` draws cell {cell} from logits after cell {neighbour}"
                         raise ValueError(f"{problem}, which is not in the previous group")
 
 
-def left_and_upper_neighbors(cell: int, columns: int) -> list[int]:
-    """Return the left and the upper neighbour of a cell; a neighbour outside the grid is left out."""
+def list_left_and_upper_neighbors(cell: int, columns: int) -> list[int]:
+    """Return the left and the upper neighbour of a cell, without neighbours outside the grid."""
     return [cell - 1] * (cell % columns > 0) + [cell - columns] * (cell >= columns)

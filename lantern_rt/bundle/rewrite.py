@@ -27,13 +27,13 @@ def check_bundle_writable(bundle: Bundle) -> None:
 
 
 def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
-    """Add presets to a bundle; presets of the same qualities are replaced. The manifest is written atomically.
+    """Add presets to a bundle, and replace presets of the same qualities. The manifest is written atomically.
 
     The bundle's digest changes, so engine folders and recipes of images no longer match the bundle.
 
     Args:
         bundle: bundle to change.
-        presets: presets by quality.
+        presets: new preset of each quality.
 
     Returns:
         The changed bundle.
@@ -48,14 +48,14 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
 
 
 def write_draft_heads(bundle: Bundle, head_arrays: Mapping[str, NDArray[np.float16]]) -> Bundle:
-    """Add draft heads to a bundle; existing draft heads are replaced. The files are written atomically.
+    """Add draft heads to a bundle, and replace its existing draft heads. The files are written atomically.
 
     The bundle's digest changes. All presets except `strict` are removed, because relaxed windows generate different
     images with other draft heads.
 
     Args:
         bundle: bundle to change.
-        head_arrays: arrays of `DraftHeads` by name.
+        head_arrays: arrays of the draft heads, by the names of the fields of `DraftHeads`.
 
     Returns:
         The changed bundle.

@@ -19,12 +19,12 @@ _STORAGE = re.compile(r"\.(half|bfloat16|int8|int4)$")  # end of a stored weight
 
 
 class StoredWeights(dict[str, StoredTensor]):
-    """Weights of a graph, by their names in the PyTorch module. The numbers are read on demand.
+    """Weights of a graph, by their names in the PyTorch module. The values of a weight are read on demand.
 
     The scales of an integer weight are stored as another weight with the name `<name>.scales`.
 
     Args:
-        path: graph file, in the folder of its weights.
+        path: graph file. Files with external data of the graph are in the same folder.
 
     Raises:
         BundleError: the file is not an ONNX graph, lacks weights or cannot be read, or a weight does not exist.
@@ -36,13 +36,16 @@ class StoredWeights(dict[str, StoredTensor]):
             super().__init__({_STORAGE.sub("", name): weight for name, weight in read_graph_weights(path).items()})
             for file, offset, size in filter(None, (weight.external_data for weight in self.values())):
                 if offset + size > (path.parent / file).stat().st_size:
-                    raise ValueError(f"{file} is too short")
+                    raise ValueError(f"{file} is shorter than its weights")
 
     def __missing__(self, name: str) -> StoredTensor:
         raise BundleError(f"has no weight {name}", field=str(self._path), remedy=EXPORT_AGAIN)
 
     def float32(self, name: str) -> NDArray[np.float32]:
-        """Read a weight as float32. Integers `[in, out]` are multiplied by scales `[out]` or `[in / block, out]`."""
+        """Read a weight as float32.
+
+        Integers `[in, out]` are multiplied by their scales: `[out]`, or `[in / block, out]` with a scale per block.
+        """
         numbers = self._read_weight(self[name])
         if self[name].dtype in INTEGERS:
             scales = self._read_weight(self[f"{name}.scales"])

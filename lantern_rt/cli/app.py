@@ -22,7 +22,7 @@ COMMANDS = {
     "inspect": ("inspect", "Check the files of a bundle or an engine folder, and describe it."),
     "doctor": ("doctor", "Print versions, backends and hardware of this host, and problems."),
     "models": ("models", "List published models, which `run`, `serve` and `export` take by name."),
-    "export": ("export", "Convert a checkpoint to a bundle, and compare every graph with it."),
+    "export": ("export", "Convert a checkpoint to a bundle, and compare every graph with the checkpoint."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter or draft heads for a bundle's target."),
     "build-engine": ("build_engine", "Build TensorRT engines from a bundle, for `run --engines`."),
     "bench": ("bench", "Compare the speed of decoding methods with that of plain decoding."),
@@ -36,7 +36,7 @@ _REMEDIES = {"seed": "without it, a seed is drawn and printed", "size": "--scale
 class _CliCommand(TyperCommand):
     """Command whose help has a section for each group of options, and whose error messages name options.
 
-    This class replaces typer's help panels. They would import every command to list the commands, and would read square
+    This class replaces typer's help panels. The panels would import the module of every command, and would read square
     brackets in help texts as markup.
     """
 
@@ -141,7 +141,7 @@ def _print_version(requested: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _main_callback(
+def _handle_program_options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")

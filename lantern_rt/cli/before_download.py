@@ -1,4 +1,4 @@
-"""Checks of a command's options before it downloads a published model, as far as the table of models allows."""
+"""Checks of the options of `run` before a published model is downloaded, with the facts in the table of models."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def check_run_options(
 
     Args:
         name: name of the published model.
-        options: options of a request that are not None; `embeddings` and `token_ids` are paths.
+        options: values of the request options that the user gave; `embeddings` and `token_ids` are paths.
         output: file or folder of the images; None: the current folder.
         force: whether existing files may be replaced.
-        suffix: ending of the files.
+        suffix: ending of the file names.
 
     Returns:
-        A path for each image. Its folder and its ending are final; the file name may still change.
+        A preliminary path for each image. Only the folder and the ending of the path are final.
 
     Raises:
-        LanternError: no bundle of the model takes an option, or a file cannot be read or written.
+        LanternError: an option does not suit the model, or a file cannot be written.
     """
     model = find_published_model(name)
     present = [subject for subject in INPUT_DESCRIPTIONS if subject in options]

@@ -56,11 +56,11 @@ def bench(
     bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
     quality: QualitiesOption = None,
-    count: Annotated[int, typer.Option(help="Number of images per method, in at least three turns.")] = 8,
+    count: Annotated[int, typer.Option(help="Minimum number of images per method, in at least three batches.")] = 8,
     batch: Annotated[int, typer.Option(help="Batch size in images.")] = 1,
     prompts: PromptsOption = None,
     wide: Annotated[
-        bool, typer.Option("--wide", help="Show shares of time and the likelihood of the tokens, too.")
+        bool, typer.Option("--wide", help="Also show shares of time and the likelihood of the tokens.")
     ] = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
@@ -71,7 +71,7 @@ def bench(
     """Compare the speed of decoding methods with that of plain decoding (ar).
 
     The methods run in turns, on the same prompts and seeds. Without --method and --quality, all methods that the bundle
-    can run are measured. Other programs should be idle meanwhile.
+    can run are measured. Other programs on this host should be idle during the measurement.
     """
     if json and csv:
         raise RequestError("cannot be combined with --json", field="csv", remedy="give one of them")
@@ -103,7 +103,7 @@ def bench(
 
 
 def describe_pipeline(pipeline: Pipeline) -> dict[str, Any]:
-    """Return versions, bundle, hardware and backends of a measurement, for JSON."""
+    """Return the version, bundle, processor, backends and threads of a measured pipeline, as fields for JSON."""
     return {
         "lantern_rt": __version__,
         "bundle": pipeline.bundle.manifest.name,

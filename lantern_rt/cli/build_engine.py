@@ -1,4 +1,4 @@
-"""The `build-engine` command."""
+"""The `build-engine` command: builds TensorRT engines from a bundle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_engine(
     output: Annotated[Path, typer.Option(help="Folder to write the engines to.")],
     backend: Annotated[str, typer.Option(help="Library to build for: tensorrt or tensorrt-rtx.")] = "tensorrt",
     max_rows: Annotated[
-        int, typer.Option(help="Maximum number of batch rows per forward pass; with guidance an image has two.")
+        int, typer.Option(help="Maximum number of batch rows per forward pass; with guidance, an image has two rows.")
     ] = 8,
     max_nodes: Annotated[
         int,

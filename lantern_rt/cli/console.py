@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..errors import OutputError, escape_unprintable
-from ..output.progress import ProgressCallback, progress_bars
+from ..output.progress import ProgressCallback, show_progress_bars
 from ..output.tables import format_text_table
 
 FIRST_LINE_SECONDS = 2.0  # seconds before the first line of progress
@@ -24,7 +24,7 @@ Facts = dict[str, dict[str, str]]  # section -> name -> value
 
 
 def print_stderr(line: str) -> None:
-    """Print one line to stderr; errors of writing are ignored."""
+    """Print one line to stderr. If stderr cannot be written, nothing happens."""
     with suppress(OSError):
         print(escape_unprintable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
 
@@ -62,8 +62,8 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
     """Print a table.
 
     Args:
-        columns: format string of each column by its heading, such as `{speed_up:.2f}`. None is printed as `-`.
-        rows: values for the format strings, by name.
+        columns: format string of each column, such as `{speed_up:.2f}`, by the heading of the column.
+        rows: rows of the table. A row has the values for the format strings, by name; None is printed as `-`.
     """
     cells = [[_format_cell(template, row) for template in columns.values()] for row in rows]
     print_text(format_text_table([list(columns), *cells]))
@@ -92,7 +92,7 @@ class _WarningPrinter(logging.Handler):
 
 @contextmanager
 def print_warnings() -> Iterator[None]:
-    """Print the library's warnings to stderr while the block runs."""
+    """Print the warnings of lantern-rt to stderr while the `with` block runs."""
     logger = logging.getLogger(__package__.partition(".")[0])
     handler = _WarningPrinter()
     logger.addHandler(handler)
@@ -106,20 +106,23 @@ def print_warnings() -> Iterator[None]:
 def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
     """Show the progress of tasks on stderr, with finished and total steps and the remaining time.
 
-    A terminal shows bars. Other outputs get a line every five seconds, after the first two seconds.
+    A terminal shows progress bars. If stderr is a file or pipe, a line is printed every five seconds instead.
 
     Args:
-        announce_tasks: whether other outputs also get a line when a task begins.
+        announce_tasks: whether a line is also printed when a task begins; this applies only to files and pipes.
+
+    Yields:
+        The callback to which the `with` block reports progress.
     """
     if sys.stderr.isatty():
-        with progress_bars() as progress:
+        with show_progress_bars() as progress:
             yield progress
     else:
         yield _ProgressPrinter(announce_tasks)
 
 
 class _ProgressPrinter:
-    """Progress callback that prints lines."""
+    """Progress callback that prints lines to stderr, the first line after two seconds."""
 
     def __init__(self, announce_tasks: bool) -> None:
         self._announce_tasks = announce_tasks

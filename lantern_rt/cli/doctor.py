@@ -18,9 +18,10 @@ lantern-rt doctor --json
 
 
 def doctor(json: JsonOption = False) -> None:
-    """Print versions, backends, cores, memory, GPUs, and which of them will be used.
+    """Print versions, backends and hardware of this host, and problems.
 
-    The exit code is 2 if there are problems.
+    The line `will use` names the backend and the number of threads for generating images. The exit code is 2 if there
+    are problems.
     """
     report = make_host_report()
     facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(list_embedded_names()) or "none embedded"}

@@ -1,4 +1,4 @@
-"""The `edit` command: regenerates a part of an image. All input is checked before a graph is loaded."""
+"""The `edit` command: regenerates a part of an image. All input is checked before the bundle's graphs are loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PromptOption = Annotated[
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        help="Random seed; further images and candidates have the next. [default: random, and printed]",
+        help="Random seed; further images and candidates have the next seeds. [default: random, and printed]",
         rich_help_panel=SUBJECTS,
     ),
 ]
@@ -61,7 +61,7 @@ CountOption = Annotated[
 TriesOption = Annotated[
     int,
     typer.Option(
-        help="Candidates per image, 1 .. 64; the one that fits the part below best is written.",
+        help="Candidates per image, 1 .. 64; the candidate that fits the part below best is written.",
         rich_help_panel=SUBJECTS,
     ),
 ]
@@ -113,14 +113,14 @@ def edit(
         opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count * tries, **options
     )
 
-    def contains_candidate(image_index: int, path: Path) -> bool:
+    def contains_any_candidate(image_index: int, path: Path) -> bool:
         candidates = request.images[image_index * tries : (image_index + 1) * tries]
         return any(
             png_contains_image(path, opened, replace(request, images=[candidate]), 1) for candidate in candidates
         )
 
     outputs = choose_output_paths(
-        output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, contains_candidate
+        output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, contains_any_candidate
     )
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")
@@ -133,7 +133,14 @@ def edit(
 def _generate_edits(
     pipeline: Pipeline, image_path: Path, options: dict[str, Any], planned_files: list[tuple[Path, bool]]
 ) -> None:
-    """Generate the images, and write the missing files. options: arguments of `Pipeline.edit`."""
+    """Generate the images, and write the files that do not exist yet.
+
+    Args:
+        pipeline: pipeline of the bundle.
+        image_path: path of the image to edit.
+        options: keyword arguments of `Pipeline.edit`.
+        planned_files: path of each image, and whether the file exists and already contains the image.
+    """
     from ..output.files import write_output
     from ..output.images import encode_png
 

@@ -83,7 +83,7 @@ AgreementOption = Annotated[
 ]
 OutputOption = Annotated[
     Path | None,
-    typer.Option(help="New folder for report.html, eval.json and eval.csv. [default: eval-NAME, in the current one]"),
+    typer.Option(help="New folder for report.html, eval.json and eval.csv. [default: eval-NAME in the current folder]"),
 ]
 WritePresetsOption = Annotated[
     bool,
@@ -112,8 +112,8 @@ def evaluate(
 ) -> None:
     """Compare the images of decoding methods with images of plain decoding (ar), on the same prompts and seeds.
 
-    Without --method and --quality, several degrees of relaxed acceptance are compared. A preprocessor_config.json in
-    the folder of a graph says how to prepare images for it. Needs lantern-rt[cpu].
+    Without --method and --quality, several degrees of relaxed acceptance are compared. If the folder of an ONNX graph
+    has a preprocessor_config.json, images are prepared for the graph as this file says. Needs lantern-rt[cpu].
     """
     if write_presets and temperature is not None:
         raise RequestError(
@@ -155,7 +155,16 @@ def evaluate(
 
 
 def _open_feature_graph(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:
-    """Open the graph of image features, by default the bundle's VQ encoder; None if there is none."""
+    """Open the ONNX graph that computes image features.
+
+    Args:
+        path: path of the graph; None: use the VQ encoder of the bundle.
+        bundle: bundle that is evaluated.
+        threads: number of threads; None: one per core.
+
+    Returns:
+        The model of image features; None if `path` is None and the bundle has no VQ encoder.
+    """
     if path is not None:
         return ImageFeatureModel(path, read_preprocessing(path), threads)
     return EncoderFeatureModel(bundle, threads) if bundle.manifest.can_edit_images else None
@@ -169,6 +178,7 @@ def _open_agreement_graph(path: Path, prompts: Prompts, bundle: Bundle, threads:
 
 
 def _compute_reference_features(folder: Path, feature_graph: ImageFeatureModel | None, manifest: Manifest) -> Floats:
+    """Compute the features of the real images in a folder."""
     if feature_graph is None:
         raise RequestError("no features to compare", field="reference", remedy="give --features")
     with show_progress(announce_tasks=False) as progress:
@@ -176,11 +186,13 @@ def _compute_reference_features(folder: Path, feature_graph: ImageFeatureModel |
 
 
 def _choose_new_folder(name: str) -> Path:
+    """Return a path that does not exist: `name`, or `name` with a number at the end."""
     folders = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
+    """Write presets into the bundle, and print their methods and measurements."""
     if not presets:
         print_text("no method meets the limits of a quality; the bundle is unchanged")
         return
@@ -198,6 +210,7 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
 
 
 def _describe_evaluation(pipeline: Pipeline) -> dict[str, str]:
+    """Return the bundle, backends, hardware and date of an evaluation, as fields of the report."""
     host = make_host_report().facts
     return {
         **{name: str(value) for name, value in describe_pipeline(pipeline).items()},

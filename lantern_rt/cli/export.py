@@ -1,4 +1,4 @@
-"""The `export` command."""
+"""The `export` command: converts a checkpoint to a bundle."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TargetOption = Annotated[
 VqOption = Annotated[
     str | None,
     typer.Option(
-        help="Checkpoint of the image tokenizer: its file, or where the family has one its folder; or "
+        help="Checkpoint of the image tokenizer: a file, for some families a folder, or "
         "hf:owner/name[/file][@revision]."
     ),
 ]
@@ -75,7 +75,9 @@ ConfigOption = Annotated[
         help='JSON file of settings that the weights do not contain, such as {"n_head": 12, "block_size": 256}.'
     ),
 ]
-GridOption = Annotated[int | None, typer.Option(help="Number of tokens per side of an image, if no file contains it.")]
+GridOption = Annotated[
+    int | None, typer.Option(help="Number of tokens per side of an image, if no file contains this number.")
+]
 RolesOption = Annotated[
     str | None,
     typer.Option(help="Roles in Janus's prompt; User,Assistant for Janus-1.3B. [default: <|User|>,<|Assistant|>]"),
@@ -135,7 +137,7 @@ def export(
     compute: ComputeOption = "float32",
     force: ForceOption = False,
 ) -> None:
-    """Convert a checkpoint to a bundle, and compare every graph with it. Needs lantern-rt[cpu,export]."""
+    """Convert a checkpoint to a bundle, and compare every graph with the checkpoint. Needs lantern-rt[cpu,export]."""
     if (name is None) == (target is None):
         actual = "neither" if name is None else "both"
         raise CheckpointError(field="target", found=actual, expected="the name of a published model or --target")
@@ -167,7 +169,7 @@ def export(
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
     check_output_folder(output, force)  # before downloads
-    _check_download_size(output, estimate_export_sizes(load_model_family(family), options, precisions.target))
+    _check_space_for_download(output, estimate_export_sizes(load_model_family(family), options, precisions.target))
     start = time.perf_counter()
     with PeakMemoryMonitor() as peak, show_progress() as progress:
         loaded = read_family_checkpoints(family, options, progress, model.cfg_scale if model else None)
@@ -178,7 +180,8 @@ def export(
     print_text(output)
 
 
-def _check_download_size(output: Path, sizes: ExportSizes) -> None:
+def _check_space_for_download(output: Path, sizes: ExportSizes) -> None:
+    """Check that there is enough space for a download and its bundle, and print their sizes."""
     if sizes.download_bytes:
         check_disk_and_memory(output, sizes.bundle_bytes, sizes.download_bytes)
         free = format_bytes(available_memory())
@@ -187,6 +190,7 @@ def _check_download_size(output: Path, sizes: ExportSizes) -> None:
 
 
 def _print_export_costs(output: Path, seconds: float, peak_memory: int | None) -> None:
+    """Print the size of the bundle, the time of the export, and its peak memory if that was measured."""
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak_memory is None else f", peak memory {peak_memory / 1e9:.2f} GB without mapped files"
     print_stderr(f"wrote {format_bytes(size)} in {seconds:.0f} s{memory}")

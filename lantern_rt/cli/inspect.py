@@ -32,7 +32,7 @@ def inspect(
 ) -> None:
     """Check the files of a bundle or an engine folder, and describe it.
 
-    With --json, print its whole manifest.
+    With --json, print the whole manifest of the bundle or engine folder.
     """
     if bundle not in list_embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
@@ -65,7 +65,7 @@ def _print_prompt_words(bundle: Bundle) -> None:
 
 
 def describe_bundle(bundle: Bundle) -> Facts:
-    """Describe a bundle for users, by section and name."""
+    """Return facts about a bundle for users: texts by section and name."""
     manifest = bundle.manifest
     classes = manifest.condition.classes
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
@@ -113,7 +113,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
 
 
 def describe_engines(engines: EngineFolder) -> dict[str, str]:
-    """Describe an engine folder for users, by name."""
+    """Return facts about an engine folder for users: texts by name."""
     manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
     plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
     graphs = {role: f"{graph.bytes:,} bytes" for role, graph in engines.manifest.graphs.items()}

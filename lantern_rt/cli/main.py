@@ -1,7 +1,13 @@
 """The `lantern-rt` program: runs a command and returns an exit code.
 
-0: success, or stdout was closed early. 2: an error that the user can correct, with one line on stderr. 130: Ctrl-C.
-143: SIGTERM. No incomplete files remain in any of these cases. Any other exception is a bug and shows its traceback.
+The exit codes are:
+
+- 0: success, or the reader of stdout closed it early
+- 2: an error that the user can correct; stderr has one line about the error
+- 130: Ctrl-C
+- 143: SIGTERM
+
+No incomplete files remain in any of these cases. Any other exception is a bug, and its traceback is printed.
 """
 
 from __future__ import annotations
@@ -55,17 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _TerminatedExit(SystemExit):
+    """Exception that ends the program after SIGTERM."""
+
     code: int
 
 
 def _handle_sigterm(signal_number: int, _: object) -> None:
-    """Raise SystemExit, so that all cleanup runs; a further signal ends the program at once."""
+    """Raise `_TerminatedExit`, so that all cleanup runs. A second SIGTERM ends the program at once."""
     signal.signal(signal_number, signal.SIG_DFL)
     raise _TerminatedExit(128 + signal_number)
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code."""
+    """Run a command, print an error message if it fails, and return the exit code."""
     try:
         return _run_command(arguments)
     except KeyboardInterrupt:
@@ -81,6 +89,7 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
+    """Run a command and return the exit code. Only usage errors are handled; other errors are raised."""
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")  # file names may contain characters that the terminal cannot print
     command = typer.main.get_command(app)
@@ -98,6 +107,7 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 
 def _print_failure(message: str, exit_code: int = FAILED) -> int:
+    """Print an error message and return the exit code."""
     with suppress(OSError):
         sys.stdout.flush()
     print_stderr(f"lantern-rt: {' '.join(message.split())}")

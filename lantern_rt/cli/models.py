@@ -40,7 +40,8 @@ def models(
 ) -> None:
     """List the published models that `run`, `serve` and `export` take by name.
 
-    Memory is that of one image in int8. A finished bundle is downloaded in place of the checkpoint.
+    The memory is for one image, with int8 weights. If a model has a finished bundle, the bundle is downloaded in place
+    of the checkpoint.
     """
     if remove is not None:
         find_published_model(remove)
@@ -69,6 +70,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _describe_model(name: str) -> dict[str, Any]:
+    """Return the fields of a model for JSON, and the texts of its table row in fields that end with `_text`."""
     model = find_published_model(name)
     folders = [str(folder) for folder in list_cached_bundles(name)]
     return {
@@ -77,7 +79,7 @@ def _describe_model(name: str) -> dict[str, Any]:
         "repositories": model.repositories,
         "cached": folders,
         "gives_text": "images" if model.makes_images else "codes",
-        "parameters_text": format_count(model.parameters),
+        "parameters_text": format_parameter_count(model.parameters),
         "download_gb": model.download_bytes / 1e9,
         "memory_gb": model.memory_bytes / 1e9,
         "bundles_text": ", ".join(
@@ -88,6 +90,6 @@ def _describe_model(name: str) -> dict[str, Any]:
     }
 
 
-def format_count(num_parameters: int) -> str:
+def format_parameter_count(num_parameters: int) -> str:
     """Format a number of parameters as text, such as `111 M` or `7.0 B`."""
     return f"{num_parameters / 1e9:.1f} B" if num_parameters >= 1e9 else f"{num_parameters / 1e6:.0f} M"

@@ -114,14 +114,15 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 
 
 def make_sampling_option(name: str) -> Any:
-    """Return the command-line option of the sampling setting `name`, with the help text from the setting's field."""
+    """Return the command-line option of the sampling setting `name`. The help text is the setting's description."""
     field = SAMPLING[name]
     (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSettingMarker))
     text = f"{field.description} [default: the bundle's]"
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
 
-def _get_sampling_type(name: str) -> Any:
+def _get_sampling_option_type(name: str) -> Any:
+    """Return the type of the values of a sampling option: int, float or str."""
     annotation = SAMPLING[name].annotation
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
@@ -153,12 +154,15 @@ REQUEST_OPTIONS: dict[str, Any] = {
     ],
     "quality": QualityOption,
     "method": MethodOption,
-    **{name: Annotated[_get_sampling_type(name) | None, make_sampling_option(name)] for name in SAMPLING},
+    **{name: Annotated[_get_sampling_option_type(name) | None, make_sampling_option(name)] for name in SAMPLING},
 }
 
 
 def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `**options` of a command function by `REQUEST_OPTIONS`, before the parameter `output`."""
+    """Replace the parameter `**options` in the signature of a command by the parameters in `REQUEST_OPTIONS`.
+
+    The new parameters come before the parameter `output`, so that typer lists them there.
+    """
     parameters: list[inspect.Parameter] = []
     signature = inspect.signature(command, eval_str=True)
     for parameter in signature.parameters.values():
@@ -171,14 +175,23 @@ def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of the engine: threads, TensorRT engines, and execution providers."""
+    """Command-line options that choose how graphs are run.
+
+    Args:
+        threads: number of threads; None: one per core.
+        engines: folder of TensorRT engines that replace graphs; None: run the graphs of the bundle.
+        provider: values of `--provider`, each an execution provider or `GRAPH=PROVIDER`; None: `auto`.
+    """
 
     threads: int | None = None
     engines: Path | None = None
     provider: list[str] | None = None
 
     def runs_on_cpu(self, bundle: Bundle) -> bool:
-        """Return whether ONNX Runtime runs the bundle's graphs on the CPU. Print a note if `auto` chose a GPU."""
+        """Return whether ONNX Runtime runs the bundle's graphs on the CPU.
+
+        If the execution provider is `auto` and a GPU is chosen, print a note to stderr.
+        """
         from ..engines.loader import choose_providers
         from .console import print_stderr
 
@@ -191,7 +204,11 @@ class EngineOptions:
         return main_provider == DEFAULT_PROVIDER
 
     def check(self) -> None:
-        """Check the options without a bundle. Raises: EngineError: a name, number or folder is invalid."""
+        """Check the options without a bundle.
+
+        Raises:
+            EngineError: a provider's name, the number of threads or the engine folder is invalid.
+        """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import choose_thread_count
 
@@ -201,7 +218,7 @@ class EngineOptions:
             open_engine_folder(self.engines)
 
     def open_bundle(self, name: str) -> Bundle:
-        """Open a bundle, without hashing the graphs that TensorRT engines replace."""
+        """Open a bundle and check its files, except the graphs that TensorRT engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
         if self.engines is None:
@@ -214,11 +231,11 @@ class EngineOptions:
         """Load the graphs of a bundle, or the TensorRT engines that replace them.
 
         Args:
-            settings: settings of the request; None: several settings, of which the largest counts for memory.
+            settings: settings for which memory is estimated; None: the settings that need the most memory.
             max_prompt_tokens: number of tokens of the longest prompt, if known.
 
         Raises:
-            RequestError: there is too little memory. Only memory for ONNX Runtime on the CPU is estimated.
+            RequestError: there is too little memory. This is only checked if ONNX Runtime runs on the CPU.
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
@@ -238,24 +255,26 @@ class EngineOptions:
 
 
 def download_published_model(name: str, skip_confirmation: bool, force_export: bool) -> None:
-    """Download a published model that is not in the cache, after the user has agreed, and export it if need be.
+    """Download a published model to the cache, after the user has agreed.
+
+    If the model has a finished bundle, the bundle is downloaded. Otherwise the checkpoint is downloaded and exported.
 
     Args:
-        name: name of a published model. For other bundles nothing is done.
-        skip_confirmation: whether the user has agreed already.
-        force_export: whether to export it even if there is a finished bundle.
+        name: name of a bundle. Nothing is done unless it names a published model that is not in the cache.
+        skip_confirmation: whether to download without asking the user.
+        force_export: whether to export the checkpoint even if there is a finished bundle.
 
     Raises:
         RequestError: the user does not agree, or there is no terminal to ask in.
-        LanternError: the same as for `published.fetch_published_model`.
+        LanternError: the download or the export fails, as in `published.fetch_published_model`.
     """
     from ..published import (
         check_host_requirements,
         fetch_published_model,
         find_bundle_source,
+        find_models_cache_folder,
         find_published_model,
         is_missing_from_cache,
-        models_cache_folder,
     )
     from .console import format_bytes, print_stderr, show_progress
 
@@ -263,7 +282,7 @@ def download_published_model(name: str, skip_confirmation: bool, force_export: b
         return
     check_host_requirements(name, force_export)
     source = find_bundle_source(name, force_export)
-    bundle = f", and a bundle of at most this size into {models_cache_folder()}" if source.bundle_bytes else ""
+    bundle = f", and a bundle of at most this size into {find_models_cache_folder()}" if source.bundle_bytes else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
         f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"
@@ -273,18 +292,18 @@ def download_published_model(name: str, skip_confirmation: bool, force_export: b
             raise RequestError(field="yes", found="no terminal to ask in", expected="--yes, to download it")
         if not typer.confirm("Download it?", default=True, err=True):
             raise RequestError(
-                field=name, found="your answer no", expected="the download", remedy="give another bundle"
+                "cannot be used without the download, which you declined", field=name, remedy="give another bundle"
             )
     with show_progress() as progress:
         fetch_published_model(name, progress, force_export)
 
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
-    """Open a bundle, and show the progress of hashing on stderr.
+    """Open a bundle, check its files, and show the progress of the check on stderr.
 
     Args:
         name: folder, name or hub reference of the bundle.
-        skipped_roles: roles of files whose sha256 is not compared.
+        skipped_roles: roles of the files whose SHA-256 is not checked, such as `target`.
     """
     from ..bundle import files
     from ..published import resolve_bundle_name

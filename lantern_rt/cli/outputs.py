@@ -25,7 +25,7 @@ class OutputFormat(Protocol):
     suffix: str
 
     def contains_image(self, request: Request, image_index: int, path: Path) -> bool:
-        """Return whether a file already contains an image of a request, so that it need not be written again.
+        """Return whether a file already contains an image of a request and need not be written again.
 
         Args:
             request: request for the images.
@@ -34,12 +34,12 @@ class OutputFormat(Protocol):
         """
 
     def encode_file(self, request: Request, image_index: int, step: StreamStep) -> bytes:
-        """Return the contents of the file of a complete image.
+        """Return the contents of the file for a complete image.
 
         Args:
             request: request for the images.
             image_index: index of the image in the request.
-            step: step in which the image is complete.
+            step: decoding step after which the image is complete.
         """
 
 
@@ -76,7 +76,7 @@ class CodeOutputFormat:
 
     Args:
         bundle: bundle that generates the codes.
-        scale: must be 1.
+        scale: must be 1, because codes cannot be enlarged.
     """
 
     suffix = ".npz"
@@ -106,7 +106,7 @@ def choose_output_format(
         trace_path: path of the trace file; None: no trace.
 
     Raises:
-        RequestError: an option needs images, or `scale` is out of range.
+        RequestError: `scale` or `trace_path` is given although only codes are written, or `scale` is out of range.
     """
     check_int("scale", scale, 1, 1, 16)
     if has_image_decoder and not codes_only:
@@ -121,13 +121,16 @@ def choose_output_format(
 
 
 def make_output_format(bundle: Bundle, codes_only: bool, scale: int, trace_path: Path | None) -> OutputFormat:
-    """Return the output format for a bundle and the user's options. It raises the errors of `choose_output_format`.
+    """Return the output format for a bundle and the user's options.
 
     Args:
         bundle: bundle that generates the images or codes.
         codes_only: whether the user asks for codes.
         scale: factor by which images are enlarged.
         trace_path: path of the trace file; None: no trace.
+
+    Raises:
+        RequestError: the errors of `choose_output_format`.
     """
     name = f"bundle {bundle.manifest.name}"
     return choose_output_format(bundle.manifest.makes_images, name, codes_only, scale, trace_path)(bundle, scale)

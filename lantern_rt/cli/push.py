@@ -58,7 +58,11 @@ def push(
 
 
 def create_repository(repository: str, private: bool) -> None:
-    """Create a repository on the hub unless it exists. Raises: OutputError: the hub rejects it or cannot be reached."""
+    """Create a repository on the hub unless the repository exists.
+
+    Raises:
+        OutputError: the hub rejects the repository or cannot be reached.
+    """
     from huggingface_hub import HfApi
 
     with convert_hub_errors(repository, OutputError, "try again"):
@@ -75,11 +79,11 @@ def push_bundle(
 
     Args:
         repository: owner/name of the repository.
-        sample_images: PNG files for the card, each with its recipe.
+        sample_images: contents of each PNG file for the card, and the settings that generated the image.
         card_notes: further paragraphs of the card.
 
     Returns:
-        The reference of the bundle, pinned to its commit.
+        The hub reference of the bundle, `hf:owner/name@commit`, with the commit of this upload.
 
     Raises:
         OutputError: the hub rejects the files or cannot be reached.
@@ -98,6 +102,7 @@ def push_bundle(
 
 
 def _read_sample_image(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
+    """Read a PNG file of the bundle, and return its contents and the settings that it records."""
     recipe = read_recipe(path)
     restore_recorded_settings(path, recipe, bundle)
     with convert_read_errors(path, "an image", RequestError, REMEDY):
@@ -105,7 +110,14 @@ def _read_sample_image(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, 
 
 
 def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
-    """Generate images of the bundle's example prompts. Raises: RequestError: the bundle has no example prompts."""
+    """Generate images of the bundle's example prompts.
+
+    Returns:
+        The contents of each PNG file, and the settings that generated the image.
+
+    Raises:
+        RequestError: the bundle has no example prompts.
+    """
     from ..compare.prompts import read_bundle_prompts
     from ..output.images import encode_png
 
@@ -128,8 +140,12 @@ def make_model_card(
 
     Args:
         repository: owner/name of the repository.
-        sample_recipes: recipes of the images `samples/1.png` and so on; `codes` is the SHA-256 of the tokens.
-        card_notes: further paragraphs.
+        sample_recipes: settings of the images `samples/1.png` and so on. The value of `codes` is the SHA-256 of the
+            image's tokens.
+        card_notes: further paragraphs of the card.
+
+    Returns:
+        The text of the README.md.
     """
     manifest = bundle.manifest
     provenance = manifest.provenance

@@ -1,4 +1,7 @@
-"""Requests that are restored from the recipes in PNG files, for `run --from` and for finding images that exist."""
+"""Requests that are restored from the prompts, seeds and settings (recipes) that PNG files record.
+
+`run --from` generates the image of a PNG again. Commands also recognise files that already contain an image.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def read_recorded_request(
 
     Args:
         png_path: path of a PNG file that lantern-rt wrote.
-        options: other options of the user, by parameter; must be empty.
-        engine_options: options that open the bundle.
-        bundle_name: bundle folder or name; None: the embedded or cached bundle that the PNG names.
+        options: other request options of the user, by name. They must be empty because the PNG records their values.
+        engine_options: options that choose how graphs are run; the bundle is opened for them.
+        bundle_name: folder or name of the bundle; None: the embedded or cached bundle that the PNG names.
 
     Raises:
         RequestError: the PNG has no recipe, or the bundle rejects the recipe.
@@ -55,11 +58,11 @@ def read_recorded_request(
 
 
 def read_replay_recipe(png_path: Path, options: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a PNG file.
+    """Return the recipe of a PNG file: the prompt, seed, settings and bundle that the file records.
 
     Args:
         png_path: path of the PNG file.
-        options: other options of the user, which must be empty because the recipe records their values.
+        options: other request options of the user, by name. They must be empty because the PNG records their values.
 
     Raises:
         RequestError: the PNG has no recipe, or `options` is not empty.
@@ -75,12 +78,14 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
     """Return the request that generates exactly the image of a PNG.
 
     Args:
-        png_path: path of the PNG, for messages.
+        png_path: path of the PNG, for error messages.
+        recipe: recipe of the PNG.
         bundle: bundle that generated the image.
 
     Raises:
         BundleError: the PNG records a different bundle.
-        RequestError: the bundle rejects the recipe, or resolves other settings from it.
+        RequestError: the image is an edit, the bundle rejects the recipe, or the restored settings differ from the
+            recorded settings.
     """
     if recipe.edit is not None:
         problem = "records an edit of another image, which it does not contain"
@@ -98,12 +103,16 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
 
 
 def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
-    """Resolve the settings of a recipe. Raises the errors of `restore_recorded_request`.
+    """Return the settings of a recipe, and check that they equal the recorded settings.
 
     Args:
         png_path: path of the PNG, for error messages.
         recipe: recipe of the PNG.
         bundle: bundle that generated the image.
+
+    Raises:
+        BundleError: the PNG records a different bundle.
+        RequestError: the bundle rejects the settings, or the settings differ.
     """
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
@@ -132,10 +141,11 @@ def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) ->
 
 
 def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
-    """Return whether a file holds the image of a request, enlarged `scale` times.
+    """Return whether a file is a PNG that records the image of a request, enlarged `scale` times.
 
     Args:
         path: path of a file, which need not exist.
+        bundle: bundle of the request.
         request: request of a single image.
         scale: factor by which the image is enlarged.
     """

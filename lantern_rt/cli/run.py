@@ -1,6 +1,6 @@
 """The `run` command: generates PNG files, or files of codes, from prompts.
 
-All input is checked before a graph is loaded.
+All input is checked before the bundle's graphs are loaded.
 """
 
 from __future__ import annotations
@@ -147,10 +147,9 @@ def run(
 ) -> None:
     """Generate PNG images from prompts, class ids, token ids or text embeddings.
 
-    With --codes, and from a bundle without an image decoder, it writes .npz files of tokens. Each file is
-    written as soon as its image is complete.
-    Images that exist already are not generated again. Prints the paths of the files to stdout, progress and a line of
-    statistics to stderr.
+    With --codes, or from a bundle without an image decoder, the command writes .npz files of tokens. Each file is
+    written as soon as its image is complete. Images that exist already are not generated again. Prints the paths of the
+    files to stdout, progress and a line of statistics to stderr.
     """
     from ..published import find_published_model, is_missing_from_cache
     from .before_download import check_run_options
@@ -194,15 +193,18 @@ def run(
 
 
 def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: bool) -> tuple[Path, Path] | None:
-    """Return the two paths of a trace.
+    """Check that the two files of a trace can be written, and return their paths.
 
     Args:
         trace_path: path of NAME.npz; None: no trace.
-        image_paths: paths of the images; the trace needs other paths.
+        image_paths: paths of the images, which must differ from the paths of the trace.
         force: whether to replace existing files.
 
+    Returns:
+        The paths NAME.npz (draft trees) and NAME.trace.png (an image of the trees); None without a trace.
+
     Raises:
-        OutputError: a path cannot be written.
+        OutputError: a path is not valid or cannot be written.
     """
     if trace_path is None:
         return None
@@ -215,7 +217,7 @@ def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: b
         check_output_path(written, force)
         if written.absolute() in [output.absolute() for output in image_paths]:
             problem = "is the path of an image and of the trace"
-            raise OutputError(problem, field=str(written), remedy="rename one of them")
+            raise OutputError(problem, field=str(written), remedy="give the trace or the image another name")
     return paths
 
 
@@ -224,7 +226,7 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
         {
             "codes": codes.tolist(),
             "seed": image.seed,
-            **_make_label_field(image, i // images_per_prompt),
+            **_make_input_field(image, i // images_per_prompt),
             "output": str(path),
         }
         for i, (image, codes, path) in enumerate(zip(request.images, last_step.codes, paths, strict=True))
@@ -234,12 +236,18 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
 
 
 def _split_arguments(arguments: list[str], has_subject_option: bool) -> tuple[str | None, list[str]]:
-    """Split the arguments into the bundle, if the first argument is a bundle, and the prompts.
+    """Split the arguments into the bundle and the prompts.
 
-    A single word beside an option such as --class-id is a bundle, whether the bundle exists or not.
+    Args:
+        arguments: arguments of the user, such as `scenes "a red cube"`.
+        has_subject_option: whether an option such as --class-id selects the images. Then a single word is the name
+            of a bundle, even if the bundle does not exist.
+
+    Returns:
+        The bundle, or None if the first argument is not a bundle, and the prompts.
 
     Raises:
-        RequestError: a prompt is not in quotes, or a bundle is misspelt.
+        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
     """
     bundle = None
     if arguments and (_is_bundle(arguments[0]) or (has_subject_option and " " not in arguments[0].strip())):
@@ -270,7 +278,17 @@ def _is_bundle(argument: str) -> bool:
 def _open_bundle_and_request(
     engine_options: EngineOptions, bundle_name: str | None, request_options: dict[str, Any]
 ) -> tuple[Bundle, Request]:
-    """Open the bundle and check the request. Raises: RequestError, BundleError."""
+    """Open the bundle and check the request.
+
+    Args:
+        engine_options: options that choose how graphs are run; the bundle is opened for them.
+        bundle_name: folder, name or hub reference of the bundle; None: the embedded bundle `scenes`.
+        request_options: keyword arguments of the request; `token_ids` and `embeddings` are paths of files.
+
+    Raises:
+        RequestError: an option is invalid, or there is nothing to generate.
+        BundleError: the bundle cannot be opened.
+    """
     from ..prompts import load_bundle_tokenizer
     from ..requests import check_request, choose_random_seed
     from ..text.embeddings import read_embeddings
@@ -298,7 +316,8 @@ def _read_token_ids(path: Path) -> Any:
         return ids
 
 
-def _make_label_field(image_request: ImageRequest, prompt_index: int) -> dict[str, Any]:
+def _make_input_field(image_request: ImageRequest, prompt_index: int) -> dict[str, Any]:
+    """Return the JSON field that tells from which prompt, class id, token ids or embedding an image was generated."""
     subject = image_request.prompt_or_class_id
     if subject is None:
         return {"embedding": prompt_index}
@@ -334,13 +353,16 @@ def _generate_images(
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
 
     Args:
-        engine_options: options that load the bundle's graphs.
-        planned_files: path of each image, and whether the file exists with this image and is not to be written.
+        engine_options: options that choose how graphs are run.
+        bundle: bundle that generates the images.
+        request: request for the images.
+        output_format: format of the files.
+        planned_files: path of each image, and whether the file already contains the image and stays as it is.
         trace_paths: paths of a trace, from `check_trace_paths`; None: no trace.
         force: whether to replace existing files.
 
     Returns:
-        The last step.
+        The last decoding step, which has the codes of all images and the statistics.
     """
     from ..output.files import write_output
 
@@ -373,7 +395,7 @@ def _generate_images(
 
 
 class _TraceWriter:
-    """Files of a trace: the steps in NAME.npz, and an image of them in NAME.trace.png.
+    """Writer of the files of a trace: NAME.npz has all decoding steps, and NAME.trace.png is an image of the steps.
 
     Args:
         paths: paths of both files, from `check_trace_paths`.
@@ -389,7 +411,7 @@ class _TraceWriter:
         self.steps = Trace(grid.rows, grid.columns)
 
     def write(self, force: bool) -> None:
-        """Write both files."""
+        """Write both files of the trace. force: whether to replace existing files."""
         from ..output.files import write_output
         from ..output.images import encode_png
 

@@ -107,20 +107,20 @@ MapSizeOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="SIZE=SIZE",
-        help="Size that clients ask for, and the size that they get, or auto; may be given several times.",
+        help="Size that clients request, and the model's size that they get, or auto; may be given several times.",
     ),
 ]
 OwnSamplingOption = Annotated[
     bool,
     typer.Option(
         "--own-sampling",
-        help="Let POST /generate, which SGLang calls, ignore sampling settings: the bundle's hold.",
+        help="Ignore sampling settings in POST /generate, which SGLang calls, and use the bundle's settings.",
         rich_help_panel=LIMITS,
     ),
 ]
 LogLevelOption = Annotated[
     str,
-    typer.Option(metavar="info|warning|error", help="Least serious kind of lines in the log.", rich_help_panel=LOG),
+    typer.Option(metavar="info|warning|error", help="Lowest level of the lines in the log.", rich_help_panel=LOG),
 ]
 LogFormatOption = Annotated[
     str, typer.Option(metavar="json|text", help="Format of the lines in the log.", rich_help_panel=LOG)
@@ -163,7 +163,7 @@ def serve(
     from ..serve.state import ServerLimits
 
     if not 0 < deadline < 1e9:
-        raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
+        raise RequestError(field="deadline", found=f"{deadline:g}", expected="a number of seconds above 0")
     check_int("port", port, 8000, 0, 65535)
     check_int("max_n", max_n, 10, 1, 10)
     _check_choice_options(methods or (), log_level, log_format)
@@ -177,7 +177,7 @@ def serve(
     for text in missing:
         download_published_model(text, yes, export)
     models = {
-        name: _open_fitting_bundle(text, bundle, options)
+        name: _open_bundle_and_check_memory(text, bundle, options)
         for text, (name, bundle) in zip(texts, opened.items(), strict=True)
     }
     sizes = _parse_size_mappings(map_size or (), [*models.values()])
@@ -191,6 +191,7 @@ def serve(
 
 
 def _check_choice_options(methods: Sequence[str], log_level: str, log_format: str) -> None:
+    """Check that each option has one of its allowed values."""
     from ..serve.log import FORMATS, LEVELS
 
     selected = [("methods", name, METHODS) for name in methods]
@@ -202,7 +203,11 @@ def _check_choice_options(methods: Sequence[str], log_level: str, log_format: st
 def _check_limit_options(
     api_key_file: Path | None, allowed_origins: Sequence[str], max_images_per_pass: int | None, max_queued_images: int
 ) -> None:
-    """Check options that are used only after the bundles are open. Raises: RequestError: an option is invalid."""
+    """Check options that the server uses only after it has opened the bundles.
+
+    Raises:
+        RequestError: an option is invalid.
+    """
     from ..serve.app import normalize_origin
     from ..serve.state import read_api_keys
 
@@ -215,6 +220,7 @@ def _check_limit_options(
 
 
 def _parse_aliases(alias_options: Sequence[str], model_names: Sequence[str]) -> dict[str, str]:
+    """Return the name of a model by its alias, from options such as `NAME=MODEL`."""
     aliases: dict[str, str] = {}
     for text in alias_options:
         name, _, model = text.partition("=")
@@ -228,12 +234,18 @@ def _parse_aliases(alias_options: Sequence[str], model_names: Sequence[str]) -> 
 def _parse_size_mappings(
     size_options: Sequence[str], bundles: Sequence[Bundle], missing_models: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the sizes that requests may name, and the size of a model for each.
+    """Parse the values of `--map-size`.
 
     Args:
-        size_options: `SIZE=SIZE` each.
-        bundles: bundles whose sizes are known.
-        missing_models: names of published models that are not in the cache, of which the table lists some sizes.
+        size_options: values such as `1024x1024=256x256`: the size in a request, and the size of the images.
+        bundles: open bundles, whose sizes are all known.
+        missing_models: names of published models that are not in the cache. Their sizes come from the table of models.
+
+    Returns:
+        The size of the images by the size in a request.
+
+    Raises:
+        RequestError: a value has the wrong form, or no model has the size of the images.
     """
     from ..published import find_published_model
 
@@ -262,7 +274,7 @@ def _open_available_bundles(
         model_names: name of each model; empty: the names of the bundles.
 
     Returns:
-        The bundles by the name of their model; None for a published model that is not in the cache.
+        The open bundle of each model, by the name of the model; None for a published model that is not in the cache.
     """
     from ..published import is_missing_from_cache
 
@@ -284,8 +296,14 @@ def _open_available_bundles(
     return models
 
 
-def _open_fitting_bundle(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
-    """Return the open bundle, and check that the bundle fits into memory. bundle: None if it is not open yet."""
+def _open_bundle_and_check_memory(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
+    """Open a bundle unless it is already open, and check that there is enough memory for it.
+
+    Args:
+        name: folder, name or hub reference of the bundle.
+        bundle: the open bundle; None: open the bundle.
+        engine_options: options that choose how graphs are run.
+    """
     from ..memory import check_memory, choose_max_memory_settings
 
     bundle = bundle or engine_options.open_bundle(name)

@@ -43,19 +43,20 @@ lantern-rt train-drafter heads bundles/llamagen-b --data drafter-data/
 def data(
     bundle: BundleArgument,
     *,
-    output: Annotated[Path, typer.Option(help="Folder for the training data; an incomplete one is continued.")],
+    output: Annotated[Path, typer.Option(help="Folder for the training data; an incomplete folder is continued.")],
     count: Annotated[
-        int, typer.Option(help="Number of images, in files of 64 or, if they are large, fewer; prompts repeat.")
+        int,
+        typer.Option(help="Number of images; prompts repeat. A file has 64 images, or fewer if the images are large."),
     ] = 4096,
     prompts: PromptsOption = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Image size, as WIDTHxHEIGHT. [default: all sizes of the bundle, another in each file]"),
+        typer.Option(help="Image size, as WIDTHxHEIGHT. [default: all sizes of the bundle in turn, one per file]"),
     ] = None,
     threads: ThreadsOption = None,
     provider: ProviderOption = None,
 ) -> None:
-    """Generate training data with the bundle's target."""
+    """Generate training data for drafters and draft heads with the target of a bundle."""
     require_library("safetensors", "train-drafter data", "cpu,train")
     from ..compare.prompts import read_bundle_prompts
     from ..train.drafter.data import estimate_shard_bytes, generate_shards
@@ -84,9 +85,10 @@ def fit(
     steps: Annotated[int, typer.Option(help="Number of training steps, with 12 images each.")] = 10_000,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Train an EAGLE drafter on the data, for `export --drafter`; for LlamaGen, Anole and `scenes`.
+    """Train an EAGLE drafter for a bundle of LlamaGen or Anole, or for `scenes`.
 
-    The same command continues interrupted training and, with more steps, finished training. Prints losses every minute.
+    `export --drafter` adds the drafter to a bundle. The same command continues interrupted training and, with more
+    steps, finished training. Prints losses every minute.
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter fit", "cpu,train")
@@ -116,8 +118,9 @@ def heads(
 ) -> None:
     """Train draft heads for a bundle of any family but PAR and NAR, and write them into the bundle.
 
-    They make windows (`sjd`) draft better. Training takes minutes for a small model, on a CPU hours for a large model.
-    Exact methods generate the same images as before. Relaxed windows do not: measure their presets again.
+    With draft heads, the method `sjd` drafts tokens that are accepted more often. Training takes minutes for a small
+    model; for a large model, it takes hours on a CPU. Exact methods generate the same images as before. Relaxed `sjd`
+    generates other images, so measure its presets again.
     """
     for library in ("torch", "safetensors", "onnx"):
         require_library(library, "train-drafter heads", "cpu,train")

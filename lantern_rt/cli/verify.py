@@ -1,4 +1,4 @@
-"""The `verify` command: compares a bundle's graphs with their source."""
+"""The `verify` command: compares a bundle's graphs with the checkpoints they were exported from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..published import (
     check_host_requirements,
     choose_default_precision,
     export_bundle,
+    find_models_cache_folder,
     find_published_model,
-    models_cache_folder,
 )
 from .console import print_stderr, print_text, show_progress
 from .options import BundleArgument, JsonOption, open_named_bundle
@@ -44,14 +44,14 @@ def verify(
         list[str] | None,
         typer.Argument(
             help="Checkpoints that the bundle was exported from, as given to export, in the order target, VQ model, "
-            "drafter, text encoder, config, LoRA adapters; or a folder that has them by their names then. "
+            "drafter, text encoder, config, LoRA adapters; or a folder that has them under the same file names. "
             "[default: compare with ONNX's reference evaluator on small inputs]"
         ),
     ] = None,
     engines: Annotated[
         Path | None,
         typer.Option(
-            help="Engine folder of the bundle, to compare instead: its ONNX graphs and, on their GPU, its engines."
+            help="Engine folder to compare with the bundle: its ONNX graphs and, if their GPU is here, its engines."
         ),
     ] = None,
     export: Annotated[
@@ -64,7 +64,7 @@ def verify(
 ) -> None:
     """Compare a bundle's graphs with the checkpoints they were exported from.
 
-    The exit code is 2 if they differ. Needs lantern-rt[cpu,export].
+    The exit code is 2 if the graphs differ from the checkpoints. Needs lantern-rt[cpu,export].
     """
     if engines and checkpoints:
         raise RequestError("cannot be combined with checkpoints", field="engines", remedy="give one of them")
@@ -105,14 +105,14 @@ def _compare_with_export(name: str) -> None:
     """Compare the bundle of a published model with a new export, byte by byte.
 
     Raises:
-        RequestError: `name` is no published model.
+        RequestError: `name` is not the name of a published model.
         BundleError: the bundle is not in the cache.
         ParityError: files differ.
     """
     find_published_model(name)
     opened = open_named_bundle(name)
     check_host_requirements(name, force_export=True)
-    with TemporaryDirectory(dir=models_cache_folder()) as folder, show_progress() as progress:
+    with TemporaryDirectory(dir=find_models_cache_folder()) as folder, show_progress() as progress:
         made = open_bundle(export_bundle(name, Path(folder) / name, choose_default_precision(), progress))
     if opened.digest != made.digest:
         files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]
@@ -123,10 +123,17 @@ def _compare_with_export(name: str) -> None:
 
 
 def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
-    """Return the export options for a list of checkpoints, by name of the option.
+    """Return the export options with which the checkpoints are read.
+
+    Args:
+        manifest: manifest of the bundle.
+        checkpoints: checkpoints in the order of the sources in the manifest, or one folder that has them all.
+
+    Returns:
+        The options by name, such as `target`.
 
     Raises:
-        CheckpointError: the bundle was exported from other checkpoints.
+        CheckpointError: bundles of this family cannot be exported, or the number of checkpoints is wrong.
     """
     from ..export.registry import CHECKPOINTS, FAMILIES, load_model_family
 
@@ -153,10 +160,14 @@ def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[st
 
 
 def _append_lora_scale(adapter: str, scale: str) -> str:
-    """Return `FOLDER:scale` for an adapter, with the scale that the bundle records.
+    """Return `FOLDER:scale` for a LoRA adapter, with the scale that the bundle records.
+
+    Args:
+        adapter: `FOLDER`, or `FOLDER:scale`, as the user gave it.
+        scale: scale that the bundle records.
 
     Raises:
-        CheckpointError: the user gave another scale.
+        CheckpointError: the user gave a different scale.
     """
     from ..export.checkpoints.lora import split_folder_and_scale
 
@@ -168,6 +179,7 @@ def _append_lora_scale(adapter: str, scale: str) -> str:
 
 
 def _make_result_tables(result: VerificationReport) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the title and the rows of each table of results. The first row has the headings."""
     for title, rows in (
         ("Token distributions", result.distributions),
         ("Images", result.pictures),

@@ -1,4 +1,4 @@
-"""Benchmarks of methods against plain decoding: speed, shares of time, and deviation from the target."""
+"""Benchmarks of decoding methods against plain decoding: speed, shares of time, and deviation from the target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ..bundle.manifest import Manifest
-from ..completion import supported_methods
+from ..completion import list_supported_methods
 from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
@@ -21,8 +21,8 @@ METHODS = ("ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"
 
 
 def list_default_methods(manifest: Manifest) -> list[str]:
-    """Return the method strings, such as `eagle:tree=chain-3`, of all methods that a bundle supports."""
-    return supported_methods(manifest, METHODS)
+    """Return the method strings, such as `eagle:tree=chain-3`, of all compared methods that a bundle supports."""
+    return list_supported_methods(manifest, METHODS)
 
 
 def run_bench(
@@ -33,7 +33,7 @@ def run_bench(
     min_images: int,
     progress: Progress,
 ) -> list[list[MethodRun]]:
-    """Run the methods in turns, after a warm-up turn that is discarded.
+    """Run decoding methods in turns, after a warm-up turn that is discarded.
 
     Args:
         pipeline: pipeline of the bundle.
@@ -43,7 +43,7 @@ def run_bench(
         min_images: minimum number of images per method; every method runs at least three times.
 
     Returns:
-        A list of runs for each method, in the sequence of turns.
+        For each method, a list with one run per turn.
     """
     turns = max(MIN_TURNS, -(-min_images // batch_size))
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
@@ -59,8 +59,8 @@ def run_bench(
 def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]) -> dict[str, Any]:
     """Summarize runs relative to plain decoding, as a JSON object.
 
-    The speed-up is the median over turns, since both runs of a turn share the load of the host at that moment. Times
-    and shares refer to whole pipeline calls.
+    The speed-up is the median of the speed-ups of all turns, because the two runs of a turn share the load of the host.
+    Times and shares refer to whole pipeline calls.
 
     Args:
         runs: the runs of one method.
@@ -100,7 +100,7 @@ def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
 
 
 def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line that names the fastest exact method among a report's rows, and the option that selects it."""
+    """Return a line that names the fastest exact method of a report, and the option that selects this method."""
     best = max((row for row in report_rows if row["exact"]), key=lambda row: row["speed_up"])
     label = best["method"]
     option = "quality" if label in get_args(Quality) else "method"
@@ -108,11 +108,14 @@ def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Return the ratio of the sums of two scores over the same images, and the standard error of the ratio.
+    """Estimate the ratio between the scores of a method and of plain decoding on the same images.
 
     Args:
-        scores: score of each image, for at least two images.
-        baseline_scores: score of each image by plain decoding.
+        scores: score of each image that the method generated, for at least two images.
+        baseline_scores: score of each image that plain decoding generated.
+
+    Returns:
+        The sum of `scores` divided by the sum of `baseline_scores`, and the standard error of this ratio.
     """
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(

@@ -15,7 +15,7 @@ from PIL.Image import open as open_image
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..bundle.files import Bundle
-from ..bundle.manifest import file_sha256
+from ..bundle.manifest import compute_sha256
 from ..engines.contracts import Progress
 from ..engines.host import choose_thread_count
 from ..engines.ort.session import open_session
@@ -40,7 +40,7 @@ class Preprocessing(BaseModel):
 
     Args:
         size: height and width to which images are resized (bicubic, without cropping). None: images keep their size.
-        do_normalize: whether every channel of RGB values in 0 .. 1 becomes (value - mean) / std.
+        do_normalize: whether each RGB value in 0 .. 1 is replaced by (value - mean) / std of its channel.
         image_mean: mean of every channel.
         image_std: standard deviation of every channel.
     """
@@ -86,16 +86,16 @@ def _disable_thread_spinning(session_options: Any) -> None:
 
 
 class OnnxImageModel(ABC):
-    """ONNX graph that evaluates images, with one float32 input `[n, 3, height, width]`.
+    """ONNX graph that evaluates images. One input of the graph has the images, float32 `[n, 3, height, width]`.
 
     Args:
         path: the graph file.
-        option_name: command-line option that gives the graph, `features` or `agreement`, for error messages.
+        option_name: command-line option that names the graph file, `features` or `agreement`, for error messages.
         preprocessing: settings for preparing images.
         threads: number of threads; None: one per core.
 
     Raises:
-        RequestError: the file is not a graph with this input.
+        RequestError: the file is not an ONNX graph with an input of images.
     """
 
     def __init__(self, path: Path, option_name: str, preprocessing: Preprocessing, threads: int | None = None) -> None:
@@ -105,7 +105,7 @@ class OnnxImageModel(ABC):
         num_threads = choose_thread_count(threads)
         try:
             with open_regular_file(path):
-                sha256 = file_sha256(path)
+                sha256 = compute_sha256(path)
             self.session: Any = open_session(path, num_threads, _disable_thread_spinning)
             inputs = self.session.get_inputs()
             images = [tensor for tensor in inputs if tensor.type == "tensor(float)" and len(tensor.shape) == 4]
@@ -143,8 +143,8 @@ class OnnxImageModel(ABC):
 
         Args:
             images: images of one size.
-            extra_inputs: values `[images, length]` of the inputs other than the image, by name.
-            output_name: name of the output, by default the first.
+            extra_inputs: values `[images, length]` of the other inputs by name, such as token ids.
+            output_name: name of the output; None: the first output.
         """
         parts = []
         for start in range(0, len(images), BATCH):
@@ -168,10 +168,10 @@ class OnnxImageModel(ABC):
 
     @abstractmethod
     def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
-        """Return one row per image from the output of `num_images` images.
+        """Return one row per image from the graph's output for `num_images` images.
 
         Raises:
-            RequestError: the output has another shape.
+            RequestError: the output has an unexpected shape.
         """
 
     def _preprocess_image(self, image: Image) -> NDArray[Any]:
@@ -187,10 +187,10 @@ class OnnxImageModel(ABC):
 
 
 class ImageFeatureModel(OnnxImageModel):
-    """ONNX graph whose first output has features of images.
+    """ONNX graph that computes features of images, as its first output.
 
-    The output may be `[n, features]`, `[n, tokens, features]` or `[n, features, h, w]`. The last two are averaged over
-    tokens or over cells.
+    The output has the shape `[n, features]`, `[n, tokens, features]` or `[n, features, h, w]`. Features of tokens or
+    cells are averaged.
 
     Raises:
         RequestError: the graph has other inputs, or its output has another shape.
@@ -204,7 +204,7 @@ class ImageFeatureModel(OnnxImageModel):
             raise self._make_input_error("one float [n, 3, h, w]")
 
     def __call__(self, images: Sequence[Image]) -> Floats:
-        """Return features float64 `[images, features]` of images of one size."""
+        """Return the features of images that have the same size, float64 `[images, features]`."""
         return self._run_batches(images, output_name=self.output_name)
 
     def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
@@ -220,11 +220,13 @@ def compute_folder_features(
     """Compute the features of all images in a folder.
 
     Args:
+        feature_model: graph that computes the features.
         folder: folder of PNG, JPEG or WebP files.
         image_size: width and height in pixels to which images are cropped and resized.
+        progress: progress callback.
 
     Returns:
-        Features float64 `[images, feature_model]`.
+        Features of each image, float64 `[images, features]`.
 
     Raises:
         RequestError: the folder has fewer than two images, or an image cannot be read.
@@ -248,8 +250,8 @@ def compute_folder_features(
 class EncoderFeatureModel(ImageFeatureModel):
     """Graph `vq_encoder` of a bundle, from whose output image features are computed.
 
-    Each channel of the vectors before quantisation gives five features: the mean of every quarter of the image, and the
-    standard deviation over the whole image. So few features need only a few hundred images.
+    Each channel of the vectors before quantisation gives five features. Four features are its means in the quarters of
+    the image, and the fifth is its standard deviation over the image. So few features need only a few hundred images.
     """
 
     output_name = "pre_quant"
@@ -273,17 +275,19 @@ class EncoderFeatureModel(ImageFeatureModel):
 class PromptAgreementModel(OnnxImageModel):
     """ONNX graph that measures the agreement of images with their prompts, such as CLIP.
 
-    Besides images, the graph has an int64 input `[n, length]` of token ids. It may also have an int64 attention mask.
-    Its first output is `[n]`, or `[n, n]` with a row per image and a column per prompt, of which the diagonal is used.
-    Only prompts of equal length are in the same batch, because padding could change the result.
+    Besides images, the graph has an int64 input `[n, length]` of token ids, and perhaps an int64 attention mask. The
+    first output is `[n]`, or `[n, n]` with a row per image and a column per prompt. Only the diagonal of `[n, n]` is
+    used. Only prompts of equal length are in the same batch, because padding could change the result.
 
     Args:
-        path: the graph file. The `tokenizer.json` beside it, or else the bundle's word list, tokenizes prompts.
+        path: the graph file. A `tokenizer.json` in the same folder tokenizes prompts. Without this file, the word list
+            of the bundle is used.
+        preprocessing: settings for preparing images.
         bundle: bundle that generates the images.
-        threads: number of threads, by default one per core.
+        threads: number of threads; None: one per core.
 
     Raises:
-        RequestError: the file is not a graph with these inputs, or has no tokenizer.
+        RequestError: the file is not an ONNX graph with these inputs, or there is no tokenizer.
     """
 
     def __init__(self, path: Path, preprocessing: Preprocessing, bundle: Bundle, threads: int | None = None) -> None:
@@ -313,7 +317,7 @@ class PromptAgreementModel(OnnxImageModel):
             self.tokenizer = parse_tokenizer(read_regular_file(tokenizer, _FILE_LIMIT), keeps_truncation=True)
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
-        """Return the agreement float64 `[images]` of each image with its prompt; higher is better."""
+        """Return the agreement of each image with its prompt, float64 `[images]`; higher is better."""
         agreement = np.zeros(len(images))
         tokens = [np.array(self.tokenizer.encode(prompt).ids, np.int64) for prompt in prompts]
         lengths = np.array([len(ids) for ids in tokens])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..bundle.manifest import Manifest, Preset, PresetMeasurements
-from ..completion import supported_methods
+from ..completion import list_supported_methods
 from ..methods import MethodConfig, Quality
 from ..requests import resolve_settings
 
@@ -16,11 +16,12 @@ LAMBDAS = (1.5, 2, 3)
 
 
 class QualityLimit(NamedTuple):
-    """Maximum deviation of a quality from plain decoding. The whole 95 % interval must lie within the limit.
+    """Maximum deviation from plain decoding that a quality allows. The 95 % interval must lie within the limit.
 
     Args:
-        max_excess_nll: nats per token in both directions, since tokens that are too likely are a deviation, too.
-        max_agreement_loss: maximum loss of prompt agreement, in 0 .. 1.
+        max_excess_nll: maximum absolute change of the excess negative log-likelihood, in nats per token. Tokens that
+            are too likely are a deviation, too.
+        max_agreement_loss: maximum loss of prompt agreement, as a fraction in 0 .. 1.
     """
 
     max_excess_nll: float
@@ -31,23 +32,24 @@ LIMITS: dict[Quality, QualityLimit] = {"balanced": QualityLimit(0.04, 0.02), "fa
 
 
 def list_candidate_methods(manifest: Manifest) -> list[str]:
-    """Return the method strings of relaxed methods that need no drafter (`sjd`, `rows`) and are fast on every host."""
+    """Return the strings of relaxed methods that may become presets: `sjd` and `rows`, which need no drafter."""
     windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
     relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS]
-    return supported_methods(manifest, [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)])
+    return list_supported_methods(manifest, [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)])
 
 
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
     """Choose a method for each quality: the fastest method within the quality's limit.
 
     For `strict`, this is the fastest exact method except `ar`. Methods are compared by seconds, not by tokens per
-    forward pass, because forward passes of some methods take less time than those of others.
+    forward pass, because the time of a forward pass differs between methods.
 
     Args:
-        report: report of `evaluate` with the bundle's default sampling.
+        report: report of `evaluate_methods` with the bundle's default sampling.
+        manifest: manifest of the bundle.
 
     Returns:
-        Presets by quality. A quality that no method satisfies is left out.
+        Presets by quality. A quality is left out if no method is within its limit.
     """
     exact = [entry for entry in report["methods"] if entry["exact"] and entry["method"] not in ("ar", "strict")]
     relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]
@@ -73,6 +75,7 @@ def is_within_limit(metrics: Mapping[str, Any], limit: QualityLimit) -> bool:
 
 
 def _make_preset(method: MethodConfig, report_entry: Mapping[str, Any], images: int) -> Preset:
+    """Return a preset with the measurements in a method's report; `images` is the number of images."""
     figures = report_entry["figures"] or {}  # None if an exact method generated the images of `ar`.
     agreement = figures.get("agreement")
     measured = PresetMeasurements(

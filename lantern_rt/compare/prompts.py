@@ -26,7 +26,7 @@ class Prompts:
     """Prompts, class ids or text embeddings to generate images from.
 
     Args:
-        input_kind: parameter of a pipeline call: `prompts`, `class_ids` or `embeddings`.
+        input_kind: parameter of a pipeline call that takes the items: `prompts`, `class_ids` or `embeddings`.
         items: texts, class ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
     """
 
@@ -35,19 +35,19 @@ class Prompts:
 
     @property
     def labels(self) -> list[str]:
-        """Text for each item that describes it in reports."""
+        """Description of each item for reports."""
         if self.input_kind == "embeddings":
             return [f"embedding {i}" for i in range(len(self.items))]
         return [item if isinstance(item, str) else f"class {item}" for item in self.items]
 
     def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
-        """Return the keyword arguments of a pipeline call for one batch.
+        """Return the keyword arguments of the pipeline call that generates one batch.
 
         After the last prompt, the first prompt follows again, with new seeds.
 
         Args:
             batch_index: number of the batch, from 0.
-            batch_size: batch size.
+            batch_size: number of images per batch.
             first_seed: seed of the first image of batch 0.
         """
         return self._make_call_arguments(range(batch_index * batch_size, (batch_index + 1) * batch_size), 1, first_seed)
@@ -56,7 +56,7 @@ class Prompts:
         """Yield keyword arguments of the pipeline calls that generate `num_seeds` images of every prompt.
 
         Args:
-            batch_size: maximum batch size.
+            batch_size: maximum number of images per call.
             num_seeds: number of images per prompt.
             first_seed: seed of the first image.
         """
@@ -72,16 +72,16 @@ class Prompts:
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
-    """Read and check the prompts, class ids or text embeddings that a bundle is compared on.
+    """Read and check prompts, class ids or text embeddings, on which methods of a bundle are compared.
 
     Args:
-        bundle: the bundle, which decides the kind of prompts.
-        path: text file with one prompt per line, or an .npz of text embeddings. None: the bundle's example prompts.
+        bundle: bundle, whose condition determines the kind: prompts, class ids or embeddings.
+        path: text file with one prompt per line, or .npz file of text embeddings. None: the bundle's example prompts.
         count: maximum number of prompts. Class ids are spread over all classes. None: all prompts, or 64 classes.
 
     Raises:
-        RequestError: the bundle takes class ids but `path` is given, there are no prompts, or a prompt is invalid; the
-            field is then `file:line`.
+        RequestError: the bundle takes class ids but `path` is given, there are no prompts, or a prompt is invalid. For
+            an invalid prompt, the error's field is `file:line`.
     """
     manifest = bundle.manifest
     kind = manifest.condition.kind
@@ -116,7 +116,10 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """Read the nonempty lines of a text file, with their line numbers.
+    """Read the prompts in a text file, one per nonempty line.
+
+    Returns:
+        Pairs of line number and prompt.
 
     Raises:
         RequestError: the file cannot be read or has no prompt.

@@ -44,11 +44,11 @@ _ESSENTIAL = ("excess_nll", "agreement")
 
 
 def format_text_report(report: Mapping[str, Any], show_frechet: bool = False) -> str:
-    """Format a report as text: the speed of every method, and the method's deviation from `ar`.
+    """Format a report as text: the speed of every method, and its deviation from plain decoding (`ar`).
 
     Args:
         report: report of `evaluate_methods`.
-        show_frechet: whether to show the Frechet distances, for users who gave real images.
+        show_frechet: whether to show Frechet distances; set if the user gave real images.
     """
     wanted = (*_ESSENTIAL, "frechet") if show_frechet else _ESSENTIAL
     columns = {name: column for name, column in _choose_columns(report).items() if name in wanted}
@@ -67,21 +67,25 @@ def format_text_report(report: Mapping[str, Any], show_frechet: bool = False) ->
 
 
 def _format_text_cell(estimate: Mapping[str, Any], metric_name: str) -> str:
+    """Format a metric for the text report: its difference to `ar`, or its value for Frechet distances."""
     shown = estimate if metric_name == "frechet" else estimate["difference_to_ar"]
     half = (shown["high"] - shown["low"]) / 2
     return f"{shown['value']:{'' if metric_name == 'frechet' else '+'}.3f} +- {half:.3f}"
 
 
 def _format_exact_cell(method_entry: Mapping[str, Any]) -> str:
+    """Format the cell of an exact method, which has no metrics because its images equal the images of `ar`."""
     passes = {"value": method_entry["tokens_per_forward_pass"], **method_entry["tokens_per_forward_pass_interval"]}
     return f"exact: same images, {_format_interval(passes, '.2f')} tokens per pass"
 
 
 def _choose_columns(report: Mapping[str, Any]) -> dict[str, ReportColumn]:
+    """Return the columns of the metrics that the report has, by name of the metric."""
     return {name: column for name, column in COLUMNS.items() if name in report["methods"][0]["figures"]}
 
 
 def _format_metric_cells(method_entry: Mapping[str, Any], metric_name: str) -> tuple[str, str]:
+    """Return the text of a metric, and the text of its difference to `ar`, which may be empty."""
     estimate = method_entry["figures"][metric_name]
     num_decimals = COLUMNS[metric_name].num_decimals
     value = _format_interval(estimate, f".{num_decimals}f")
@@ -102,7 +106,7 @@ def format_html_report(
 
     Args:
         report: report of `evaluate_methods`.
-        images_by_method: images of every method, from `evaluate_methods`.
+        images_by_method: images by method label, the second result of `evaluate_methods`.
         setup_facts: descriptions of bundle and host, by name.
         title: heading of the page.
     """

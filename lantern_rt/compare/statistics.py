@@ -25,19 +25,20 @@ def fit_gaussian(features: Floats) -> Gaussian:
         features: feature vectors `[n, width]`, with n >= 2.
 
     Returns:
-        The mean `[width]`, and a matrix X `[min(n, width), width]` with X' X equal to the covariance.
+        The mean `[width]`, and a matrix X `[min(n, width), width]` with X' X equal to the covariance
+        (X' is the transpose of X).
     """
     centred = (features - features.mean(0)) / np.sqrt(len(features) - 1)
     root = np.linalg.qr(centred, mode="r") if len(centred) > centred.shape[1] else centred
     return features.mean(0), np.asarray(root)
 
 
-def frechet_distance(first: Gaussian, second: Gaussian) -> float:
+def compute_frechet_distance(first: Gaussian, second: Gaussian) -> float:
     """Return the squared Frechet distance between two Gaussians, as in FID (Heusel et al. 2017).
 
-    For means m and covariances S, it is |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^1/2. Each covariance is given as
-    S = X' X. The last trace is then the sum of the singular values of X1 X2'. So no matrix square root is needed, and
-    S may be singular.
+    For means m and covariances S, the squared distance is |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^1/2. A Gaussian
+    has its covariance in the form S = X' X, as `fit_gaussian` returns it. The last trace is then the sum of the
+    singular values of X1 X2'. So no matrix square root is needed, and S may be singular.
     """
     mean, root = first
     other_mean, other_root = second
@@ -55,14 +56,16 @@ def estimate_interval(
     All methods use the same resampled prompts, so their differences are paired.
 
     Args:
-        statistic: function that computes the metric of every method, `ar` first, from prompt indices.
+        statistic: function that takes the indices of prompts, and returns the metric of every method on these prompts.
+            `ar` is the first method.
         num_prompts: number of prompts, at least 2.
         num_resamples: number of bootstrap resamples.
         recenter: whether to shift the resampled values so that their mean is the estimate, and clip them at 0. Frechet
-            distances need this, since repeated images increase them.
+            distances need the shift, because repeated images in a resample increase the distances.
 
     Returns:
-        For every method `value`, `low`, `high`, and `difference_to_ar` with the same keys.
+        A dictionary for every method: estimate `value`, bounds `low` and `high` of the interval, and
+        `difference_to_ar`, a dictionary with the same three keys.
     """
     values = np.array(statistic(np.arange(num_prompts)), np.float64)  # [methods]
     resampled = np.random.default_rng(0).integers(0, num_prompts, (num_resamples, num_prompts))
@@ -75,6 +78,7 @@ def estimate_interval(
 
 
 def _compute_intervals(values: Floats, resampled_values: Floats) -> list[dict[str, Any]]:
+    """Return, for every method, the value and the bounds of its 95 % interval: `value`, `low` and `high`."""
     tail = (1 - CONFIDENCE) / 2
     rows = np.stack([values, *np.quantile(resampled_values, [tail, 1 - tail], axis=1)], 1)
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]

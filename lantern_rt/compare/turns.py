@@ -32,8 +32,8 @@ class ComparedMethod:
     """Decoding method to compare.
 
     Args:
-        label: method string or name of a quality.
-        options: options of a pipeline call that select the method and its sampling.
+        label: method string, or name of a quality, for reports.
+        options: options of a pipeline call that select the method and its sampling settings.
     """
 
     label: str
@@ -47,12 +47,12 @@ def parse_methods(
 
     Args:
         labels: method strings such as `lantern++:lambda=3:tree=chain-4`.
-        sampling_options: guidance, temperature and filters of every method.
-        bundle: the bundle that must support the methods.
-        qualities: names of presets.
+        sampling_options: sampling settings of every method: guidance, temperature and filters.
+        bundle: bundle that must support the methods.
+        qualities: names of qualities, whose presets are compared.
 
     Raises:
-        RequestError: a method string is invalid or repeated.
+        RequestError: a method string is invalid or occurs twice.
     """
     names = [*(label.strip() for label in labels), *qualities]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -74,12 +74,12 @@ class MethodRun:
 
     Args:
         method: decoding method.
-        settings: resolved settings of the call.
+        settings: complete settings of the call, including defaults.
         codes: codes of each image, `[cells]`.
         images: decoded images; empty if codes were not decoded or the bundle has no image decoder.
         statistics: statistics of the call.
         seconds: duration of the call, including the decoding of images.
-        likelihoods: likelihood of each image's codes; empty until it is computed.
+        likelihoods: likelihood of each image's codes; empty before `add_likelihoods`.
     """
 
     method: ComparedMethod
@@ -92,12 +92,12 @@ class MethodRun:
 
     @property
     def tvd_per_token(self) -> float:
-        """Mean total variation distance per token between the sampled and the target distribution."""
+        """Mean total variation distance per token between the distribution of samples and the target's distribution."""
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
 def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
-    """Return for every image the number of tokens per forward pass of the target, prefill included."""
+    """Return, for every image, the mean number of tokens per forward pass of the target, prefill included."""
     length = len(runs[0].codes[0])
     return [length / image.target_passes for run in runs for image in run.statistics.per_image]
 
@@ -105,9 +105,11 @@ def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
 def run_method(
     pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True
 ) -> MethodRun:
-    """Run one method on one request and measure the time.
+    """Run one method on one request, and measure the time of the pipeline call.
 
     Args:
+        pipeline: pipeline of the bundle.
+        method: method to run.
         request: keyword arguments that give prompts and seeds.
         make_images: whether to decode the codes to images.
     """
@@ -121,7 +123,7 @@ def run_method(
 
 
 def add_likelihoods(pipeline: Pipeline, run: MethodRun, request: Mapping[str, Any]) -> MethodRun:
-    """Return a copy of `run` with the target's likelihoods of its codes.
+    """Return a copy of a run, with the likelihoods of the run's codes under the target model.
 
     Args:
         pipeline: pipeline that made the run.
@@ -141,14 +143,19 @@ def run_methods_in_turns(
     progress: Progress = lambda description, done, total_images: None,
     total_images: int = 0,
 ) -> Iterator[list[MethodRun]]:
-    """Yield one list of runs per request, in the order of `methods`.
+    """Run all methods on each request in turn.
 
     Args:
+        pipeline: pipeline of the bundle.
         methods: the methods to run on every request.
         requests: keyword arguments of pipeline calls.
         make_images: whether to decode the codes to images.
         with_likelihoods: whether to compute likelihoods after each turn.
+        progress: progress callback.
         total_images: number of images per method, for `progress`.
+
+    Yields:
+        For each request, a list with one run per method, in the order of `methods`.
     """
     count = len(methods)
     num_images = 0

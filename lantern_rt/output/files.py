@@ -28,8 +28,8 @@ except ImportError:  # On Windows, files of killed programs are not removed.
 _OTHER_NAME = "give another name, or --force to replace it"
 
 
-def cache_folder() -> Path:
-    """Return the user's folder for compiled kernels: the environment variable `LANTERN_RT_CACHE`, or a default folder.
+def find_cache_folder() -> Path:
+    """Return the folder for compiled kernels: the value of `LANTERN_RT_CACHE`, or a default folder of the user.
 
     Raises:
         OutputError: the user has no home folder.
@@ -50,7 +50,7 @@ def cache_folder() -> Path:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Create parent folders and write a file atomically.
+    """Create the parent folders of a file, and write the file atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -69,7 +69,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def check_output_path(path: Path, force: bool) -> None:
-    """Raise OutputError if `path` cannot be written as a file."""
+    """Raise OutputError if a file cannot be written to `path`, or exists there and `force` is False."""
     with convert_output_errors(path):
         if path.is_dir():
             raise OutputError(field=str(path), found="a folder", expected="a file name")
@@ -79,12 +79,12 @@ def check_output_path(path: Path, force: bool) -> None:
 
 
 def check_new_folder(output: Path, force: bool, marker_file: str) -> None:
-    """Check that a folder can be created, or replaced if `force`.
+    """Check that an output folder can be created, or replaced if `force` is set.
 
     Args:
         output: path of the folder.
-        force: whether an existing folder of this kind may be replaced.
-        marker_file: name of the file that identifies a folder of this kind.
+        force: whether an existing folder with the marker file may be replaced.
+        marker_file: file name, such as `bundle.json`, that identifies folders of the same kind.
 
     Raises:
         OutputError: the folder exists and may not be replaced, or cannot be created.
@@ -107,8 +107,8 @@ def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) ->
     """Check that there is enough free disk space for several folders, which may be on the same disk.
 
     Args:
-        required_bytes: folders, which need not exist, each with the number of bytes to be written.
-        remedy: remedy in the error message.
+        required_bytes: pairs of a folder, which need not exist, and the number of bytes to write into this folder.
+        remedy: instruction in the error message, such as to use another disk.
 
     Raises:
         OutputError: a disk is too full.
@@ -124,7 +124,7 @@ def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) ->
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Create the file's folder and write the file atomically; on failure, nothing is changed.
+    """Create the folder of an output file, and write the file atomically. After an error, nothing has changed.
 
     Args:
         path: path of the output file.
@@ -142,14 +142,14 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
 
 @contextmanager
 def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iterator[Path]:
-    """Create a hidden folder that is renamed to `output` on success.
+    """Create a hidden folder for the `with` block, and rename it to `output` at the end of the block.
 
-    On failure, the hidden folder and new parent folders are removed.
+    If the block raises an error, the hidden folder and new parent folders are removed.
 
     Args:
         output: path of the folder.
-        force: whether an existing folder of this kind may be replaced.
-        marker_file: name of the file that identifies a folder of this kind.
+        force: whether an existing folder with the marker file may be replaced.
+        marker_file: file name, such as `bundle.json`, that identifies folders of the same kind.
 
     Yields:
         The hidden folder to write to.
@@ -175,13 +175,14 @@ def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iter
 
 
 def find_existing_ancestor(path: Path) -> Path:
-    """Return `path` if it exists (a broken link counts), otherwise the innermost existing folder above `path`."""
+    """Return `path` if it exists, even as a broken link; otherwise return the innermost existing folder above."""
     path = path.resolve()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 @contextmanager
 def _make_parent_folders(path: Path) -> Iterator[None]:
+    """Create the parent folders of `path`, and remove the new folders if `path` does not exist after the block."""
     new = [folder for folder in path.parents if not folder.exists()]  # Innermost first.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -194,7 +195,7 @@ def _make_parent_folders(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _create_hidden_folder(output_path: Path) -> Iterator[Path]:
-    """Create a temporary folder beside `output_path`, on the same disk, and remove folders of killed programs."""
+    """Create a temporary folder beside `output_path`. Remove temporary folders that killed programs left there."""
     name = f".{output_path.name[:100]}."
     for abandoned in output_path.parent.glob(f"{glob.escape(name)}*.partial"):
         with suppress(OSError), _lock_folder(abandoned) as locked:
@@ -209,7 +210,7 @@ def _create_hidden_folder(output_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[bool]:
-    """Try to lock a folder; the system releases the lock when a program ends.
+    """Try to lock a folder. The system releases the lock when the program ends.
 
     Yields:
         Whether this user owns the folder and the lock was acquired.
@@ -235,7 +236,7 @@ def _lock_folder(folder: Path) -> Iterator[bool]:
 def check_parent_writable(path: Path) -> None:
     """Check that files can be created in the folder of `path`, by creating a test file.
 
-    Permissions alone do not show whether this works.
+    The permissions of the folder alone do not show whether files can be created.
 
     Raises:
         OutputError: the folder does not exist.
@@ -252,7 +253,7 @@ def check_parent_writable(path: Path) -> None:
 def convert_output_errors(
     path: Path, error_types: tuple[type[Exception], ...] = (OSError, RuntimeError, ValueError)
 ) -> Iterator[None]:
-    """Convert errors of the system, such as a name that is too long, to an OutputError about `path`."""
+    """Convert errors in a `with` block, such as a file name that is too long, to an OutputError about `path`."""
     try:
         yield
     except error_types as error:

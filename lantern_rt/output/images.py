@@ -17,23 +17,26 @@ GREY = (128, 128, 128)  # Colour of cells that are not decoded yet.
 
 
 class ImageWithRecipe(Image.Image):
-    """Image whose `info` records how it was generated (the recipe); `save` writes the recipe into PNG files."""
+    """Image whose `info` holds the recipe, a record of how the image was generated. PNG files also get the recipe."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """Save like Pillow, recording the recipe in PNG; `pnginfo=None` writes no record."""
+        """Save the image like Pillow, with the recipe in a PNG file. With `pnginfo=None` the recipe is not written."""
         super().save(fp, format, **{"pnginfo": _make_text_chunks(self.info), **params})
 
 
 def attach_recipe(image: Image.Image, text_chunks: Mapping[Any, str]) -> ImageWithRecipe:
-    """Return a copy of an image with a recipe, given as the names and texts of PNG text chunks."""
+    """Return a copy of an image with a recipe. `text_chunks` has the names and texts of the recipe's PNG chunks."""
     copy = ImageWithRecipe()
     copy.__setstate__(image.__getstate__())
     copy.info = {**text_chunks}
     return copy
 
 
-def image_from_pixels(pixels: NDArray[np.float32]) -> Image.Image:
-    """Convert `pixels [3, height, width]` from -1 (black) to 1 to an image; other values are clamped.
+def convert_pixels_to_image(pixels: NDArray[np.float32]) -> Image.Image:
+    """Convert decoder output to an image.
+
+    Args:
+        pixels: values `[3, height, width]` from -1 (black) to 1. Values outside this range are clamped.
 
     Raises:
         BundleError: a value is not finite.
@@ -46,12 +49,12 @@ def image_from_pixels(pixels: NDArray[np.float32]) -> Image.Image:
 
 
 def make_blank_image(width: int, height: int) -> Image.Image:
-    """Return a grey image, which is shown before any cell of an image is decoded."""
+    """Return a grey image, to show before any cell of an image is decoded."""
     return Image.new("RGB", (width, height), GREY)
 
 
 def grey_out_cells(image: Image.Image, decoded_cells: NDArray[np.bool_]) -> Image.Image:
-    """Return the image with grey in all cells where `decoded_cells [rows, columns]` is False."""
+    """Return a copy of an image that is grey in all cells where `decoded_cells [rows, columns]` is False."""
     pixels = np.array(image)
     row, column = (
         np.arange(size) * cells // size for size, cells in zip(pixels.shape, decoded_cells.shape, strict=False)
@@ -61,14 +64,17 @@ def grey_out_cells(image: Image.Image, decoded_cells: NDArray[np.bool_]) -> Imag
 
 
 def enlarge(image: Image.Image, scale: int) -> Image.Image:
-    """Return the image enlarged `scale` times (bicubic)."""
+    """Return an image of `scale` times the width and height, by bicubic interpolation."""
     if scale == 1:
         return image
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
 def encode_png(image: Image.Image, text_chunks: Mapping[Any, Any]) -> bytes:
-    """Encode a PNG file with a text chunk per string in `text_chunks`; equal input gives equal bytes."""
+    """Encode an image as a PNG file, with one text chunk per string in `text_chunks`.
+
+    Equal images and texts give equal bytes.
+    """
     buffer = BytesIO()
     image.save(buffer, "PNG", pnginfo=_make_text_chunks(text_chunks))
     return buffer.getvalue()
@@ -86,7 +92,7 @@ def encode_image(image: Image.Image, file_format: str, compression: int | None) 
     """Encode an image as a file.
 
     Args:
-        image: image; a PNG file records its `info`, from which the image can be generated again.
+        image: image to encode. A PNG file also has the recipe in the image's `info`.
         file_format: png, jpeg or webp.
         compression: quality of jpeg and webp, 0 .. 100; None: 90.
     """

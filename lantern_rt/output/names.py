@@ -15,7 +15,7 @@ SLUG_LIMIT = 60  # Maximum number of characters.
 
 
 def make_slug(text: str) -> str:
-    """Return the words of a text in lower case, joined by hyphens and cut to 60 characters, for a file name."""
+    """Return a part of a file name: the words of a text in lower case, with hyphens, at most 60 characters."""
     name = "-".join(re.findall(r"[a-z0-9]+", text.lower()))[: SLUG_LIMIT + 1]
     if len(name) > SLUG_LIMIT:
         name = name.rpartition("-")[0] or name[:SLUG_LIMIT]
@@ -29,18 +29,19 @@ def choose_output_paths(
     holds_image: Callable[[int, Path], bool] = lambda i, path: False,
     suffix: str = ".png",
 ) -> list[tuple[Path, bool]]:
-    """Choose the file of each image and check that it can be written.
+    """Choose the output file of each image, and check that the file can be written.
 
     Args:
-        output: path of a file with the suffix (only for one image), or of a folder. A new folder must be inside an
+        output: path of a folder or, for a single image, of a file with the suffix. A new folder must be inside an
             existing folder. None: the current folder.
-        file_stems: file names in a folder, without suffix. If another file has the name, -2, -3, ... are appended.
+        file_stems: file name of each image, without suffix. If another file has the name, -2, -3, ... is appended.
         force: whether existing files may be replaced.
-        holds_image: function that returns whether an existing file holds image i, from i and the path.
+        holds_image: function that takes the index of an image and the path of an existing file, and returns whether the
+            file holds this image.
         suffix: ending of the file names.
 
     Returns:
-        For each image the file, and whether it already holds the image.
+        For each image, the path of the file, and whether the file exists and already holds the image.
 
     Raises:
         OutputError: a file cannot be written, or `output` is a file that holds another image.
@@ -78,6 +79,7 @@ def choose_output_paths(
 def _choose_single_path(
     path: Path, file_stems: Sequence[str], force: bool, holds_image: Callable[[int, Path], bool]
 ) -> tuple[Path, bool]:
+    """Check the path of a single image, and return it with whether the file already holds the image."""
     if len(file_stems) > 1:
         raise OutputError(field=str(path), found=f"one file name for {len(file_stems)} images", expected="a folder")
     if path.is_file() and not force and holds_image(0, path):

@@ -10,13 +10,13 @@ from ..errors import escape_unprintable
 
 
 class ProgressCallback(Protocol):
-    """Progress callback. It takes the name of a task, the number of finished steps, and of all steps (0: unknown)."""
+    """Progress callback. Its arguments are a task's name, finished steps, and total steps; a total of 0 is unknown."""
 
     def __call__(self, task: str, done: int = 0, total: int = 0) -> None: ...
 
 
 @contextmanager
-def progress_bars() -> Iterator[ProgressCallback]:
+def show_progress_bars() -> Iterator[ProgressCallback]:
     """Show a progress bar for each task, on stderr or below a notebook's cell.
 
     If stderr is not a terminal, only the last state of the bars is written.

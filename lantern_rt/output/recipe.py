@@ -31,11 +31,11 @@ class Recipe(FrozenModel, strict=True):
         prompt: prompt, if the image was generated from text.
         negative_prompt: negative prompt; None: no negative prompt.
         class_id: class id, if the image was generated from a class.
-        token_ids: token ids, if the image was generated from them.
+        token_ids: token ids of the prompt, if the image was generated from token ids.
         embedding: hash of the text embeddings, if the image was generated from embeddings.
         edit: hash of the source image and its mask, if the image was edited.
         noise: version of the noise function.
-        settings: settings as in `GenerationSettings.as_dict`; whether a bundle supports them is not checked.
+        settings: settings in the form of `GenerationSettings.as_dict`. No check tests whether a bundle supports them.
     """
 
     prompt: str | None = None
@@ -83,7 +83,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_text_chunks(path: Path) -> dict[str, str]:
-    """Read the text chunks of a PNG file. Pillow limits their decompressed size to 64 MiB."""
+    """Read the text chunks of a PNG file, whose decompressed size Pillow limits to 64 MiB."""
     try:
         with open_regular_file(path) as file:
             image = PngImageFile(BytesIO(_strip_pixel_chunks(file)))
@@ -98,7 +98,10 @@ def _read_text_chunks(path: Path) -> dict[str, str]:
 
 
 def _strip_pixel_chunks(file: BinaryIO) -> bytes:
-    """Return the header and recipe chunks of a PNG. Some programs write text chunks after the pixels."""
+    """Return a PNG file without pixels: its header and the text chunks of the recipe.
+
+    Some programs write text chunks after the pixels, so the whole file is searched.
+    """
     data = file.read(33)  # Signature and header.
     for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # Length, type, and name of a text.
         file.seek(-len(head), SEEK_CUR)

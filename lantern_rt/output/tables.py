@@ -18,7 +18,7 @@ _STYLE = (
 
 
 def format_text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table as indented lines with aligned columns; control characters are removed."""
+    """Format a table as indented lines of text with aligned columns. Control characters are escaped."""
     rows = [[escape_unprintable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
@@ -38,6 +38,7 @@ def format_csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every nested field, without lists."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _flatten_row(value, f"{prefix}{name}.")
@@ -46,13 +47,13 @@ def _flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def format_html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Return an HTML table; `rows` and `header` contain HTML, which is not escaped."""
+    """Return an HTML table. The cells in `rows` and `header` are HTML, which is not escaped."""
     lines = ["".join(f"<th>{cell}</th>" for cell in header)] if header else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def format_html_page(title: str, body: str) -> str:
-    """Return an HTML page. `title`, which is escaped, is the heading; `body` is HTML, which is not escaped."""
+    """Return an HTML page with a heading. `title` is text, which is escaped; `body` is HTML, which is not escaped."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en">{head}<h1>{escape(title)}</h1>{body}</html>\n'

@@ -1,7 +1,7 @@
 """Traces of decoding: every draft tree, the accepted path in it, and an image that summarizes them.
 
-`Trace` collects the steps of decoding. `encode_npz` returns all data; `render_image` shows the grid, where the colour
-of each cell is the number of draft tokens that were accepted by the pass that committed the cell.
+`Trace` collects the steps of decoding. `Trace.encode_npz` returns all data. `Trace.render_image` draws the grid: the
+colour of a cell shows how many draft tokens were accepted by the forward pass that generated the cell.
 
 In the .npz file a *part* is the effect of one step on one image, in order of time. Lists of different lengths are
 concatenated: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
@@ -89,7 +89,7 @@ class Trace:
     Args:
         grid_rows: number of grid rows.
         grid_columns: number of grid columns.
-        trace_steps: collected effects of steps on images.
+        trace_steps: collected effects of decoding steps on images.
         num_steps: number of collected steps.
     """
 
@@ -100,7 +100,7 @@ class Trace:
     _last_step_time: float = field(init=False, default_factory=time.perf_counter)
 
     def add_step(self, step: DecodeStep) -> None:
-        """Record the tree and accepted path of a step, without whole distributions."""
+        """Record the draft trees and accepted paths of a decoding step, without whole probability distributions."""
         now = time.perf_counter()
         seconds = now - self._last_step_time
         self._last_step_time = now
@@ -117,7 +117,10 @@ class Trace:
                     np.array(path, np.int64),
                     [part.acceptance is not None and node in part.acceptance.relaxed_nodes for node in path],
                     [float("nan")] * (len(path) - len(target_p)) + [*target_p],
-                    [float("nan") if part.tree is None else _sampling_probability(part.tree, node) for node in path],
+                    [
+                        float("nan") if part.tree is None else _compute_sampling_probability(part.tree, node)
+                        for node in path
+                    ],
                     seconds,
                 )
             )
@@ -161,13 +164,16 @@ class Trace:
         np.savez_compressed(buffer, **int64, **measured)
         return buffer.getvalue()
 
-    def accepted_tokens_per_cell(self) -> Ints:
-        """Return for each cell how many draft tokens its forward pass accepted, int64 `[images, cells]`."""
+    def count_accepted_tokens_per_cell(self) -> Ints:
+        """Return, for each cell, how many draft tokens the pass that generated the cell accepted.
+
+        The result is an int64 array `[images, cells]`, with -1 in cells without a token.
+        """
         return self._fill_cells(lambda part: max(len(part.accepted_path) - 1, 0))
 
     def render_image(self) -> Image.Image:
-        """Draw the grid of every image, at most eight side by side, above a legend of the colours."""
-        cells = self.accepted_tokens_per_cell()
+        """Draw the grids of all images, at most eight in a row, and a legend of the colours below."""
+        cells = self.count_accepted_tokens_per_cell()
         largest = max(int(cells.max(initial=0)), 1)
         steps = np.linspace(0, len(_COLOURS) - 1, largest + 1)
         shades = [np.interp(steps, range(len(_COLOURS)), channel) for channel in _COLOURS.T]
@@ -201,7 +207,11 @@ class Trace:
         return image
 
     def _fill_cells(self, get_value: Callable[[TraceStep], Ints | int]) -> Ints:
-        """Return an array `[images, cells]`: each step's value in the cells that the step filled, -1 elsewhere."""
+        """Return an array `[images, cells]` with the value of each step in the cells that the step filled, else -1.
+
+        Args:
+            get_value: function that returns one value for all cells of a step, or one value per cell.
+        """
         images = 1 + max((part.image_index for part in self.trace_steps), default=-1)
         cells = np.full((images, self.grid_rows * self.grid_columns), -1, np.int64)
         committed = [0] * images
@@ -212,8 +222,8 @@ class Trace:
         return cells
 
 
-def _sampling_probability(tree: DraftTree, node: int) -> float:
-    """Return the probability with which the drafter sampled a node's token after the node's earlier siblings."""
+def _compute_sampling_probability(tree: DraftTree, node: int) -> float:
+    """Return the probability with which the drafter sampled a node's token, given the node's earlier siblings."""
     parent = int(tree.parents[node])
     if parent < 0:
         return float("nan")

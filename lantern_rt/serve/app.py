@@ -59,9 +59,10 @@ def make_app(
 
     Args:
         state: state that requests share.
-        lifespan: context that fills `state.backends` and closes the backends.
-        allowed_origins: sites whose pages may send requests (CORS), as in `normalize_origin`.
-        allowed_hosts: accepted names of the server besides addresses; empty: any name.
+        lifespan: context manager that creates the backends at the start and closes them at the end.
+        allowed_origins: sites whose pages may send requests (CORS), such as `https://ui.example`.
+        allowed_hosts: names of the server that the header `Host` may have; empty: all names. IP addresses are always
+            allowed.
 
     Raises:
         RequestError: an origin is invalid.
@@ -76,9 +77,9 @@ def make_app(
         Route("/readyz", info.get_readiness),
         Route("/health", info.get_readiness),
         Route("/metrics", info.get_metrics),
-        Route("/openapi.json", info.get_openapi),
-        Route("/docs", info.get_docs),
-        Route("/", info.get_page),
+        Route("/openapi.json", info.get_openapi_document),
+        Route("/docs", info.get_api_docs_page),
+        Route("/", info.get_web_page),
         Mount("/page", StaticFiles(directory=PAGE_FOLDER)),
     ]
     middleware = [Middleware(_RequestGuardMiddleware, state, allowed_origins, allowed_hosts)]
@@ -93,9 +94,9 @@ def make_app(
             )
         )
     handlers: dict[Any, Any] = {
-        HTTPException: _handle_routing_error,
-        HttpError: _handle_error,
-        Exception: _handle_error,
+        HTTPException: _respond_to_routing_error,
+        HttpError: _respond_to_error,
+        Exception: _respond_to_error,
     }
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
@@ -118,6 +119,8 @@ def normalize_origin(text: str) -> str:
 
 
 class _InfoEndpoints:
+    """Endpoints that do not generate images: models, health checks, metrics, API documentation and web page."""
+
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
@@ -133,6 +136,7 @@ class _InfoEndpoints:
         return JSONResponse(self._describe_model(http_request.path_params["name"]))
 
     def _describe_model(self, name: str) -> dict[str, Any]:
+        """Return the entry of a model or alias in the response of `/v1/models`."""
         backend = self._state.find_backend(name)
         server_limits = self._state.server_limits
         entry = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
@@ -154,17 +158,17 @@ class _InfoEndpoints:
             media_type="text/plain; version=0.0.4",
         )
 
-    async def get_openapi(self, http_request: HttpRequest) -> Response:
+    async def get_openapi_document(self, http_request: HttpRequest) -> Response:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
         schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest, CodesRequest)}
         document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(GenerationStats).json_schema()}
         return JSONResponse(document)
 
-    async def get_docs(self, http_request: HttpRequest) -> Response:
+    async def get_api_docs_page(self, http_request: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "docs.html")
 
-    async def get_page(self, http_request: HttpRequest) -> Response:
+    async def get_web_page(self, http_request: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "index.html")
 
 
@@ -172,8 +176,8 @@ class _RequestGuardMiddleware:
     """Middleware that rejects requests from pages of other sites, and adds request ids and security headers.
 
     The middleware logs and counts requests for images and rejected requests. Health checks with status 503 are not
-    logged. If a response was sent before the whole body of a request was read, the middleware closes the connection.
-    Before that, it gives the client time to read the response.
+    logged. If the response was sent before the whole body of the request was read, the middleware closes the
+    connection. The client first gets a few seconds to read the response.
     """
 
     def __init__(
@@ -233,6 +237,7 @@ class _RequestGuardMiddleware:
             await send({"type": "http.response.body"})
 
     def _check_headers(self, method: str, headers: Headers) -> HttpError | None:
+        """Return the error of a request that must be rejected; None if the request is allowed."""
         if "content-length" in headers and "transfer-encoding" in headers:  # proxies disagree about the end of the body
             return HttpError(400, "two lengths of the body", field="content-length", remedy="omit content-length")
         remedy = "allow a site with `lantern-rt serve --cors ORIGIN`"
@@ -253,18 +258,20 @@ class _RequestGuardMiddleware:
         return None
 
     def _is_own_host(self, host: str) -> bool:
+        """Return whether the header `Host` names this server: an allowed name, localhost or an IP address."""
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
             return name in self._allowed_hosts or name.endswith(".localhost") or bool(ip_address(name))
         return False
 
 
-async def _handle_error(http_request: HttpRequest, error: Exception) -> Response:
+async def _respond_to_error(http_request: HttpRequest, error: Exception) -> Response:
     http_error = HttpError.from_exception(error)
     return JSONResponse(http_error.body(), http_error.status, headers=http_error.headers)
 
 
-async def _handle_routing_error(http_request: HttpRequest, error: Exception) -> Response:
+async def _respond_to_routing_error(http_request: HttpRequest, error: Exception) -> Response:
+    """Return the response to a request with an unknown path or a wrong HTTP method."""
     assert isinstance(error, HTTPException)
     route = f"{http_request.method} {http_request.url.path}"
     if error.status_code == 405:

@@ -1,6 +1,6 @@
-"""Image backends of the server: their interface, and the backend with a pipeline in this process.
+"""Backends of the server, which generate images: their interface, and the backend with a pipeline in this process.
 
-`ray.py` has the backend that forwards requests to replicas.
+The module `ray` has the backend that forwards requests to replicas in other processes.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ class ImageBackend(Protocol):
 
         Args:
             request: request with all defaults set.
-            caller: API key or address of the client; clients share the backend fairly.
+            caller: API key or address of the client. The backend divides its capacity fairly between clients.
 
         Yields:
             `ADMITTED` when the request is queued, then the events that the request asks for, then a `Completion`.
 
         Raises:
-            LanternError: the errors of `AsyncPipeline.generate`.
+            LanternError: the request is invalid, the queue is full, or the model fails, as in
+                `AsyncPipeline.generate`.
         """
 
 
@@ -78,7 +79,7 @@ class LocalBackend:
 
     Args:
         pipeline: pipeline that generates the images.
-        name: name of the model in the API; empty: the name of its bundle.
+        name: name of the model in the API; empty: the name of the pipeline's bundle.
     """
 
     def __init__(self, pipeline: AsyncPipeline, name: str = "") -> None:
@@ -95,6 +96,7 @@ class LocalBackend:
         return self._description
 
     def _make_description(self) -> dict[str, Any]:
+        """Return the fields of the model in the response of `/v1/models`."""
         manifest = self.manifest
         tokenizer = load_bundle_tokenizer(self.pipeline.pipeline.bundle)
         size = manifest.size().name
@@ -122,7 +124,11 @@ class LocalBackend:
         }
 
     def _find_accepted_method(self, **options: str) -> MethodConfig | None:
-        """Return the decoding method of a request with these options; None if the request would be rejected."""
+        """Return the decoding method of a request with the given options; None if the request would be rejected.
+
+        Args:
+            options: option `method` or `quality` of a request.
+        """
         try:
             method = self.pipeline.pipeline.adapt_settings_to_engines(resolve_settings(self.manifest, options)).method
             self.pipeline.service.check_node_limit(method)
@@ -144,7 +150,7 @@ class LocalBackend:
         every_step = bool(request.steps or num_partial_images)
         deadline = math.inf if request.deadline is None else request.deadline
         updates = self.pipeline.stream_updates(
-            **request.pipeline_options(), wants_all_steps=every_step, caller=caller, deadline=deadline
+            **request.make_pipeline_options(), wants_all_steps=every_step, caller=caller, deadline=deadline
         )
         async with aclosing(updates):
             queued, _ = await anext(updates)
@@ -170,7 +176,7 @@ class LocalBackend:
                     num_sent = due
                     before = time.perf_counter()
                     file_bytes = await request.encode_file(self.pipeline, prepared_request, step, 0)
-                    image_event = request.image_event("partial_image", size, step.codes[0], file_bytes)
+                    image_event = request.make_image_event("partial_image", size, step.codes[0], file_bytes)
                     image_seconds += time.perf_counter() - before
                     yield image_event | {"partial_image_index": num_sent - 1}
             before = time.perf_counter()
@@ -200,13 +206,15 @@ class LocalBackend:
 def make_step_event(step: StreamStep, size: Size, preserved_mask: Bools | None = None) -> Event:
     """Create the stream event of one decoding step, for the first image of a request.
 
-    The field `kinds` has one letter per new token. The field `done` is the number of tokens so far, including the new
-    tokens. So a client knows the cells of the new tokens even after another replica has restarted the image.
+    The field `kinds` has one letter per new token: `k` for a token that an edit preserves, else the letter of
+    `classify_new_tokens`. The field `done` is the number of tokens after the step. From `done`, a client knows the
+    positions of the new tokens, even if another replica has started the image again.
 
     Args:
-        step: state after the step.
-        size: size of the image. If it has a smaller first grid, its tokens come first in `kinds`.
-        preserved_mask: cells whose tokens an edit preserves, bool `[cells]`; None without an edit.
+        step: state of the request after the decoding step.
+        size: size of the image. Some models generate a smaller grid before the image. The tokens of the smaller grid
+            then come before the tokens of the image.
+        preserved_mask: tokens that an edit preserves, as bool `[cells]`; None without an edit.
     """
     part = step.parts[0]
     kinds = classify_new_tokens(part)
@@ -229,10 +237,10 @@ def make_step_event(step: StreamStep, size: Size, preserved_mask: Bools | None =
 def classify_new_tokens(sequence_step: SequenceStep) -> str:
     """Return the origin of each new token, as one letter per token.
 
-    - `d`: drafted and accepted
-    - `r`: drafted, accepted only because acceptance is relaxed
-    - `x`: sampled by the target after a draft token was rejected
-    - `n`: sampled by the target without a draft token, or preserved
+    - `d`: draft token, accepted
+    - `r`: draft token, accepted only because acceptance is relaxed
+    - `x`: token that the target sampled after it rejected a draft token
+    - `n`: token that the target sampled without a draft token, or token that an edit preserved
     """
     tree = sequence_step.tree
     acceptance = sequence_step.acceptance

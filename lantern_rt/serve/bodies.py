@@ -1,4 +1,4 @@
-"""Formats of request bodies. Each endpoint receives a body in pieces and converts it to a `ParsedBody`."""
+"""Formats of request bodies. A parser receives a body in pieces and converts it to a `ParsedBody`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BodyParser(Protocol):
         """Parse the next bytes of the body, or store them for `parse_request`."""
 
     def parse_request(self) -> ParsedBody:
-        """Return the parsed body after all bytes were written."""
+        """Return the requests in the body. All bytes of the body must have been written before."""
 
     def close(self) -> None:
         """Free the received bytes."""
@@ -41,7 +41,12 @@ class BodyFormat(Protocol):
         """Return the maximum size of a body in bytes."""
 
     def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        """Return the parser of one body."""
+        """Return a new parser for one body.
+
+        Args:
+            headers: HTTP headers of the request.
+            server_limits: limits of the server, such as the maximum size of a text field.
+        """
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class JsonBodyFormat:
 
 
 class _JsonParser:
+    """Parser that collects all bytes of a JSON body and parses them at the end."""
+
     def __init__(
         self, parse: Callable[[bytes, Headers, ServerLimits], ParsedBody], headers: Headers, server_limits: ServerLimits
     ) -> None:
@@ -106,6 +113,7 @@ class FormBodyFormat:
 
 
 def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits) -> ParsedBody:
+    """Parse a request for codes. The header `Accept` selects JSON or an .npz file as the response."""
     accepted = [part.partition(";")[0].strip() for part in headers.get("accept", "").split(",")]
     return parse_json_body(CodesFileRequest if NPZ in accepted else CodesRequest, body)
 

@@ -1,4 +1,4 @@
-"""Requests for codes, `POST /v1/images/codes`: as JSON or as an .npz file."""
+"""Requests for the codes (image tokens) of images at `POST /v1/images/codes`, with JSON or .npz responses."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CodesRequest(GenerationRequest):
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
 
-    def pipeline_options(self) -> dict[str, Any]:
-        return super().pipeline_options() | ({} if self.image is None else {"image": self.image})
+    def make_pipeline_options(self) -> dict[str, Any]:
+        return super().make_pipeline_options() | ({} if self.image is None else {"image": self.image})
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         if self.image is not None and bundle.manifest.source is None:
@@ -42,19 +42,20 @@ class CodesRequest(GenerationRequest):
             raise HttpError(400, problem, field="image", remedy="leave it out")
         return self
 
-    def image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
+    def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
         first, grid = split_codes_by_grid(size, codes)
         return {"codes": grid.tolist(), "first_codes": first.tolist()}
 
 
 class CodesFileRequest(CodesRequest):
-    """Request for the codes of one image whose response is an .npz file, as `lantern-rt run --codes` writes it."""
+    """Request for the codes of one image. The response is an .npz file like the files of `lantern-rt run --codes`."""
 
     def check_fields(self) -> None:
         super().check_fields()
         if self.stream or (self.n or 1) > 1:
             field = "stream" if self.stream else "n"
-            raise HttpError(400, "does not fit into one file", field=field, remedy=f"accept JSON, or leave {field} out")
+            problem = "cannot be combined with an .npz response"
+            raise HttpError(400, problem, field=field, remedy=f"accept JSON, or leave {field} out")
 
     async def encode_file(
         self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int

@@ -28,7 +28,7 @@ BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the 
 
 
 class _ChunkLimitedParser(h11.Connection):
-    """HTTP parser that rejects a body which is sent in many small chunks, since parsing them takes long."""
+    """HTTP parser that rejects bodies in many small chunks, because parsing many chunks takes long."""
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -46,7 +46,7 @@ class _ChunkLimitedParser(h11.Connection):
 class LimitedConnection(H11Protocol):
     """HTTP connection of a server with a maximum number of connections.
 
-    Above the maximum, the connection that was idle longest is closed, so that health checks can still connect.
+    If there are more connections, the connection that was idle longest is closed. So health checks can still connect.
     """
 
     has_warned = False  # whether the log mentions the limit
@@ -92,7 +92,10 @@ class LimitedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _check_header_timeout(self) -> None:
-        """Close the connection if a request's headers take too long; uvicorn has a timeout only between requests."""
+        """Close the connection if the headers of a request do not arrive in time, and repeat this check regularly.
+
+        Uvicorn itself has a timeout only between requests.
+        """
         self._timer = self.loop.call_later(HEADER_SECONDS / 4, self._check_header_timeout)
         awaits_headers = self._is_idle and (self.cycle is None or self.conn.trailing_data[0])
         if awaits_headers and self._idle_since + HEADER_SECONDS < self.loop.time():

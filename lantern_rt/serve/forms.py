@@ -1,4 +1,4 @@
-"""Parser of forms with files (`multipart/form-data`). Its time and memory are linear in the size of the form."""
+"""Parser of forms with files (`multipart/form-data`). The time and memory to parse a form are linear in its size."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class FormBodyParser:
     """Incremental parser of one form. Its methods raise `HttpError` if the form is malformed or too large.
 
     Args:
-        content_type: header of the request, with the boundary between parts.
+        content_type: header `Content-Type` of the request, which contains the boundary between parts.
         max_text_bytes: maximum number of bytes of a text field.
-        request_class: class of the request.
+        request_class: class of the request that the form is converted to.
     """
 
     def __init__(self, content_type: str, max_text_bytes: int, request_class: type[EditRequest] = EditRequest) -> None:
@@ -61,7 +61,7 @@ class FormBodyParser:
             raise _make_malformed_error(format_error(error)) from error
 
     def parse_request(self) -> EditRequest:
-        """Return the request, once all bytes are parsed."""
+        """Return the request in the form. All bytes of the form must have been written before."""
         if not self._complete:
             raise _make_malformed_error("an incomplete form")
         # Browsers send an empty part for every input that was not filled.
@@ -77,7 +77,7 @@ class FormBodyParser:
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:
-        """Free the received bytes now, by breaking the reference cycle of the parser and its callbacks."""
+        """Free the received bytes at once. The reference cycle of the parser and its callbacks would keep them."""
         self._values.clear()
         self._parser.parser = None
 
@@ -98,4 +98,5 @@ class FormBodyParser:
 
 
 def _make_malformed_error(problem: str) -> HttpError:
+    """Return the error of a malformed form. problem: noun phrase that follows `found` in the message."""
     return HttpError(400, field="body", found=problem, expected=f"{FORM} with its boundary")

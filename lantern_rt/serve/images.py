@@ -1,4 +1,4 @@
-"""Endpoints that generate images and codes. They handle a request from its body to the end of its response."""
+"""Endpoints that generate images and codes, from reading the body of a request to sending the response."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class ImagesEndpoint:
 
 
 class _RequestHandler:
+    """Handler of one HTTP request for images or codes."""
+
     def __init__(self, state: ServerState, http_request: HttpRequest, send: Send, body_format: BodyFormat) -> None:
         self._state = state
         self._body_format = body_format
@@ -64,6 +66,7 @@ class _RequestHandler:
         self._failure: Exception | None = None  # error that a stream has already sent
 
     async def run(self) -> None:
+        """Handle the request, send a response or an error, and record the status for the log and the metrics."""
         status = DISCONNECTED
         try:
             completions = await self._handle_request()
@@ -99,6 +102,7 @@ class _RequestHandler:
             self._record.status = status
 
     async def _handle_request(self) -> Sequence[Completion]:
+        """Check the request, generate the images, send the response, and return the images with their costs."""
         state = self._state
         server_limits = state.server_limits
         state.check_accepting_requests()
@@ -137,11 +141,13 @@ class _RequestHandler:
         return completions
 
     async def _read_body(self, max_bytes: int) -> ParsedBody:
+        """Read and parse the body of the request."""
         with closing(self._body_format.make_parser(self._http_request.headers, self._state.server_limits)) as parser:
             await self._receive_chunks(parser.write, max_bytes)
             return parser.parse_request()
 
     async def _receive_chunks(self, write_chunk: Callable[[bytes], None], max_bytes: int) -> None:
+        """Read the body of the request within the time limit, and call `write_chunk` with each piece."""
         timeout = self._state.server_limits.body_timeout
         size = 0
         try:
@@ -157,6 +163,7 @@ class _RequestHandler:
     async def _generate_updates(
         self, backend: ImageBackend, request: GenerationRequest
     ) -> AsyncGenerator[Event | Completion, None]:
+        """Yield the backend's events and the finished images. Raise `HttpError` when the deadline has passed."""
         assert request.deadline is not None
         remaining = request.deadline - (time.perf_counter() - self._record.start_time)
         end = asyncio.get_running_loop().time() + remaining
@@ -176,6 +183,7 @@ class _RequestHandler:
     async def _send_event_stream(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> Completion:
+        """Send server-sent events until the images are finished, and return the finished images."""
         events = self._format_stream_events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
         await response(self._http_request.scope, self._http_request.receive, self._send)
@@ -188,7 +196,10 @@ class _RequestHandler:
     async def _format_stream_events(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
-        """Yield server-sent events. An error is the last event and has no name, as OpenAI's client expects."""
+        """Yield server-sent events. If generating fails, the last event is the error.
+
+        The event of an error has no name, as OpenAI's client expects.
+        """
         try:
             async for update in updates:
                 event = request.make_final_event(update) if isinstance(update, Completion) else update
@@ -200,7 +211,10 @@ class _RequestHandler:
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
     async def _run_until_disconnect(self, awaitable: Awaitable[T]) -> T:
-        """Return the result of `awaitable`. If the client disconnects, cancel it and raise ClientDisconnect."""
+        """Return the result of `awaitable`.
+
+        If the client disconnects first, cancel `awaitable` and raise ClientDisconnect.
+        """
         result = asyncio.ensure_future(awaitable)
         disconnect = asyncio.create_task(_wait_for_disconnect(self._http_request.receive))
         try:
@@ -233,6 +247,7 @@ async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
 
 
 async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+    """Wait until the images are finished and return them; all events are dropped."""
     async for update in updates:
         last = update
     assert isinstance(last, Completion)
@@ -240,6 +255,6 @@ async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. The body of its request must have been received before."""
+    """Wait until the client disconnects. The body of the client's request must have been received before."""
     while (await receive())["type"] != "http.disconnect":
         pass

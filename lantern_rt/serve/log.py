@@ -27,8 +27,8 @@ class RequestRecord:
         client: address of the client.
         path: path of the URL.
         status: HTTP status; 500 until a response begins.
-        key_name: name of the API key.
-        model: name of the model.
+        key_name: name of the API key; empty if the server needs no key.
+        model: name of the model; empty until the model is known.
         log_fields: further fields of the line in the log.
         start_time: time at which the request began, by `time.perf_counter`.
     """
@@ -68,7 +68,7 @@ class LogFormatter(logging.Formatter):
         self._log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record, with the fields that `extra={"facts": ...}` adds."""
+        """Return the line for a record. The line includes the fields in `record.facts`, if there are any."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         level = record.levelname.lower()
         message = record.getMessage()

@@ -47,7 +47,7 @@ else:
 
 
 class GenerationRequest(SamplingFields):
-    """Request with the fields that all endpoints share. Subclasses convert finished images to a response."""
+    """Request with the fields that all endpoints share. Subclasses add fields and convert images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -71,7 +71,7 @@ class GenerationRequest(SamplingFields):
 
     @property
     def generation_requests(self) -> list[GenerationRequest]:
-        """Requests whose images are generated at the same time; here only this request."""
+        """Requests whose images are generated at the same time. The default is only this request."""
         return [self]
 
     @property
@@ -79,8 +79,8 @@ class GenerationRequest(SamplingFields):
         """Number of stream events with an unfinished image that the client asked for."""
         return 0
 
-    def pipeline_options(self) -> dict[str, Any]:
-        """Return the keyword arguments for `AsyncPipeline` that the request's fields give."""
+    def make_pipeline_options(self) -> dict[str, Any]:
+        """Convert the fields of the request to keyword arguments of `AsyncPipeline.stream_updates`."""
         values = {
             "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
             "class_ids": self.class_id,
@@ -111,25 +111,29 @@ class GenerationRequest(SamplingFields):
             )
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
-        """Return the request with values that the bundle needs. Raises: LanternError: the bundle cannot answer it."""
+        """Return the request with all values that the bundle needs.
+
+        Raises:
+            LanternError: the bundle cannot generate images or codes for this request.
+        """
         return self
 
     async def encode_file(
         self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
     ) -> bytes:
-        """Return the file of an image, empty if the response needs no file.
+        """Return the contents of the file for an image; empty if the response needs no file.
 
         Args:
             pipeline: pipeline that generated the image.
-            prepared_request: request of the pipeline.
-            step: step in which the image is complete.
+            prepared_request: request that the pipeline prepared.
+            step: decoding step with the codes of the image.
             image_index: index of the image in the request.
         """
         return b""
 
     @abstractmethod
-    def image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
-        """Return the fields of an image in a response.
+    def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
+        """Return the fields of a response that describe one image.
 
         Args:
             size: size of the image.
@@ -137,11 +141,11 @@ class GenerationRequest(SamplingFields):
             file_bytes: contents of the file that `encode_file` returned.
         """
 
-    def response_fields(self, size: Size) -> dict[str, str]:
-        """Return the fields of a response that describe all images."""
+    def make_response_fields(self, size: Size) -> dict[str, str]:
+        """Return the fields of a response that are the same for all images."""
         return {"size": size.name}
 
-    def image_event(self, kind: str, size: Size, codes: Ints, file_bytes: bytes) -> Event:
+    def make_image_event(self, kind: str, size: Size, codes: Ints, file_bytes: bytes) -> Event:
         """Create a stream event that contains an image.
 
         Args:
@@ -150,24 +154,28 @@ class GenerationRequest(SamplingFields):
             codes: codes of the image, `[cells]`.
             file_bytes: contents of the file that `encode_file` returned.
         """
-        image_fields = self.image_fields(size, codes, file_bytes)
-        fields = {"created_at": int(time.time()), **self.response_fields(size)}
+        image_fields = self.make_image_fields(size, codes, file_bytes)
+        fields = {"created_at": int(time.time()), **self.make_response_fields(size)}
         return {"type": f"{self.EVENT_PREFIX}.{kind}", **image_fields, **fields}
 
     def make_final_event(self, completion: Completion) -> Event:
-        """Return the last event of a stream."""
+        """Return the last event of a stream, which contains the finished image and the costs of the request."""
         return (
-            self.image_event("completed", completion.size, completion.codes[0], completion.encoded_files[0])
-            | completion.usage_fields()
+            self.make_image_event("completed", completion.size, completion.codes[0], completion.encoded_files[0])
+            | completion.make_usage_fields()
         )
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response without `stream`. completions: one for each of `generation_requests`."""
+        """Return the response to a request that does not stream events.
+
+        Args:
+            completions: finished images of each request in `generation_requests`.
+        """
         (completion,) = completions
         images = zip(completion.codes, completion.encoded_files, strict=True)
-        data = [self.image_fields(completion.size, *image) for image in images]
+        data = [self.make_image_fields(completion.size, *image) for image in images]
         head = {"created": int(time.time()), "data": data}
-        return JSONResponse({**head, **self.response_fields(completion.size), **completion.usage_fields()})
+        return JSONResponse({**head, **self.make_response_fields(completion.size), **completion.make_usage_fields()})
 
 
 class ImagesRequest(GenerationRequest):
@@ -218,13 +226,13 @@ class ImagesRequest(GenerationRequest):
         image = await pipeline.image(step, image_index)
         return await asyncio.to_thread(encode_image, image, self.image_format, self.output_compression)
 
-    def image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
+    def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
         text = base64.b64encode(file_bytes).decode()
         if self.response_format == "url" and not self.stream:
             return {"url": f"data:{MEDIA_TYPES[self.image_format]};base64,{text}"}
         return {"b64_json": text}
 
-    def response_fields(self, size: Size) -> dict[str, str]:
+    def make_response_fields(self, size: Size) -> dict[str, str]:
         quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
         return {"output_format": self.image_format, "quality": quality, "background": "opaque", "size": size.name}
 
@@ -242,9 +250,9 @@ class EditRequest(ImagesRequest):
 
     EVENT_PREFIX: ClassVar[str] = "image_edit"
 
-    def pipeline_options(self) -> dict[str, Any]:
+    def make_pipeline_options(self) -> dict[str, Any]:
         edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
-        return super().pipeline_options() | {name: value for name, value in edit.items() if value is not None}
+        return super().make_pipeline_options() | {name: value for name, value in edit.items() if value is not None}
 
 
 class VariationRequest(EditRequest):
@@ -261,14 +269,18 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class ParsedBody(Protocol):
-    """Content of a request body: one or more generation requests, and the conversion of their results to a response."""
+    """Content of a request body: requests, and the method that converts their finished images to a response."""
 
     @property
     def generation_requests(self) -> Sequence[GenerationRequest]:
-        """Requests to generate at once."""
+        """Requests whose images are generated at the same time."""
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response without `stream`. completions: one for each of `generation_requests`."""
+        """Return the response to a body whose requests do not stream events.
+
+        Args:
+            completions: finished images of each request in `generation_requests`.
+        """
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -276,6 +288,10 @@ M = TypeVar("M", bound=BaseModel)
 
 def parse_json_body(model_class: type[M], body: bytes) -> M:
     """Parse a JSON body, and check its fields as far as this is possible without a bundle.
+
+    Args:
+        model_class: Pydantic model of the body.
+        body: JSON text.
 
     Raises:
         HttpError: a field is invalid.
@@ -289,13 +305,14 @@ def parse_json_body(model_class: type[M], body: bytes) -> M:
 
 
 def check_and_set_defaults(request: R, max_deadline: float) -> R:
-    """Return the request with a seed and a deadline.
+    """Check a request, and return the request with a seed and a deadline.
 
     Args:
-        max_deadline: maximum deadline in seconds, and the default deadline.
+        request: request, perhaps without seed and deadline. A missing seed is drawn at random.
+        max_deadline: maximum deadline in seconds, which is also the default deadline.
 
     Raises:
-        HttpError: fields contradict each other.
+        HttpError: fields contradict each other, or the deadline is too long.
     """
     request.check_fields()
     if request.deadline is not None and request.deadline > max_deadline:
@@ -358,8 +375,8 @@ class Completion:
     generation_stats: GenerationStats
     preserved_tokens: int = 0
 
-    def usage_fields(self) -> dict[str, Any]:
-        """Return the fields of a response about tokens, method and costs."""
+    def make_usage_fields(self) -> dict[str, Any]:
+        """Return the response fields `usage` (numbers of tokens) and `lantern` (method and costs)."""
         usage = {
             "input_tokens": self.input_tokens + self.preserved_tokens,
             "output_tokens": self.output_tokens,
@@ -393,7 +410,7 @@ class HttpError(LanternError):
 
     @classmethod
     def from_exception(cls, error: Exception) -> HttpError:
-        """Convert an exception to an HTTP error. If the server is at fault, only its log contains the details."""
+        """Convert an exception to an HTTP error. Details of errors in the server are left to the server's log."""
         if isinstance(error, HttpError):
             return error
         if isinstance(error, BusyError):
@@ -413,7 +430,10 @@ class HttpError(LanternError):
         return cls(500, "internal server error", remedy="see the server's log")
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the error in OpenAI's form; `suggestions` has valid prompts, if there are any."""
+        """Return the JSON body of the error in OpenAI's form.
+
+        The field `suggestions` has valid prompts to try instead, if there are any.
+        """
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         is_field = self.param.isidentifier() and self.param not in ("authorization", "body")

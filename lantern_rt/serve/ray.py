@@ -1,8 +1,8 @@
 """Server with several replicas on Ray Serve: `serve run lantern_rt.serve.ray:app`.
 
-Each replica is a process with a pipeline. The ingress is the application of `lantern-rt serve`; it receives all
-requests and forwards them to the replicas. An image depends only on bundle, seed and settings. So if a replica dies,
-another replica can repeat its requests with the same result.
+Each replica is a process with a pipeline. The ingress is the web application of `lantern-rt serve`. The ingress
+receives all requests and forwards them to the replicas. An image depends only on bundle, seed and settings. So if a
+replica dies, another replica can repeat the request with the same result.
 """
 
 # Without `from __future__ import annotations`: Ray reads the annotation of `app`'s argument.
@@ -40,7 +40,7 @@ GRACE_SECONDS = 5.0  # time after a request's deadline until its replica gives u
 
 
 class DeploymentSettings(BaseModel):
-    """Arguments of `app`. Other settings are `deployments` in Ray's configuration file.
+    """Arguments of `app` in Ray's configuration file. The field `deployments` in that file has Ray's settings.
 
     Args:
         bundles: bundle folders or names of embedded bundles, each deployed under the name of its folder; or a mapping
@@ -57,8 +57,8 @@ class DeploymentSettings(BaseModel):
         api_key_file: file of API keys, as in `lantern-rt serve`.
         methods: names of the methods that requests may select.
         max_n: maximum number of images per request.
-        aliases: additional names of models, alias to model.
-        mapped_sizes: sizes that requests may name, to the sizes of the models, or `auto`.
+        aliases: name of a model by its alias, an additional name that requests may use.
+        mapped_sizes: size of the images, or `auto`, by the size in a request.
         own_sampling: whether `POST /generate` ignores a request's sampling settings.
         cors: sites whose pages may send requests.
     """
@@ -87,7 +87,7 @@ def app(settings: DeploymentSettings) -> serve.Application:
     """Create the application for `serve run lantern_rt.serve.ray:app` and configuration files.
 
     Raises:
-        RequestError: there are no bundles, or names of deployments are not unique.
+        RequestError: there are no bundles, their names are not unique, or the number of model names is wrong.
     """
     bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
@@ -138,13 +138,16 @@ class Replica:
         self._backend = LocalBackend(AsyncPipeline(pipeline, max_images_per_pass, max_queued_images), model_name)
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of the model and its entry in `/v1/models`."""
+        """Return the name of the model, and its fields in the response of `/v1/models`."""
         return self._backend.name, self._backend.describe()
 
     async def generate(
         self, request: GenerationRequest, caller: str = ""
     ) -> AsyncGenerator[Event | Completion | LanternError, None]:
-        """Generate images. A `LanternError` is yielded as the last item, because Ray would wrap a raised error."""
+        """Yield the events and the finished images of a request.
+
+        A `LanternError` is not raised but yielded as the last item, because Ray would wrap a raised error.
+        """
         assert request.deadline is not None
         try:
             async with (
@@ -157,13 +160,13 @@ class Replica:
             yield error
 
     def check_health(self) -> None:
-        """Raise `EngineError` if Ray has to replace the replica."""
+        """Raise `EngineError` if the replica has failed. Ray calls this method, and replaces a failed replica."""
         if not self._backend.pipeline.service.is_open:
             raise EngineError("stopped", field="service", expected="a running service", remedy="see the log")
 
 
 class Ingress:
-    """Application of `lantern-rt serve` that forwards requests to replicas."""
+    """Web application of `lantern-rt serve` that forwards requests to replicas."""
 
     def __init__(self, settings: DeploymentSettings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
         names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes", "own_sampling"}
@@ -194,7 +197,7 @@ class Ingress:
 
 
 class RayBackend:
-    """Backend with the replicas of one bundle."""
+    """Backend that forwards requests to the replicas of one bundle."""
 
     def __init__(self, name: str, description: dict[str, Any], replicas: DeploymentHandle[Replica]) -> None:
         self.name = name
@@ -212,16 +215,16 @@ class RayBackend:
         return BackendLoad(self._running, self._waiting)
 
     async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Generate the images of a request. If a replica dies, another replica starts again and repeats the events.
+        """Generate the images of a request. If a replica dies, another replica generates the images again.
 
-        The images are the same, because the request has a seed.
+        The other replica repeats the events, and generates the same images because the request has a seed.
 
         Args:
             request: request with all defaults set.
-            caller: API key or address of the client; clients share the replicas fairly.
+            caller: API key or address of the client. A replica divides its capacity fairly between clients.
 
         Raises:
-            BusyError: all replicas are full.
+            BusyError: the queues of all replicas are full.
         """
         began = time.perf_counter()
         queue_seconds: float | None = None  # time until a replica admitted the request
@@ -273,6 +276,7 @@ class RayBackend:
                 self._running -= 1
 
     def _make_busy_error(self, error: BackPressureError | BusyError) -> BusyError:
+        """Return the error for the client, with the number of seconds after which to try again."""
         retry_seconds = (
             error.retry_seconds if isinstance(error, BusyError) else math.ceil(self._duration * random.uniform(1, 3))
         )

@@ -1,4 +1,4 @@
-"""Server process: it runs uvicorn, loads models while the port is open, and finishes requests before it stops."""
+"""Server process, which runs uvicorn. The port is open while models load; requests are finished before a stop."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        model_loaders: functions that load one pipeline each, by the name of the model. They are called in sequence.
+        model_loaders: function that loads the pipeline of a model, by the name of the model. The functions are called
+            in sequence.
         host: address to listen on.
         port: port to listen on; 0: a free port.
-        server_limits: limits of requests; a server that is stopping waits up to the deadline for them.
+        server_limits: limits of requests. When the server stops, running requests have `deadline` seconds to finish.
         allowed_origins: sites whose pages may send requests.
 
     Raises:
@@ -80,7 +81,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Address of the server."""
+        """URL of the server, such as `http://127.0.0.1:8000`."""
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -116,6 +117,7 @@ class Server:
             await self._close_backends()
 
     async def _load_models(self) -> None:
+        """Load all models and make them available to requests. If a model cannot be loaded, stop the server."""
         loop = asyncio.get_running_loop()
         try:
             for name, load in self._model_loaders.items():
@@ -149,7 +151,7 @@ class Server:
             _LOG.warning("keys were not reloaded: %s", error)
 
     async def _drain_and_stop(self) -> None:
-        """Stop accepting requests, wait for running requests up to the deadline, and cancel the others."""
+        """Stop accepting requests, wait for running requests, and cancel requests that run beyond the deadline."""
         self.state.draining = True
         _LOG.info("draining: %d requests", self.state.active_requests)
         loop = asyncio.get_running_loop()
@@ -165,7 +167,15 @@ class Server:
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises: RequestError: the address is in use, or not of this host."""
+    """Open a listening socket.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0: a free port.
+
+    Raises:
+        RequestError: the port is in use, or the address does not belong to this host.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)

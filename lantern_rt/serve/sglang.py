@@ -1,8 +1,8 @@
-"""Endpoint `POST /generate`, with which SGLang asks another server for the codes of GLM-Image.
+"""Endpoint `POST /generate`, at which SGLang requests the codes (image tokens) of GLM-Image from another server.
 
-A request has a prompt as token ids, two grids and sampling settings, or a list of each. The grids are the grid of the
-image and the small grid that is generated before it. The response has the codes of the small grid, then the codes of
-the image.
+A request has a prompt as token ids, two grids and sampling settings. A batch request has a list of each. GLM-Image
+generates a small grid of codes before the grid of the image, so a request gives the shapes of both grids. The response
+has the codes of the small grid, then the codes of the image.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ _Ids = Annotated[list[int], Field(min_length=1)]
 
 
 class TokenPromptRequest(CodesRequest):
-    """Request for the codes of one image.
+    """Request for the codes of one image, with a prompt that is already tokenized.
 
     Args:
-        token_ids: token ids of the prompt, including the template's ids.
-        grid_shapes: the grid of the image and the small grid, each as `[1, rows, columns]`.
-        max_tokens: maximum number of token ids in the response.
+        token_ids: token ids of the prompt, including the ids of the prompt template.
+        grid_shapes: shape of the grid of the image, then shape of the small grid, each as `[1, rows, columns]`.
+        max_tokens: maximum number of codes in the response; must not be below the number of codes of both grids.
     """
 
     token_ids: list[int]
     grid_shapes: list[list[int]]
     max_tokens: int
 
-    def pipeline_options(self) -> dict[str, Any]:
-        return super().pipeline_options() | {"token_ids": self.token_ids}
+    def make_pipeline_options(self) -> dict[str, Any]:
+        return super().make_pipeline_options() | {"token_ids": self.token_ids}
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         sizes = [size for size in bundle.manifest.all_sizes if size.first_grid is not None]
         if not sizes:
             problem = f"model {bundle.manifest.name} does not draw a small grid before its image"
-            raise HttpError(400, problem, field="image_data", remedy="serve a bundle of GLM-Image first")
+            raise HttpError(
+                400, problem, field="image_data", remedy="make a bundle of GLM-Image the first model of the server"
+            )
         by_grids = {str([[1, size.rows, size.columns], [1, *(size.first_grid or ())]]): size for size in sizes}
         size = by_grids.get(str(self.grid_shapes))
         if size is None:
@@ -59,6 +61,8 @@ class TokenPromptRequest(CodesRequest):
 
 
 class _SamplingParameters(SamplingFields):
+    """Field `sampling_params` of a request."""
+
     model_config = _STRICT
 
     max_new_tokens: Annotated[int, Field(ge=1)]
@@ -67,6 +71,8 @@ class _SamplingParameters(SamplingFields):
 
 
 class _ImageData(BaseModel):
+    """Element of the field `image_data`: the shapes of the two grids."""
+
     model_config = _STRICT
 
     image_grid_thw: Annotated[list[_Grid], Field(min_length=1, max_length=8)]
@@ -76,6 +82,8 @@ _Images = Annotated[list[_ImageData], Field(min_length=1, max_length=1)]
 
 
 class _SingleRequestBody(BaseModel):
+    """Body of a request for one image."""
+
     model_config = _STRICT
 
     input_ids: _Ids
@@ -83,6 +91,7 @@ class _SingleRequestBody(BaseModel):
     sampling_params: _SamplingParameters
 
     def make_request(self, use_bundle_sampling: bool) -> TokenPromptRequest:
+        """Convert the body to a request, without its sampling settings if the bundle's settings replace them."""
         parameters = self.sampling_params
         sampling = {} if use_bundle_sampling else {name: getattr(parameters, name) for name in SAMPLING}
         return TokenPromptRequest(
@@ -95,6 +104,8 @@ class _SingleRequestBody(BaseModel):
 
 
 class _BatchRequestBody(BaseModel):
+    """Body of a request for several images: lists with one element per image."""
+
     model_config = _STRICT
 
     input_ids: Annotated[list[_Ids], Field(min_length=1)]
@@ -102,9 +113,9 @@ class _BatchRequestBody(BaseModel):
     sampling_params: list[_SamplingParameters]
 
     @model_validator(mode="after")
-    def _check_same_length(self) -> _BatchRequestBody:
+    def _check_equal_list_lengths(self) -> _BatchRequestBody:
         if not len(self.input_ids) == len(self.image_data) == len(self.sampling_params):
-            raise ValueError("lists of different lengths: input_ids, image_data and sampling_params need one length")
+            raise ValueError("the lists input_ids, image_data and sampling_params must have the same length")
         return self
 
 
@@ -114,19 +125,20 @@ class SGLangRequest:
 
     Args:
         generation_requests: one request per image.
-        is_batch: whether the body had lists of prompts. The response is then a list.
+        is_batch: whether the request is a batch request. The response is then a list.
     """
 
     generation_requests: Sequence[TokenPromptRequest]
     is_batch: bool
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return a response with the token ids of each image, and the costs of each image in `meta_info`."""
+        """Return the response: for each image its codes in `output_ids` and its costs in `meta_info`."""
         images = [_make_image_result(completion) for completion in completions]
         return JSONResponse(images if self.is_batch else images[0])
 
 
 def _make_image_result(completion: Completion) -> dict[str, Any]:
+    """Return the part of the response about one image: its codes and its costs."""
     generation_stats = completion.generation_stats
     counts = {"prompt_tokens": completion.input_tokens, "completion_tokens": completion.output_tokens}
     meta_info = {
@@ -139,11 +151,11 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
 
 
 def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
-    """Parse the body of a request.
+    """Parse the body of a single request or of a batch request.
 
     Args:
         body: JSON text.
-        use_bundle_sampling: whether the bundle's sampling settings replace the settings in the request.
+        use_bundle_sampling: whether the sampling settings of the bundle replace the settings in the body.
 
     Raises:
         HttpError: a field is invalid.
@@ -162,4 +174,6 @@ def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
 
 
 class _InputIdsBody(BaseModel):
+    """Part of a body that shows whether the request is a batch request. Other fields are ignored."""
+
     input_ids: Any

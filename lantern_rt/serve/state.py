@@ -48,11 +48,12 @@ class ServerLimits:
         max_form_bytes: maximum size of a body that may contain images.
         body_timeout: maximum time in seconds to receive a body.
         max_total_body_bytes: maximum size of the bodies of all requests together.
-        api_key_file: file of valid API keys, see `read_api_keys`; None: no key is needed.
-        methods: names of the methods that requests may select, besides qualities; empty: all.
+        api_key_file: file of valid API keys; None: the environment variable `LANTERN_RT_API_KEY`. If neither is
+            set, no key is needed.
+        methods: names of the decoding methods that requests may select; empty: all. Qualities are always allowed.
         max_n: maximum number of images per request.
-        aliases: additional names of models, alias to model.
-        mapped_sizes: sizes that requests may name, to the sizes of the models, or `auto`.
+        aliases: name of a model by its alias, an additional name that requests may use.
+        mapped_sizes: size of the images, or `auto`, by the size in a request.
         own_sampling: whether `POST /generate` ignores a request's sampling settings.
     """
 
@@ -70,7 +71,11 @@ class ServerLimits:
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """Read API keys from a file; see `parse_api_keys`. Raises: RequestError: the file cannot be read, or has no key."""
+    """Read API keys from a file. The format and the returned dict are the same as in `parse_api_keys`.
+
+    Raises:
+        RequestError: the file cannot be read, has no key, or has an invalid key.
+    """
     with convert_read_errors(path, "a file of API keys, one per line", RequestError, "give another file"):
         text = read_regular_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
     return parse_api_keys(text, "api_key_file", str(path))
@@ -87,17 +92,18 @@ def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
         source_name: place of the keys, for the error message.
 
     Returns:
-        The name of each key by the hash of the key. A key without a name is named by the first digits of the hash.
+        The name of each key, by the hash of the key. If a line has no name, the name is `key` and the first digits of
+        the hash.
 
     Raises:
-        RequestError: there is no key, or a key has other characters than ASCII.
+        RequestError: there is no key, or a key has non-ASCII characters.
     """
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise RequestError(field=field, found=f"no key in {source_name}", expected="one key per line")
     if not all(key.isascii() for key in keys):
-        raise RequestError(field=field, found=f"a key in {source_name} with other characters", expected="ASCII keys")
+        raise RequestError(field=field, found=f"a non-ASCII key in {source_name}", expected="ASCII keys")
     hashes = {_hash_api_key(line.split()[-1]): line for line in keys}
     return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
 
@@ -105,7 +111,8 @@ def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
 class BodyMemoryBudget:
     """Memory budget for request bodies.
 
-    One client may use at most as much memory as remains free, so that there is always memory for other clients.
+    A body is rejected if its client would then use more memory than remains free. So memory always remains for other
+    clients.
 
     Args:
         max_bytes: maximum size of all bodies together.
@@ -117,7 +124,7 @@ class BodyMemoryBudget:
 
     @contextmanager
     def reserve(self, caller: Hashable, num_bytes: int) -> Iterator[None]:
-        """Allocate memory for a body while the `with` block runs.
+        """Allocate memory in the budget for a body while the `with` block runs.
 
         Args:
             caller: client that sends the body.
@@ -138,6 +145,7 @@ class BodyMemoryBudget:
             self._adjust_usage(caller, -num_bytes)
 
     def _adjust_usage(self, caller: Hashable, num_bytes: int) -> None:
+        """Add a number of bytes, which may be negative, to the memory that a client uses."""
         self._free -= num_bytes
         self._held[caller] += num_bytes
         self._held = +self._held
@@ -177,13 +185,13 @@ class Metrics:
         self._models = Gauge("lantern_model_info", "Models, each with the value 1.", labels, registry=registry)
 
     def count_request(self, record: RequestRecord) -> None:
-        """Update the metrics with a request that has ended."""
+        """Add a request that has ended to the metrics."""
         self.requests.labels(record.model, str(record.status)).inc()
         if record.status in (DISCONNECTED, 504):
             self.aborted.labels(record.model, "deadline" if record.status == 504 else "disconnected").inc()
 
     def count_completion(self, completion: Completion) -> None:
-        """Update the metrics with the images of a finished request and their costs."""
+        """Add the images of a finished request and their costs to the metrics."""
         generation_stats = completion.generation_stats
         model = generation_stats.model
         # The label is only the method's name, because parameters would create an unlimited number of labels.
@@ -196,7 +204,7 @@ class Metrics:
         self.picture.labels(model).observe(generation_stats.picture_seconds)
 
     def format_prometheus_text(self, backends: Iterable[ImageBackend]) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format, after the load of the backends is measured."""
         for backend in backends:
             facts = backend.describe()
             self._models.labels(backend.name, facts["bundle"], facts["digest"], facts["version"]).set(1)
@@ -209,8 +217,8 @@ class ServerState:
     """State of one server.
 
     Attributes:
-        backends: models by name; empty until all are loaded.
-        active_requests: number of requests being handled.
+        backends: backend of each model, by the name of the model; empty until all models are loaded.
+        active_requests: number of requests for images that are being handled.
         draining: whether the server is stopping.
     """
 
@@ -241,7 +249,7 @@ class ServerState:
         return {"version": __version__, "models": digests}
 
     def check_accepting_requests(self) -> None:
-        """Raise `HttpError` unless the server accepts requests."""
+        """Raise `HttpError` if the server is stopping or its models are not loaded yet."""
         if self.draining:
             raise HttpError(503, "the server is stopping", "draining", 5, remedy="use another server")
         if not self.backends:
@@ -251,7 +259,7 @@ class ServerState:
         """Read the API keys from the file, or from the environment variable if there is no file.
 
         Raises:
-            RequestError: the keys cannot be read; the old keys stay valid.
+            RequestError: the keys cannot be read. The keys that were read before stay valid.
         """
         if self.server_limits.api_key_file is not None:
             self.keys = read_api_keys(self.server_limits.api_key_file)
@@ -259,7 +267,7 @@ class ServerState:
             self.keys = parse_api_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
 
     def check_api_key(self, http_request: HttpRequest) -> str:
-        """Return the name of the request's API key; an empty text if the server needs no key.
+        """Check the API key of a request and return its name; an empty text if the server needs no key.
 
         Raises:
             HttpError: the key is missing or invalid.
@@ -273,7 +281,9 @@ class ServerState:
         return self.keys[digest]
 
     def resolve_requests(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
-        """Return requests with all defaults set, and with the image sizes to which the operator maps requested sizes.
+        """Check requests, and return them with all defaults set.
+
+        If `ServerLimits.mapped_sizes` contains the size in a request, the mapped size replaces it.
 
         Raises:
             HttpError: the server's limits do not allow the requests.
@@ -292,7 +302,14 @@ class ServerState:
         return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
     def find_backend(self, name: str | None) -> ImageBackend:
-        """Return the backend of a model by name or alias; None: the first model. Raises: HttpError: unknown model."""
+        """Return the backend of a model.
+
+        Args:
+            name: name or alias of the model; None: the first model.
+
+        Raises:
+            HttpError: there is no model of this name.
+        """
         if name is None:
             return next(iter(self.backends.values()))
         name = self.server_limits.aliases.get(name, name)

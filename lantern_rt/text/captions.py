@@ -1,8 +1,8 @@
-"""Cleaning of prompts as in the training captions of LlamaGen's text models.
+"""Cleaning of prompts, with the same steps as for the training captions of LlamaGen's text models.
 
-The steps are copied from LlamaGen's text encoder wrapper, which took them from PixArt and DeepFloyd IF. They convert
-to lower case, remove links, markup, file names, product codes and CJK characters, and unify dashes and quotes. As in
-LlamaGen, they are applied twice.
+The steps are copied from LlamaGen's text encoder wrapper, which copied them from PixArt and DeepFloyd IF. The steps
+convert to lower case, remove links, markup, file names, product codes and CJK characters, and unify dashes and quotes.
+As in LlamaGen, all steps are applied twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SYMBOLS = r"#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00
 
 
 def _build_link_pattern(scheme: str) -> str:
-    """Return a pattern that matches a link: `scheme` with its slashes, or a host name and path not followed by @."""
+    """Return a pattern of links: the text `scheme` with slashes, or a host name and a path without a following @."""
     return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
 
 
@@ -73,7 +73,7 @@ _CODES: Replacements = (
 
 
 def clean_caption(text: str) -> str:
-    """Clean a prompt as LlamaGen's training captions were cleaned; the result may be empty."""
+    """Clean a prompt in the way in which LlamaGen's training captions were cleaned. The result may be empty."""
     return _clean_once(_clean_once(text))
 
 
@@ -95,6 +95,8 @@ def _apply_replacements(replacements: Replacements, text: str) -> str:
 
 
 class _VisibleTextParser(HTMLParser):
+    """Parser that collects the visible text of HTML in `parts`."""
+
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)  # Otherwise a truncated last entity would be decoded.
         self.parts: list[str] = []

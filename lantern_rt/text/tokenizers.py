@@ -23,11 +23,11 @@ _FILE_LIMIT = 1 << 26  # Maximum size of a tokenizer file in bytes.
 
 @dataclass(frozen=True)
 class CaptionTokenizer:
-    """Tokenizer for conditions of kind `text`. It truncates long prompts.
+    """Tokenizer of prompts for conditions of kind `text`, which truncates long prompts.
 
     Args:
         hf_tokenizer: tokenizer of the `tokenizers` library.
-        cleaning: rules by which prompts are cleaned first; None: no cleaning.
+        cleaning: rules by which prompts are cleaned before tokenization; None: no cleaning.
     """
 
     hf_tokenizer: Tokenizer
@@ -41,6 +41,7 @@ class CaptionTokenizer:
         """Tokenize a prompt.
 
         Args:
+            prompt: text of the user.
             max_tokens: maximum number of tokens, special tokens included; further tokens are dropped.
 
         Returns:
@@ -67,7 +68,7 @@ class CaptionTokenizer:
 
 @dataclass(frozen=True)
 class TemplateTokenizer:
-    """Tokenizer for conditions of kind `tokens`. It rejects long prompts.
+    """Tokenizer of prompts for conditions of kind `tokens`, which raises an error for long prompts.
 
     Args:
         hf_tokenizer: tokenizer of the `tokenizers` library.
@@ -78,7 +79,7 @@ class TemplateTokenizer:
     template: str = "{prompt}"
 
     def fill_size(self, size_name: str) -> TemplateTokenizer:
-        """Return a tokenizer for images of the size `size_name`."""
+        """Return a copy of the tokenizer for an image size, whose name replaces `{size}` in the template."""
         return replace(self, template=self.template.replace("{size}", size_name))
 
     def has_id(self, token_id: int) -> bool:
@@ -86,9 +87,10 @@ class TemplateTokenizer:
         return self.hf_tokenizer.id_to_token(token_id) is not None
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
-        """Tokenize a prompt in the template.
+        """Insert a prompt into the template, and tokenize the result.
 
         Args:
+            prompt: text of the user.
             max_tokens: maximum number of tokens.
 
         Returns:
@@ -111,7 +113,10 @@ def _convert_tokenizer_errors() -> AbstractContextManager[None]:
 
 
 def _check_post_processor(text: str) -> None:
-    """Raise ValueError if the post-processor of a tokenizer inserts an undefined token, which crashes the library."""
+    """Raise ValueError if the post-processor of a tokenizer inserts an undefined token.
+
+    An undefined token would crash the library.
+    """
     processor = json.loads(text).get("post_processor") or {}
     for step in processor.get("processors", [processor]):
         pieces = [*step.get("single", []), *step.get("pair", [])]
@@ -121,13 +126,13 @@ def _check_post_processor(text: str) -> None:
 
 
 def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokenizer:
-    """Parse a tokenizer, without its settings for padding and dropout.
+    """Parse a `tokenizer.json` without the settings for padding and dropout.
 
-    These settings are left over from training and would change prompts.
+    These settings are for training, and would change the tokens of prompts.
 
     Args:
         json_bytes: content of `tokenizer.json`.
-        keeps_truncation: whether to keep the file's settings for truncating long texts.
+        keeps_truncation: whether to keep the settings of the file for truncating long texts.
     """
     from tokenizers import Tokenizer
 

@@ -1,7 +1,7 @@
 """Tokenizer of captions that have only known words, from the word list in a bundle's `tokenizer.json`.
 
 The file is a WordLevel tokenizer of the `tokenizers` library with ids 0 .. n - 1: `<pad>`, `<unk>`, then words of the
-letters a to z. Only the word list is used. An unknown word raises an error instead of becoming `<unk>`, because the
+letters a to z. Only the word list is used. An unknown word raises an error instead of becoming `<unk>`. Otherwise the
 image would lack the meaning of the word without notice. For the same reason, other letters and digits count as words.
 """
 
@@ -45,7 +45,7 @@ class WordTokenizer:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Sorted words that prompts may use."""
+        """Words that prompts may use, in alphabetical order."""
         return tuple(sorted(self.word_ids.keys() - {PAD, UNKNOWN}))
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
@@ -70,11 +70,11 @@ class WordTokenizer:
         return np.array([self.word_ids[word] for word in words] + [0] * -extra, np.int64)
 
     def has_id(self, token_id: int) -> bool:
-        """Return whether a token id, which is at least 0, belongs to a word."""
+        """Return whether the word list has a token id from 0."""
         return token_id < len(self.word_ids)
 
     def find_nearest_examples(self, prompt: object) -> list[str]:
-        """Return the three examples that share the most words with a prompt."""
+        """Return the three example prompts that share the most words with a prompt."""
         words = {*_WORD.findall(str(prompt).lower())}
         return nlargest(
             3, self.example_prompts, key=lambda example: (len(words.intersection(example.split())), -len(example))
@@ -118,7 +118,9 @@ class _TokenizerFile(BaseModel):
 
 
 def read_word_tokenizer(path: Path) -> WordTokenizer:
-    """Read and check a `tokenizer.json`, without the library, which would use 5 MB of memory.
+    """Read and check the word list in a `tokenizer.json`.
+
+    The `tokenizers` library is not used, because it would take 5 MB of memory.
 
     Raises:
         BundleError: the file is not a valid word list.

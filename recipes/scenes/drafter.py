@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lantern_rt.bundle.files import Bundle, open_bundle
-from lantern_rt.bundle.manifest import file_sha256
+from lantern_rt.bundle.manifest import compute_sha256
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.pipeline import Pipeline
 from lantern_rt.train.drafter.data import IMAGES_PER_SHARD, generate_shards
@@ -24,7 +24,7 @@ SAMPLES_SEED = 700_000  # seed of the scenes whose captions are the prompts; no 
 def open_target_bundle(work_folder: Path) -> Bundle:
     """Open the bundle without drafter in the work folder; write it first if it is missing or older than the target."""
     folder = work_folder / "undrafted"
-    hashes = {role: file_sha256(work_folder / f"{role}.pt") for role in ("vq", "target")}
+    hashes = {role: compute_sha256(work_folder / f"{role}.pt") for role in ("vq", "target")}
     if folder.exists():
         bundle = open_bundle(folder)
         if {source.role: source.sha256 for source in bundle.manifest.provenance.sources} == hashes:

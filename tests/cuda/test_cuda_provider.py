@@ -58,7 +58,8 @@ def test_loading_a_bundle_without_cudnn_raises_an_error_that_says_how_to_install
 def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
     """Return a function that runs the target over a chain, appends nodes to the KV cache, and truncates the cache.
 
-    By default the chain has 16 nodes, 3 nodes are appended to 100 entries, and the cache is truncated to 100 again.
+    By default the chain has 16 nodes. The function appends 3 of these nodes to a cache of 100 entries, and truncates
+    the cache to 100 entries again.
     """
     target = pipe.engines.target
     cache = target.new_cache(2, PAST_LENGTH + 16)
@@ -111,8 +112,8 @@ def test_the_kv_cache_of_a_new_image_reuses_the_memory_block_of_a_released_kv_ca
     assert target.new_cache(2, PAST_LENGTH).block_handle.block is block
 
 
-def count_step(pipe: Pipeline, method: str, num_warm_ups: int = 12) -> null_cuda.Operations:
-    """Count the operations of a decoding step, after `num_warm_ups` steps in which recurring shapes are recorded."""
+def count_step_operations(pipe: Pipeline, method: str, num_warm_ups: int = 12) -> null_cuda.Operations:
+    """Count the CUDA operations of a decoding step, after warm-up steps in which CUDA graphs are recorded."""
     steps = pipe.stream("a red sphere on sand", method=method, seed=1)
     operations = []
     assert len(list(islice(steps, num_warm_ups))) == num_warm_ups
@@ -128,11 +129,11 @@ def count_step(pipe: Pipeline, method: str, num_warm_ups: int = 12) -> null_cuda
     "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2:drafter=eagle", "lantern++"]
 )
 def test_every_decoding_method_runs_on_the_cuda_provider(pipe: Pipeline, method: str) -> None:
-    null_cuda.noise(4 * pipe.bundle.manifest.codebook_size)
+    null_cuda.fill_copies_with_noise(4 * pipe.bundle.manifest.codebook_size)
     try:
         steps = list(islice(pipe.stream("a red sphere on sand", method=method, num_images=2), 12))
     finally:
-        null_cuda.noise(0)
+        null_cuda.fill_copies_with_noise(0)
     assert steps[-1].done >= 2 * len(steps)
 
 
@@ -143,7 +144,7 @@ def test_every_decoding_method_runs_on_the_cuda_provider(pipe: Pipeline, method:
 def test_a_decoding_step_needs_a_limited_number_of_graph_launches_and_copies(
     pipe: Pipeline, method: str, launches: int, reads: int
 ) -> None:
-    ops = count_step(pipe, method)
+    ops = count_step_operations(pipe, method)
     assert 0 < ops.h2d <= reads
     assert 0 < ops.d2h <= reads
     assert ops.graph_launches == launches, "a launch for each pass, and for each head that samples tokens on the device"
@@ -158,10 +159,10 @@ def test_a_decoding_step_needs_a_limited_number_of_graph_launches_and_copies(
 def test_a_decoding_step_of_lumina2_and_glm_image_copies_to_the_host_once(
     shape: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count for GLM-Image in the small grid, where the method `rows` still generates a token per pass."""
+    """Count the copies of a step in GLM-Image's small grid, where the method `rows` generates one token per pass."""
     monkeypatch.setattr(backend, "check_provider", lambda name: None)
     pipe = Pipeline.from_bundle(Path(os.environ["LANTERN_BUNDLES"]) / f"tiny-{shape}", provider="cuda")
-    ops = count_step(pipe, method)
+    ops = count_step_operations(pipe, method)
     assert (ops.h2d, ops.d2h) == (1, 1)
     assert (ops.graph_launches, ops.kernels) == (2, 0), (
         "a launch for the forward pass, and for the head that samples tokens"
@@ -170,7 +171,7 @@ def test_a_decoding_step_of_lumina2_and_glm_image_copies_to_the_host_once(
 
 
 def test_threads_can_decode_while_another_thread_records_a_cuda_graph(pipe: Pipeline) -> None:
-    """Decode in four threads; like CUDA, the stubs reject allocations and copies of all threads while one records."""
+    """Decode in four threads. Like CUDA, the stubs reject allocations and copies while any thread records a graph."""
 
     def count_steps(seed: int) -> int:
         return sum(1 for _ in islice(pipe.stream("a cone", method="sjd:window=3", seed=seed, num_images=seed), 8))

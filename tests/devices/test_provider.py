@@ -130,7 +130,7 @@ def test_decoded_images_on_a_device_agree_with_the_images_on_the_cpu(device_pipe
     )
 
 
-def test_device_vector_reads_row_gathering_and_noise_tables_agree_with_numpy(provider: str) -> None:
+def test_reading_vectors_gathering_rows_and_writing_noise_on_a_device_agree_with_numpy(provider: str) -> None:
     device = OrtDevice(provider)
     rng = np.random.default_rng(1)
     first_vectors, second_vectors = (

@@ -42,17 +42,17 @@ def config_path(target: Path) -> Path:
 
 
 def copy_json(path: Path, output_path: Path, **changes: Any) -> Path:
-    """Copy a JSON file and change fields of its object; the value None removes a field."""
+    """Copy a JSON object and change fields; the value None removes a field. Return the path of the copy."""
     fields = json.loads(path.read_text()) | changes
     output_path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     return output_path
 
 
 def copy_weights(folder: Path, source: Path, change_weights: Edit) -> Path:
-    """Copy a checkpoint file in LlamaGen's official layout and change the weights.
+    """Copy a checkpoint file in LlamaGen's official layout and change the weights; return the path of the copy.
 
     Args:
-        folder: folder of the copy, which has the name of the source.
+        folder: folder of the copy; the file name is the name of the source.
         source: checkpoint file.
         change_weights: function that changes the dict of weights in place.
     """
@@ -71,7 +71,7 @@ def copy_checkpoint(
     Args:
         source: folder of the checkpoint.
         output_path: folder of the copy.
-        weights: function that changes the dict of weights in place. With a function, the copy has safetensors.
+        weights: function that changes the dict of weights in place; the changed weights are saved as safetensors.
         config: function that changes the object of `config.json` in place.
         **fields: fields of `config.json` to change; the value None removes a field.
     """

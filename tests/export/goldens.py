@@ -1,4 +1,4 @@
-"""Functions that run the graphs of an exported bundle in ONNX Runtime, for comparison with recorded arrays."""
+"""Functions that run an exported bundle's graphs, for comparison with arrays recorded from published programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assert_close(values: np.ndarray, expected: np.ndarray, tolerance: float = TO
 
 
 def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
-    """Return the embeddings `[rows, tokens, width]` that the condition graph gives token ids.
+    """Compute the embeddings of token ids, `[rows, tokens, width]`, with the condition graph of a bundle.
 
     Args:
         bundle: folder of the bundle.
@@ -52,7 +52,7 @@ def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
 
 
 def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
-    """Run a graph without fusion and return outputs and inner values, in the order of `names`.
+    """Run a graph without optimizations; return the named outputs and inner values, in the order of `names`.
 
     Args:
         path: ONNX file of the graph.
@@ -72,7 +72,9 @@ def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) ->
 
 
 class GraphRunner:
-    """Runner of a decoder graph that appends the nodes of every forward pass to a KV cache.
+    """Runner of a decoder graph, with a KV cache that grows with every forward pass.
+
+    A node is a token of a forward pass: a token of the sequence or of a draft tree.
 
     Args:
         bundle: folder of the bundle.
@@ -90,7 +92,7 @@ class GraphRunner:
 
     @property
     def length(self) -> int:
-        """Number of cached nodes."""
+        """Number of nodes in the KV cache."""
         return self.visible_nodes.shape[1]
 
     def step(
@@ -103,9 +105,9 @@ class GraphRunner:
         """Run new nodes, append all of them to the KV cache and return the outputs of the graph.
 
         Args:
-            visible: attention mask among the new nodes, `[nodes, nodes]` or `[rows, nodes, nodes]`, true where a node
-                attends to a node; causal by default.
-            visible_later: true for the nodes that later nodes attend to, a bool or `[rows, nodes]`.
+            visible: attention mask among the new nodes, `[nodes, nodes]` or `[rows, nodes, nodes]`, true where the
+                first node attends to the second node; causal by default.
+            visible_later: true for the new nodes that nodes of later passes attend to, a bool or `[rows, nodes]`.
             positions: position ids, `[nodes]` or `[rows, nodes]`; consecutive by default.
             **inputs: other inputs of the graph, `[rows, nodes, ...]`.
         """
@@ -136,7 +138,7 @@ class PromptRunner:
         bundle: folder of the bundle.
         cond: token ids of the conditional prompt.
         uncond: token ids of the unconditional prompt; None without guidance.
-        first_code: token id of code 0, if the condition graph of the bundle embeds only text.
+        first_code: token id of code 0, if the condition graph embeds only text tokens; None if it embeds all tokens.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class PromptRunner:
         Args:
             tokens: token ids, int64 `[nodes]`.
             depth: depths of the nodes in a draft tree, int64 `[nodes]`; None for consecutive tokens.
-            **visible: attention mask, as of `GraphRunner.step`.
+            **visible: attention mask, as keyword arguments of `GraphRunner.step`.
         """
         embeds = embed_tokens(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
         positions = [None if depth is None else run.length + depth for run in self.row_runs]

@@ -1,4 +1,4 @@
-"""A host that uses published models: the stand-in hub serves small models under the published names."""
+"""Test host that uses published models by name; a local HTTP server serves small models under these names."""
 
 from __future__ import annotations
 
@@ -35,70 +35,70 @@ main(sys.argv[1:])
 """
 
 
-def get_small_llamagen(_: Path) -> ExportSources:
+def list_small_llamagen_sources(_folder: Path) -> ExportSources:
     folder = DATA / "llamagen-c2i"
     vq = DATA / "llamagen-vq/vq_tiny.pt"
     return {"target": folder / "c2i_tiny.pt", "vq": vq, "config": folder / "config.json"}, {}
 
 
-def get_small_text_to_image_llamagen(folder: Path) -> ExportSources:
+def list_small_text_to_image_llamagen_sources(folder: Path) -> ExportSources:
     save_t5(folder / "t5")
     model = DATA / "llamagen-t2i"
     files = {"target": model / "t2i_tiny.pt", "config": model / "config.json", "vq": DATA / "llamagen-vq/vq_tiny.pt"}
     return files | {"drafter": DATA / "lantern-drafter-llamagen", "text_encoder": folder / "t5"}, {}
 
 
-def get_small_anole(_: Path) -> ExportSources:
+def list_small_anole_sources(_folder: Path) -> ExportSources:
     vq = DATA / "chameleon-vqgan/vqgan.ckpt"
     return {"target": DATA / "anole/target", "vq": vq, "drafter": DATA / "anole/drafter"}, {"grid": 8}
 
 
-def get_small_lumina(folder: Path) -> ExportSources:
+def list_small_lumina_sources(folder: Path) -> ExportSources:
     save_random_drafter(folder / "drafter")
     vq = DATA / "chameleon-vqgan/vqgan.ckpt"
     return {"target": DATA / "lumina-mgpt/model", "vq": vq, "drafter": folder / "drafter"}, {"grid": 6}
 
 
-def get_small_lumina2(_: Path) -> ExportSources:
+def list_small_lumina2_sources(_folder: Path) -> ExportSources:
     folder = DATA / "lumina-mgpt-2"
     return {"target": folder / "model", "vq": folder / "movqgan/270M/movqgan_270M.ckpt"}, {"grid": 8}
 
 
-def get_small_glm_image(_: Path) -> ExportSources:
+def list_small_glm_image_sources(_folder: Path) -> ExportSources:
     return {"target": DATA / "glm-image"}, {"grid": 2}
 
 
-def get_small_janus(folder: Path) -> ExportSources:
+def list_small_janus_sources(folder: Path) -> ExportSources:
     write_janus(make_random_janus(), folder / "janus")
     return {"target": folder / "janus"}, {}
 
 
-def get_small_emu3(folder: Path) -> ExportSources:
+def list_small_emu3_sources(folder: Path) -> ExportSources:
     target, vq = copy_published_emu3(folder)
     return {"target": target, "vq": vq}, {"grid": 4}
 
 
-def get_small_emu35(folder: Path) -> ExportSources:
+def list_small_emu35_sources(folder: Path) -> ExportSources:
     copy_checkpoint(EMU35, folder / "emu35", config=lambda config: config.pop("max_position_embeddings"))
     return {"target": folder / "emu35", "vq": EMU35_VQ}, {}
 
 
-def get_small_simplear(_: Path) -> ExportSources:
+def list_small_simplear_sources(_folder: Path) -> ExportSources:
     return {"target": DATA / "simplear/model", "vq": DATA / "simplear/cosmos"}, {"grid": 5}
 
 
 # By family: function that returns small checkpoints, and writes missing files to its folder.
 SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
-    "llamagen": get_small_llamagen,
-    "text": get_small_text_to_image_llamagen,
-    "anole": get_small_anole,
-    "lumina": get_small_lumina,
-    "lumina2": get_small_lumina2,
-    "glm_image": get_small_glm_image,
-    "janus": get_small_janus,
-    "emu3": get_small_emu3,
-    "emu35": get_small_emu35,
-    "simplear": get_small_simplear,
+    "llamagen": list_small_llamagen_sources,
+    "text": list_small_text_to_image_llamagen_sources,
+    "anole": list_small_anole_sources,
+    "lumina": list_small_lumina_sources,
+    "lumina2": list_small_lumina2_sources,
+    "glm_image": list_small_glm_image_sources,
+    "janus": list_small_janus_sources,
+    "emu3": list_small_emu3_sources,
+    "emu35": list_small_emu35_sources,
+    "simplear": list_small_simplear_sources,
 }
 
 
@@ -144,16 +144,16 @@ class EmptyCacheHost:
         return [path.name for path in self.cache.glob("*") if path.suffix != ".lock"]
 
     def make_command(self, *arguments: object) -> list[str]:
-        """Return the arguments of Python for a command of `lantern-rt`."""
+        """Return the arguments for Python that run `lantern-rt` with `arguments`."""
         return ["-c", PROGRAM, json.dumps(self.missing_modules), str(self.folder / "models.json"), *map(str, arguments)]
 
     def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a command of `lantern-rt`; `hub` is the address of another hub."""
+        """Run `lantern-rt` with `arguments` to the end; `hub` is the address of another hub."""
         variables = {"LANTERN_RT_CACHE": str(self.cache)}
         return run(hub or self.hub, self.folder / "home", *self.make_command(*arguments), **variables)
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """Start a command of `lantern-rt`; `options` are options of `Popen`."""
+        """Start `lantern-rt` with `arguments`; `options` are options of `Popen`."""
         variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
         command = [sys.executable, *self.make_command(*arguments)]
         return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **options)

@@ -1,4 +1,4 @@
-"""Comparisons of exported graphs with recorded arrays, as test classes that the test modules of families subclass."""
+"""Comparisons of exported graphs with recorded arrays, as base classes for the tests of each model family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import image_from_pixels
+from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
@@ -57,7 +57,7 @@ class GoldenFamily:
     compute_scores: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda scores: scores
 
     def start_prompt(self) -> PromptRunner:
-        """Run the recorded prompts, conditional and unconditional."""
+        """Run the recorded conditional and unconditional prompt; return the runner for the tokens after the prompts."""
         first_code = None if self.row_end >= 0 else self.codes.start
         return PromptRunner(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first_code)
 
@@ -88,7 +88,7 @@ def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArra
     """
     path = bundle / "target.onnx"
     spec = read_manifest(bundle).target
-    names = residual_sum_names(bundle)
+    names = list_residual_names(bundle)
     embeds = embed_tokens(bundle, ids)
     nodes = len(ids)
     feeds = {"input_embeds": embeds, "position_ids": np.arange(nodes)[None]}
@@ -99,7 +99,7 @@ def run_layers(bundle: Path, ids: Any) -> tuple[NDArray[np.float32], list[NDArra
     return embeds, [*(state.swapaxes(0, 1) for state in states), last]
 
 
-def group_layout(pipe: Pipeline) -> GroupLayout:
+def get_group_layout(pipe: Pipeline) -> GroupLayout:
     """Return the layout of a pipeline whose model generates groups of cells."""
     layout = pipe.bundle.manifest.layout()
     assert isinstance(layout, GroupLayout)
@@ -127,7 +127,7 @@ def compute_logits(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float3
 def check_logits(
     run_name: str, image_index: int, trace: dict[str, Any], row_logits: NDArray[np.float32], arrays: Arrays
 ) -> NDArray[np.float32]:
-    """Compare the logits of an image with recorded arrays; return the logits for sampling, `[codes, vocabulary]`.
+    """Compare the logits of an image with recorded arrays; return the logits after guidance, `[codes, vocabulary]`.
 
     Args:
         run_name: name of the recorded run.
@@ -154,7 +154,7 @@ def sample_recorded_codes(logits: NDArray[np.float32], image_index: int, trace: 
     """Return the codes that a recorded run samples from logits, in generation order.
 
     Args:
-        logits: logits for sampling, `[codes, vocabulary]`, in generation order.
+        logits: logits after guidance, `[codes, vocabulary]`, in generation order.
         image_index: index of the image in the run.
         trace: settings and random numbers of the run.
     """
@@ -177,7 +177,7 @@ def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any
     Returns:
         The embeddings `[2, nodes, width]` of the conditional and the unconditional row, then the named values.
     """
-    layout = group_layout(pipe)
+    layout = get_group_layout(pipe)
     code_pass = layout.lay_out_groups(range(1, len(layout.groups)), ids)
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
     codes = pipe.bundle.code_embeddings[code_pass.tokens]
@@ -198,8 +198,8 @@ def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any
     return [embeds, *compute_graph_values(pipe.bundle.path("target"), names, feeds)]
 
 
-def residual_sum_names(bundle: Path) -> list[str]:
-    """Return the names of the values of the residual stream in a target's graph; the first holds the embeddings."""
+def list_residual_names(bundle: Path) -> list[str]:
+    """Return the names of the residual stream's values in a target's graph, from the embeddings to the last layer."""
     nodes = onnx.load(bundle / "target.onnx").graph.node
     sums = [node for node in nodes if node.op_type == "Add"]
     names = [node.output[0] for node in nodes if node.input[0] == "input_embeds"]  # transposed to [nodes, rows, width]
@@ -321,7 +321,7 @@ class ImageTokenizerGolden:
         if "post_quant" in arrays:
             assert_close(latents, arrays["post_quant"])
         for image, expected in zip(images, arrays.get("decoded_uint8", []), strict=False):
-            assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - expected).max() <= 1
+            assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - expected).max() <= 1
 
     def test_images_encode_to_the_recorded_latents_and_codes(self, tokenizer: tuple[Path, Arrays]) -> None:
         bundle, arrays = tokenizer

@@ -90,7 +90,7 @@ def test_the_agreement_is_the_mean_of_the_judges_probabilities_of_the_attributes
         assert agreement == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
 
 
-def test_a_wrong_place_costs_one_attribute_and_one_solid_does_not_count_as_two(judge: PromptAgreementModel) -> None:
+def test_a_wrong_place_or_a_second_solid_that_the_image_lacks_lowers_the_agreement(judge: PromptAgreementModel) -> None:
     scene = Scene("night", "sand", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     prompts = ["a green cube", "a green cube on the left", "a green cube on the right", "a green cube and a green cube"]
@@ -101,7 +101,7 @@ def test_a_wrong_place_costs_one_attribute_and_one_solid_does_not_count_as_two(j
     assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # the image has one of the two cubes
 
 
-def test_two_solids_are_compared_in_the_order_of_the_caption(judge: PromptAgreementModel) -> None:
+def test_captions_of_two_solids_agree_only_with_the_right_places_and_colours(judge: PromptAgreementModel) -> None:
     solids = Solid("cube", "green", "large", "matte", 0.27), Solid("sphere", "red", "large", "matte", 0.73)
     image = Image.fromarray(render_scenes([Scene("clear", "sand", solids, 3)])[0])
     true_captions = [
@@ -116,7 +116,7 @@ def test_two_solids_are_compared_in_the_order_of_the_caption(judge: PromptAgreem
     assert swapped_colours_agreement < 0.65
 
 
-def test_a_judge_is_saved_with_its_weights_in_the_graph_of_the_shipped_judge(
+def test_a_saved_judge_is_loaded_with_the_same_weights_and_gives_the_same_agreement(
     judge: PromptAgreementModel, scene_images: np.ndarray, tmp_path: Path
 ) -> None:
     images = [Image.fromarray(pixels) for pixels in scene_images[:4]]

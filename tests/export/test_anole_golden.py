@@ -31,7 +31,7 @@ def make_padding_masks(mask: NDArray[np.uint8], length: int) -> tuple[NDArray[np
 
     Args:
         mask: true for the tokens of the prompts that are not padding, `[rows, prompt tokens]`.
-        length: number of tokens, with the tokens after the prompts.
+        length: number of tokens of the prompts and after the prompts.
 
     Returns:
         True for tokens that are not padding, `[rows, length]`, and the attention mask `[rows, length, length]`.

@@ -122,7 +122,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     assert list(output.iterdir()) == []
 
 
-def test_force_replaces_a_bundle_and_no_other_file_or_folder(tmp_path: Path) -> None:
+def test_option_force_replaces_a_bundle_and_no_other_file_or_folder(tmp_path: Path) -> None:
     output = export_model(make_model(), tmp_path / "toy")
     (output / "old").touch()
     export_model(make_model(), output, force=True)
@@ -178,7 +178,7 @@ program.main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("signal_number", "exit_code", "files_remain"), [(signal.SIGTERM, 143, False), (signal.SIGKILL, -9, True)]
 )
-def test_files_of_a_terminated_export_are_deleted_and_of_a_killed_export_by_the_next_export(
+def test_a_terminated_export_deletes_its_files_and_the_next_export_deletes_files_of_a_killed_export(
     tmp_path: Path, signal_number: signal.Signals, exit_code: int, files_remain: bool
 ) -> None:
     output = tmp_path / "bundles/toy"

@@ -25,7 +25,7 @@ ReadCopy = Callable[[Path], object]  # copies a checkpoint to a folder, changes 
 PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_text())
 
 
-def test_a_sharded_checkpoint_has_the_weights_of_a_single_file_and_all_files_as_sources(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_gives_the_weights_of_a_single_file_and_lists_all_files_as_sources(tmp_path: Path) -> None:
     model = read_anole(ANOLE, VQGAN)
     sharded_model = read_anole(copy_as_shards(ANOLE, tmp_path / "shards"), VQGAN)
     for graph, sharded_graph in zip(model.graphs, sharded_model.graphs, strict=True):
@@ -109,14 +109,14 @@ def test_each_row_of_lumina_mgpts_norms_applies_to_consecutive_heads(tmp_path: P
             assert torch.equal(getattr(norm, kind), rows[torch.tensor([0, 0, 1, 1])])  # two rows for four heads
 
 
-def read_changed_lumina2(weights: Any = None, config: Any = None, **fields: Any) -> ReadCopy:
+def make_lumina2_reader(weights: Any = None, config: Any = None, **fields: Any) -> ReadCopy:
     """Return a function that reads a copy of Lumina-mGPT 2.0 with the changes of `copy_checkpoint`."""
     return lambda folder: read_lumina2(
         copy_checkpoint(LUMINA2, folder / "target", weights, config, **fields), MOVQGAN, grid=8
     )
 
 
-def read_lumina2_with_edited_file(name: str, old: str, new: str) -> ReadCopy:
+def make_reader_with_edited_file(name: str, old: str, new: str) -> ReadCopy:
     """Return a function that reads a copy of Lumina-mGPT 2.0 after a replacement in a text file.
 
     Args:
@@ -146,18 +146,18 @@ WRONG_FILES: dict[str, tuple[ReadCopy, str, str]] = {
         "<s> Qwen's family lumina takes the first",
     ),
     "Anole instead of Lumina-mGPT 2.0": (
-        read_changed_lumina2(config=lambda c: c.pop("mask_image_logits")),
+        make_lumina2_reader(config=lambda c: c.pop("mask_image_logits")),
         "architectures",
         "without mask_image_logits",
     ),
-    "configuration without vocab_size": (read_changed_lumina2(vocab_size=None), "vocab_size", "None text 96 tokens"),
+    "configuration without vocab_size": (make_lumina2_reader(vocab_size=None), "vocab_size", "None text 96 tokens"),
     "tokenizer without eos_token": (
-        read_lumina2_with_edited_file("tokenizer_config.json", "eos_token", "end"),
+        make_reader_with_edited_file("tokenizer_config.json", "eos_token", "end"),
         "eos_token",
         "None name",
     ),
     "tokenizer without a token for an image size": (
-        read_lumina2_with_edited_file("tokenizer.json", "08804>", "04>"),
+        make_reader_with_edited_file("tokenizer.json", "08804>", "04>"),
         "tokenizer.json",
         "lacks <reserved08804>",
     ),

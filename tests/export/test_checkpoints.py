@@ -71,7 +71,7 @@ def test_a_state_dict_is_read_with_or_without_a_training_checkpoint_around_the_w
     ("prefer_ema", "expected", "warnings"),
     [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
-def test_of_model_weights_and_an_ema_average_the_chosen_weights_are_read(
+def test_the_chosen_weights_are_read_from_a_file_with_model_weights_and_an_ema_average(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefer_ema: bool | None, expected: int, warnings: list[str]
 ) -> None:
     torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
@@ -79,7 +79,7 @@ def test_of_model_weights_and_an_ema_average_the_chosen_weights_are_read(
     assert [text in message for text, message in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
 
 
-def test_a_missing_ema_average_is_a_warning_and_a_checkpoint_with_only_an_average_is_read(
+def test_a_missing_ema_average_gives_a_warning_and_a_checkpoint_with_only_an_average_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"ema": {"a": torch.ones(2)}}, tmp_path / "a.pt")

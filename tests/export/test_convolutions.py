@@ -43,7 +43,9 @@ def make_image_decoder(family: str) -> Graph:
 
 
 @pytest.mark.parametrize("family", ["llamagen", "chameleon", "emu3"])
-def test_int8_images_are_near_float32_and_do_not_depend_on_the_order_of_sums(tmp_path: Path, family: str) -> None:
+def test_images_of_an_int8_decoder_are_near_float32_images_and_independent_of_the_order_of_sums(
+    tmp_path: Path, family: str
+) -> None:
     graph = make_image_decoder(family)
     path = tmp_path / "vq_decoder.onnx"
     scale_down_residuals(graph.module.state_dict())

@@ -73,7 +73,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", READERS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_error_of_another_models_folder_names_the_right_family_or_the_needed_model(
+def test_the_error_of_a_folder_of_another_model_names_the_right_family_or_the_needed_model(
     tmp_path: Path, model_type: str, family: str
 ) -> None:
     read = READERS[family]
@@ -94,7 +94,7 @@ def test_the_error_of_another_models_folder_names_the_right_family_or_the_needed
         assert error.remedy == f"give `--family {FAMILIES[model_type]}`, or another target"
 
 
-def test_the_error_of_an_unknown_models_folder_names_the_needed_model(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_of_an_unknown_model_names_the_needed_model(tmp_path: Path) -> None:
     error = catch_error(
         CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN
     )

@@ -32,7 +32,7 @@ from lantern_rt.export.model import BundleContents
 from lantern_rt.export.models.decoder import apply_rope
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import image_from_pixels
+from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import compute_distribution
@@ -134,7 +134,7 @@ def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dic
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
-def test_the_recorded_scores_allow_only_codes_inside_a_row_and_only_the_row_end_after_it(bundle: Path) -> None:
+def test_the_recorded_scores_allow_only_codes_inside_a_row_and_only_the_row_end_after_a_row(bundle: Path) -> None:
     final_scores = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
     expected_finite = np.zeros(final_scores.shape, bool)
     is_row_end = np.arange(12) % 6 == 5
@@ -199,7 +199,7 @@ def check_bytes(pixels: NDArray[np.float32], expected: NDArray[np.uint8]) -> Non
         pixels: decoded pixels in [-1, 1], `[3, height, width]`.
         expected: recorded bytes, `[height, width, 3]`.
     """
-    levels = np.asarray(image_from_pixels(pixels)).astype(int)
+    levels = np.asarray(convert_pixels_to_image(pixels)).astype(int)
     assert np.abs(levels - expected).max() <= 1
     assert (levels == expected).mean() > 0.998
 

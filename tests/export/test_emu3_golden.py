@@ -16,7 +16,7 @@ from shared_goldens import ROW_NAMES, GoldenFamily, RowEndDecoderGolden, log_sof
 
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import image_from_pixels
+from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.runtime.sampling import choose_codes, compute_distribution
 
 CODES = slice(557, 653)  # token ids of the codes
@@ -138,7 +138,7 @@ def test_codes_of_recorded_runs_decode_to_the_recorded_images(family: GoldenFami
     (image,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
     assert_close(image, family.arrays[f"{trace['name']}_pixels"])
     expected = family.arrays[f"{trace['name']}_uint8"]
-    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - expected).max() <= 1
+    assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - expected).max() <= 1
 
 
 def test_an_image_is_encoded_as_the_recorded_latents_and_codes(family: GoldenFamily) -> None:

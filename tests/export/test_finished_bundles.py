@@ -170,7 +170,9 @@ def test_a_server_downloads_a_finished_bundle(host: EmptyCacheHost) -> None:
     assert (host.cache / f"{NAME}@int8").is_symlink()
 
 
-def test_the_option_export_exports_the_checkpoint_instead_of_a_download(host: EmptyCacheHost, bundle: Bundle) -> None:
+def test_option_export_exports_the_checkpoint_and_does_not_download_the_bundle(
+    host: EmptyCacheHost, bundle: Bundle
+) -> None:
     process = host("run", NAME, "--class-id", 3, "--yes", "--export")
     assert "torch is not installed" in process.stderr
     host.missing_modules = []

@@ -37,7 +37,7 @@ TOLERANCE = {"rtol": 0, "atol": 3e-4}
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export a bundle whose prefix has the length of the prompt of run 0, so that positions and keys match."""
+    """Export a bundle whose prefix is as long as the prompt of run 0, so that the positions are equal."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "MAX_PROMPT", NUM_PROMPT_TOKENS)

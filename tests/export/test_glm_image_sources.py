@@ -73,7 +73,7 @@ def pipe(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 class TransformersModel:
-    """Model and processor of transformers; the processor's version needs no torchvision.
+    """Model and processor of transformers; the image processor uses Pillow instead of torchvision.
 
     Args:
         folder: folder of the checkpoint.

@@ -37,9 +37,13 @@ JIT = DATA / "simplear/cosmos/encoder.jit"
 
 
 class TensorWithFalseMetadata(Tensor):
-    """Tensor that is saved with sizes, strides or an offset that exceed the storage of 4 numbers."""
+    """Tensor that is saved with sizes, strides or an offset that exceed the storage of 4 numbers.
 
-    metadata: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
+    Attributes:
+        metadata: offset, sizes and strides to save.
+    """
+
+    metadata: tuple[int, tuple[int, ...], tuple[int, ...]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         storage = torch.storage.TypedStorage(
@@ -81,13 +85,13 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing.pt": (lambda path: torch.save({"model": {}}, path), "found an empty dict"),
     "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
     "cut.jit": (lambda path: path.write_bytes(JIT.read_bytes()[:9000]), "not a PyTorch checkpoint"),
-    "compressed.jit": (lambda path: rewrite_jit(path, compression=zipfile.ZIP_DEFLATED), "is compressed"),
+    "compressed.jit": (lambda path: copy_torchscript(path, compression=zipfile.ZIP_DEFLATED), "is compressed"),
     "within-itself.jit": (
-        lambda path: rewrite_jit(path, CYCLIC_PICKLE),
+        lambda path: copy_torchscript(path, CYCLIC_PICKLE),
         "changes an object that others contain",
     ),
     "keys-without-end.jit": (
-        lambda path: rewrite_jit(path, make_nested_pickle(DICT_WITH_KEY)),
+        lambda path: copy_torchscript(path, make_nested_pickle(DICT_WITH_KEY)),
         "objects within each other",
     ),
     "keys-without-end.pt": (
@@ -124,16 +128,16 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "numbers-as-names.pt": (lambda path: torch.save({0: torch.ones(2)}, path), "found 0, expected names of weights"),
     "build.jit": (
-        lambda path: rewrite_jit(path, b"Vos\nVsystem\n\x93."),
+        lambda path: copy_torchscript(path, b"Vos\nVsystem\n\x93."),
         "has the opcode UNICODE",
     ),
-    "code.jit": (lambda path: rewrite_jit(path, pickle.dumps(CommandPickle(), 2)), "not a PyTorch checkpoint"),
+    "code.jit": (lambda path: copy_torchscript(path, pickle.dumps(CommandPickle(), 2)), "not a PyTorch checkpoint"),
     "absent.pt": (lambda path: None, "no such file"),
 }
 
 
-def rewrite_jit(path: Path, data_pickle: bytes | None = None, compression: int = zipfile.ZIP_STORED) -> None:
-    """Copy a TorchScript archive with changes.
+def copy_torchscript(path: Path, data_pickle: bytes | None = None, compression: int = zipfile.ZIP_STORED) -> None:
+    """Copy the valid TorchScript archive `JIT` with changes.
 
     Args:
         path: file of the copy.
@@ -163,7 +167,7 @@ def make_nested_pickle(container: bytes) -> bytes:
 
 
 def make_nested_list_pickle(outermost_first: bool) -> bytes:
-    """Return a pickle of lists that each contain the next inner list twice.
+    """Return a pickle of nested lists, of which each contains the next inner list twice.
 
     Args:
         outermost_first: fill the lists from the outermost to the innermost, not from the innermost.

@@ -82,7 +82,7 @@ def endpoint() -> Iterator[str]:
 
 
 class FetchResults:
-    """Results of `FETCH` with the hub, and then without the hub from the same cache.
+    """Results of fetching checkpoints from the hub, and then from the same cache without the hub.
 
     Args:
         endpoint: address of the hub.
@@ -113,6 +113,7 @@ class FetchResults:
         self.uncached_offline = offline[split:]
 
     def _fetch(self, endpoint: str, home: Path, *references: str) -> list[tuple[str, Any]]:
+        """Fetch checkpoints; return the path and the file references of each, or the wrong field and the error."""
         process = run(endpoint, home, "-c", FETCH, *references)
         assert process.returncode == 0, process.stderr
         return [tuple(json.loads(line)) for line in process.stdout.splitlines()]
@@ -324,7 +325,7 @@ def test_branches_tags_and_commits_are_valid_revisions(revision: str) -> None:
     assert parse_hub_reference(f"hf:a/b/c.pt@{revision}", CheckpointError) == ("a/b", "c.pt", revision)
 
 
-def test_a_local_path_is_returned_unchanged(tmp_path: Path) -> None:
+def test_fetching_a_local_path_returns_the_path_unchanged(tmp_path: Path) -> None:
     assert fetch_checkpoint(tmp_path / "x.pt") == tmp_path / "x.pt"
     assert find_hub_reference(fetch_checkpoint("models/x.pt")) is None
 

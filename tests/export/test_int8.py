@@ -59,9 +59,9 @@ def run_pass(
         session: session of the graph.
         embeds: embeddings of the nodes, `[rows, nodes, width]`.
         positions: position ids, one for all nodes or `[nodes]`.
-        new_mask: true where a node attends to a node, `[nodes, nodes]`.
+        new_mask: true where the first node attends to the second node, `[nodes, nodes]`.
         past: keys and values of earlier nodes.
-        num_masked: number of nodes at the start of the past that no node attends to.
+        num_masked: number of masked nodes, which no node attends to, at the start of the past.
     """
     rows, nodes = embeds.shape[:2]
     num_past = len(next(iter(past.values())))
@@ -74,11 +74,11 @@ def run_pass(
 
 
 def make_masked_past(session: Any, num_masked: int = 1) -> Past:
-    """Return a past of zeros. The past is not empty, since ONNX Runtime would divide by zero.
+    """Return a KV cache of zeros for masked nodes. With an empty cache, ONNX Runtime would divide by zero.
 
     Args:
         session: session of the graph.
-        num_masked: number of nodes.
+        num_masked: number of masked nodes.
     """
     shapes = {value.name: value.shape[2:] for value in session.get_inputs() if value.name.startswith("past")}
     return {name: np.zeros((num_masked, 2, *shape), np.float32) for name, shape in shapes.items()}
@@ -190,7 +190,7 @@ def test_embeddings_of_zeros_give_all_nodes_the_same_logits(session: Any) -> Non
     np.testing.assert_allclose(outputs["logits"], expected, rtol=0, atol=0.05)
 
 
-def test_the_graph_agrees_with_the_module_and_changed_weights_are_found(graph: Graph, tmp_path: Path) -> None:
+def test_the_parity_check_accepts_an_int8_graph_and_detects_changed_weights(graph: Graph, tmp_path: Path) -> None:
     plan = plan_graph(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
     assert plan.storage_types["head.weight"] == "columns"

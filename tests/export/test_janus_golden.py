@@ -16,7 +16,7 @@ from goldens import DATA, GUIDED_TOLERANCE, GraphRunner, assert_close, compute_g
 from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 from refusals import catch_error
-from shared_goldens import decode_image_values, residual_sum_names
+from shared_goldens import decode_image_values, list_residual_names
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError
@@ -24,7 +24,7 @@ from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import image_from_pixels
+from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.runtime.sampling import compute_distribution
 
 FOLDER = DATA / "janus-deepseek"
@@ -65,7 +65,7 @@ def get_prompt_index(trace: dict[str, Any]) -> int:
 
 
 class RecordedPromptRun:
-    """Runner of both rows of a recorded prompt, then of codes; the first row is conditional.
+    """Runner of a recorded prompt and of codes after the prompt, in a conditional and an unconditional row.
 
     Args:
         bundle: folder of the bundle.
@@ -99,7 +99,7 @@ def test_the_prefill_has_the_recorded_logits_keys_values_and_hidden_states(bundl
     empty = np.zeros((0, 2, 4, 10), np.float32)
     feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
     *states, last = compute_graph_values(
-        bundle / "target.onnx", [*residual_sum_names(bundle)[2:-1:2], "hidden_states"], feeds
+        bundle / "target.onnx", [*list_residual_names(bundle)[2:-1:2], "hidden_states"], feeds
     )
     assert_close(np.stack([embeds, *(state.swapaxes(0, 1) for state in states), last]), ARRAYS["layer_hidden"])
 
@@ -186,7 +186,7 @@ def test_codes_decode_to_the_recorded_vectors_latents_and_images(bundle: Path) -
     last_codes = SAMPLED[0]["codes"][-1]
     sampled_images, _, _ = decode_image_values(bundle, np.array([last_codes]))
     for image, expected in ((images, "vq_uint8"), (sampled_images, "sample0_last_uint8")):
-        assert np.abs(np.asarray(image_from_pixels(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
+        assert np.abs(np.asarray(convert_pixels_to_image(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
 
 
 def test_images_encode_to_the_codes_of_deepseek_and_not_of_transformers(bundle: Path) -> None:
@@ -255,7 +255,7 @@ def copy_as_safetensors(folder: Path) -> Path:
 
 
 def copy_as_saved_by_a_trainer(folder: Path) -> Path:
-    """Copy the checkpoint as transformers 4 saves DeepSeek's class: without a processor, with more fields."""
+    """Copy the checkpoint as transformers 4 saves DeepSeek's class: no processor, more configuration fields."""
     more_fields = {"head_dim": 10, "_attn_implementation_autoset": True}
     copy_checkpoint(JANUS, folder, lambda weights: None, lambda config: config["language_config"].update(more_fields))
     (folder / "processor_config.json").unlink()

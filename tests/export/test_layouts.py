@@ -1,4 +1,7 @@
-"""Outputs of decoder graphs: equal in the file layout and the device layout, and close to float32 in float16."""
+"""Outputs of decoder graphs: equal in the file layout and the device layout, and close to float32 in float16.
+
+The file layout is the layout of graphs in a bundle. The device layout is for GPUs and other devices.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ DRAFTER_CONFIGS: dict[str, tuple[DecoderConfig, bool]] = {
 
 
 def build_target_graph(config: DecoderConfig, input_scale: float = 0.1) -> Graph:
-    """Return the graph of a random target; inputs of scale 0.1 are so small that the norms' epsilon matters."""
+    """Return the graph of a random target. The small default scale of inputs makes the norms' epsilon matter."""
     torch.manual_seed(0)
     decoder = Decoder(config)
     randomise_norms(decoder)
@@ -88,7 +91,7 @@ def measure_layout_difference(graph: Graph, folder: Path, rule: StorageRule = "f
     """Return the largest output difference between the file layout and the device layout.
 
     Args:
-        graph: graph of a decoder; all its test cases are run.
+        graph: graph of a decoder, with the test cases to run.
         folder: folder to write the graph to.
         rule: storage of the weights.
     """

@@ -92,7 +92,7 @@ def make_prefix_mask(is_real: np.ndarray, lantern: bool) -> np.ndarray:
 
     Args:
         is_real: false at padding, `[rows, nodes]`.
-        lantern: whether padded positions attend to all later unpadded positions (see `TargetRun`).
+        lantern: whether padded positions attend to all later unpadded positions, as in LANTERN's code.
     """
     causal = np.tri(is_real.shape[1], dtype=bool)
     if lantern:
@@ -225,7 +225,7 @@ def test_outputs_of_a_draft_tree_that_extends_past_the_last_cell_equal_the_recor
     assert_close(mix_guidance_rows(out["logits"], 4.0), arrays["late_tree_logits_cfg4"], GUIDED_TOLERANCE)
 
 
-def test_lanterns_and_llamagens_checkpoints_of_the_same_weights_differ_only_in_the_filter_order(
+def test_bundles_of_lanterns_and_llamagens_checkpoints_differ_in_the_order_of_top_k_and_top_p(
     lantern_t2i_bundle: Path, t2i_bundle: Path
 ) -> None:
     lantern, official = (read_manifest(bundle) for bundle in (lantern_t2i_bundle, t2i_bundle))

@@ -39,7 +39,7 @@ def save_adapter(
         **config: fields of the adapter's configuration.
 
     Returns:
-        The folder, and the product B A of each layer by the name of the layer's weight.
+        The folder, and the product `B @ A` of each layer, by the name of the layer's weight.
     """
     folder.mkdir()
     generator = torch.Generator().manual_seed(len(folder.name))

@@ -22,7 +22,7 @@ from lantern_rt.export.families.common_lumina import list_patch_grids
 from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
 from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import image_from_pixels
+from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import compute_distribution
@@ -57,7 +57,7 @@ def get_name(trace: dict[str, Any]) -> str:
 def test_guided_scores_of_every_generated_code_equal_the_recorded_scores(
     family: GoldenFamily, trace: dict[str, Any]
 ) -> None:
-    """Compare logits after guidance; the guidance scale changes with every token, also with forced row ends."""
+    """Compare logits after guidance. The guidance scale changes at every token, also at forced row ends."""
     ids = trace["generated_ids"]
     size_tokens = 0 if trace["name"] == "i2i" else 3  # begin of image and image size, without guidance
     uncond = trace["unconditional_prefix"]
@@ -79,7 +79,7 @@ def test_guided_scores_of_every_generated_code_equal_the_recorded_scores(
     assert guided.argmax(-1).tolist() == np.ravel(trace["codes"])[cells].tolist()
 
 
-def test_filtered_probabilities_of_image_size_and_text_tokens_equal_the_recorded_ones() -> None:
+def test_probabilities_after_temperature_and_top_k_equal_the_recorded_probabilities() -> None:
     logits = ARRAYS["filter_logits"]
     for i, (image_k, text_k, temperature) in enumerate(ARRAYS["filter_params"]):
         for name, top_k, ids in (
@@ -170,7 +170,7 @@ def test_image_decoder_values_and_pixels_equal_the_recorded_arrays(lumina2_bundl
     values = compute_graph_values(path, names, {"codes": ARRAYS["vq_codes"][None]})
     for array, name in zip(values, ("code_vectors", "post_quant", "conv_in", "decoded"), strict=True):
         assert_close(array[0], ARRAYS[f"vq_{name}"])
-    assert np.abs(np.asarray(image_from_pixels(values[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
+    assert np.abs(np.asarray(convert_pixels_to_image(values[-1][0])).astype(int) - ARRAYS["vq_uint8"]).max() <= 1
 
 
 @pytest.mark.parametrize("trace", [trace for trace in TRACES if f"{trace['name']}_uint8" in ARRAYS], ids=get_name)
@@ -178,7 +178,7 @@ def test_codes_of_a_recorded_run_decode_to_the_recorded_image(lumina2_bundle: Pa
     codes = {"codes": np.array([trace["codes"]])}
     (image,) = GraphFileSession(lumina2_bundle / "vq_decoder.onnx").run(codes)["images"]
     assert_close(image, ARRAYS.get(f"{trace['name']}_pixels", image))
-    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
+    assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
 
 
 def test_layers_inside_the_image_tokenizer_have_the_recorded_outputs() -> None:

@@ -26,7 +26,7 @@ class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def test_filtered_probabilities_of_codes_and_of_text_tokens_equal_the_recorded_ones(family: GoldenFamily) -> None:
+def test_probabilities_after_temperature_and_top_k_equal_the_recorded_probabilities(family: GoldenFamily) -> None:
     for i, (image_k, text_k, temperature) in enumerate(family.arrays["filter_params"]):
         logits = family.arrays["filter_logits"]
         for top_k, recorded, logits_subset in (

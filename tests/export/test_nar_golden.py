@@ -18,8 +18,8 @@ from onnx import numpy_helper
 from shared_goldens import (
     check_logits,
     compute_logits,
-    group_layout,
-    residual_sum_names,
+    get_group_layout,
+    list_residual_names,
     run_whole_sequence,
     sample_recorded_codes,
 )
@@ -94,7 +94,7 @@ def merge_prompts(prompts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def sort_by_cell(pipe: Pipeline, values: NDArray[Any]) -> NDArray[Any]:
     """Sort values `[..., codes, size]` by cell in raster order, instead of by order of generation."""
-    return values[..., np.argsort(group_layout(pipe).cells), :]
+    return values[..., np.argsort(get_group_layout(pipe).cells), :]
 
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("c2i", 16), ("t2i", 32)])
@@ -115,7 +115,7 @@ def test_attention_mask_and_rotary_table_equal_the_recorded_arrays(
 ) -> None:
     pipe = pipes[model, grid]
     prefix = PREFIX_LENGTHS[model]
-    order = group_layout(pipe)
+    order = get_group_layout(pipe)
     code_pass = order.lay_out_groups(range(1, len(order.groups)), np.arange(grid**2))
     raster_order = np.argsort(code_pass.positions)
     assert code_pass.positions[raster_order].tolist() == [
@@ -144,11 +144,11 @@ def test_a_forward_pass_over_a_whole_image_gives_the_recorded_values_of_layers_a
 ) -> None:
     pipe = pipes[model, grid]
     prefix = PREFIX_LENGTHS[model]
-    cells = group_layout(pipe).cells
+    cells = get_group_layout(pipe).cells
     prompt = {"class_ids": int(arrays["c2i_tf_class_ids"][0])} if model == "c2i" else make_caption_prompt([0], arrays)
     tokens = arrays[f"{model}_tf_tokens"][cells]
     assert_close(sort_by_cell(pipe, compute_logits(pipe, tokens, **prompt)), arrays[f"{model}_tf_logits"])
-    names = residual_sum_names(pipe.bundle.folder)[2::2]
+    names = list_residual_names(pipe.bundle.folder)[2::2]
     embeds, *layers, right, below, logits = run_whole_sequence(pipe, tokens, [*names, *HEADS], **prompt)
     recorded_indices = np.array([*range(prefix), *(prefix + cells[:-1])])  # recorded in raster order
     is_real_token = arrays["t2i_emb_mask"][0].astype(bool) if model == "t2i" else np.ones(prefix, bool)
@@ -174,7 +174,7 @@ def test_inputs_keys_values_and_logits_of_the_first_run_equal_the_recorded_array
     trace = next(trace for trace in TRACES if (trace["model"], trace["grid"]) == (model, 4))
     pipe = pipes[model, 4]
     prefix = PREFIX_LENGTHS[model]
-    cells = group_layout(pipe).cells
+    cells = get_group_layout(pipe).cells
     layers = pipe.bundle.manifest.target.num_layers
     names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(layers)]
     codes = np.array(trace["raster"][0])[cells]
@@ -199,7 +199,7 @@ def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_toke
 ) -> None:
     name = trace["name"]
     pipe = pipes[trace["model"], trace["grid"]]
-    cells = group_layout(pipe).cells
+    cells = get_group_layout(pipe).cells
     for i, (prompt, raster) in enumerate(zip(list_prompts(trace, arrays), trace["raster"], strict=True)):
         codes = np.array(raster)[cells]
         row_logits = sort_by_cell(pipe, compute_logits(pipe, codes, **prompt))
@@ -233,7 +233,7 @@ def test_filtered_probabilities_equal_the_recorded_probabilities(arrays: Arrays)
 
 
 @pytest.mark.parametrize("options", ["int8", "int4-weights", "fp16 --compute float16", "bf16 --compute bfloat16"])
-def test_rounded_nar_bundles_pass_verify_and_generate_the_same_codes_alone_and_in_a_batch(
+def test_nar_bundles_with_rounded_weights_pass_verify_and_generate_the_same_codes_alone_and_batched(
     program: Any, options: str
 ) -> None:
     files = [checkpoint_path("c2i"), DATA / "llamagen-vq/vq_tiny.pt", checkpoint_path("c2i").with_name("config.json")]

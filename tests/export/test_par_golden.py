@@ -17,8 +17,8 @@ from onnx import numpy_helper
 from shared_goldens import (
     check_logits,
     compute_logits,
-    group_layout,
-    residual_sum_names,
+    get_group_layout,
+    list_residual_names,
     run_whole_sequence,
     sample_recorded_codes,
 )
@@ -84,7 +84,7 @@ def test_input_tokens_attention_mask_and_rotary_positions_equal_the_recorded_arr
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
-    order = group_layout(pipe)
+    order = get_group_layout(pipe)
     cells = grid**2
     code_pass = order.lay_out_groups(range(1, len(order.groups)), np.arange(cells))
     recorded_inputs = arrays[f"{model}_g{grid}_fed"]
@@ -108,7 +108,7 @@ def test_a_forward_pass_over_a_whole_image_gives_the_recorded_hidden_states_and_
     pipe = pipes[model, grid]
     class_id = int(arrays[f"{model}_tf_class_ids"][0])
     assert_close(compute_logits(pipe, tokens, class_ids=class_id), logits[:, : grid**2])
-    names = residual_sum_names(pipe.bundle.folder)
+    names = list_residual_names(pipe.bundle.folder)
     embeds, *layers, last_hidden = run_whole_sequence(
         pipe, tokens, [*names[2:-1:2], "hidden_states"], class_ids=class_id
     )
@@ -139,7 +139,7 @@ def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_toke
 ) -> None:
     name = trace["name"]
     pipe = pipes[trace["model"], trace["grid"]]
-    cells = group_layout(pipe).cells
+    cells = get_group_layout(pipe).cells
     for i, (class_id, ids) in enumerate(zip(trace["class_ids"], trace["ids"], strict=True)):
         guided_logits = check_logits(name, i, trace, compute_logits(pipe, ids, class_ids=class_id), arrays)
         assert sample_recorded_codes(guided_logits, i, trace) == ids
@@ -162,7 +162,7 @@ def test_greedy_images_equal_the_recorded_images_alone_and_in_a_batch(
     for class_id, raster in zip(trace["class_ids"], trace["raster"], strict=True):
         single_result = generate(class_ids=class_id, method="ar")
         assert single_result.codes[0].tolist() == raster
-        groups = group_layout(pipes[trace["model"], trace["grid"]]).groups
+        groups = get_group_layout(pipes[trace["model"], trace["grid"]]).groups
         assert single_result.stats.target_passes == len(groups)
 
 

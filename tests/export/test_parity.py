@@ -29,6 +29,7 @@ from lantern_rt.export.verify import check_graph_parity, choose_tolerance
 
 @st.composite
 def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
+    """Draw the sizes and options of a small decoder."""
     num_kv_heads = draw(st.integers(1, 3))
     heads = num_kv_heads * draw(st.integers(1, 3))
     width = heads * 4 * draw(st.integers(1, 4))
@@ -86,7 +87,7 @@ def test_a_drafter_graph_gives_the_outputs_of_the_pytorch_module(
 
 
 class RoundingModule(nn.Module):
-    """Module that rounds its input by adding and subtracting 1000; every processor rounds these in the same way."""
+    """Module that rounds its input by adding and subtracting 1000, which gives the same result on every processor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +111,7 @@ def test_the_default_tolerance_is_32_times_the_rounding_error_of_the_module() ->
 
 @st.composite
 def vq_configs(draw: st.DrawFn) -> VQTokenizerConfig:
+    """Draw the sizes and options of a small image tokenizer."""
     widths = tuple(draw(st.lists(st.sampled_from([32, 64]), min_size=1, max_size=2)))
     return VQTokenizerConfig(
         num_codes=draw(st.integers(2, 40)),
@@ -230,7 +232,7 @@ def test_a_graph_that_is_correct_only_for_the_traced_number_of_rows_is_rejected(
         check_graph_parity(graph, write_graph(graph, tmp_path)[0])
 
 
-def test_attention_weights_are_not_denormal_and_below_1e_30_at_masked_positions(
+def test_attention_weights_are_below_1e_30_at_masked_positions_and_nowhere_denormal(
     tmp_path: Path,
 ) -> None:
     graph = make_target(torch.float32)

@@ -122,13 +122,13 @@ def test_the_error_of_an_unknown_precision_lists_the_valid_precisions() -> None:
 
 def test_each_graph_has_a_precision_that_follows_from_the_options() -> None:
     precisions = parse_precisions("int8-weights", "int4-weights")
-    assert [precisions.precision_of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
+    assert [precisions.get_precision(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
         "int8-weights",
         "int4-weights",
         "bf16-safe",
         "fp32",
     ]
-    assert parse_precisions("fp16").precision_of("drafter") == "fp16"
+    assert parse_precisions("fp16").get_precision("drafter") == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32
 ) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
     assert parse_precisions("auto").target == expected
-    assert parse_precisions("auto").precision_of("drafter") == expected
+    assert parse_precisions("auto").get_precision("drafter") == expected
     assert parse_precisions("auto", compute="float16").target == "fp16"
     with pytest.raises(RequestError, match=r"^drafter_precision: found 'auto', expected one of fp32, .*, int8$"):
         parse_precisions(None, "auto")

@@ -49,22 +49,26 @@ def edit_llamagen(edit: Any = None, **fields: Any) -> Reader:
 
 
 def edit_drafter(edit: Any = None, **fields: Any) -> Reader:
+    """Return a reader of a drafter with edited weights and replaced configuration fields."""
     return lambda folder: read_llamagen(
         T2I, VQ, drafter=copy_checkpoint(DRAFTER, folder / "drafter", edit, **fields), config=config_path(T2I)
     )
 
 
 def edit_anole(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
+    """Return a reader of Anole with the changes of `copy_checkpoint`."""
     return lambda folder: read_anole(copy_checkpoint(ANOLE, folder / "target", weights, config, **fields), VQGAN)
 
 
 def edit_lumina(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
+    """Return a reader of Lumina-mGPT with the changes of `copy_checkpoint`."""
     return lambda folder: read_lumina(
         copy_checkpoint(LUMINA, folder / "target", weights, config, **fields), VQGAN, grid=4
     )
 
 
 def edit_emu3(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
+    """Return a reader of Emu3 with the changes of `copy_checkpoint`."""
     return lambda folder: read_emu3(copy_checkpoint(EMU3, folder / "target", weights, config, **fields), grid=4)
 
 
@@ -87,7 +91,7 @@ def edit_emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) ->
 
 
 def edit_text_encoder(weights: Any = None, sizes: dict[str, Any] | None = None, **fields: Any) -> Reader:
-    """Return a reader of a T5 of these sizes, whose weights or configuration fields are edited after saving."""
+    """Return a reader of a T5 with these sizes, edited weights and replaced configuration fields."""
 
     def read(folder: Path) -> None:
         save_t5(folder / "saved", **(sizes or {}))
@@ -121,7 +125,7 @@ def write_index(content: Any) -> Reader:
 
 
 def edit_anole_tokenizer(edit: Callable[[dict[str, Any]], object]) -> Reader:
-    """Return a reader of Anole whose `tokenizer.json` is edited."""
+    """Return a reader of Anole; `edit` changes the object of `tokenizer.json` in place."""
 
     def read(folder: Path) -> None:
         target = copy_checkpoint(ANOLE, folder / "target")
@@ -156,7 +160,7 @@ def read_duplicate_field(folder: Path) -> None:
     read_llamagen_transformer(C2I, config=folder / "config.json")
 
 
-def read_few_codes(folder: Path) -> None:
+def read_small_codebook(folder: Path) -> None:
     small_codebook = copy_weights(
         folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]})
     )
@@ -269,7 +273,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         VQ.name,
         "4 encoder and 5 decoder levels",
     ),
-    "image tokenizer with fewer codes than the target": (read_few_codes, "vq", "100 codes 128"),
+    "image tokenizer with fewer codes than the target": (read_small_codebook, "vq", "100 codes 128"),
     # Folders of weights
     "missing shards": (
         lambda folder: Checkpoint(

@@ -41,7 +41,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def list_llamagen_sources(target: str) -> ExportSources:
-    """Return the checkpoints and options of `export` for a small model of PAR or NAR."""
+    """Return the checkpoints and export options for a small model of PAR or NAR."""
     path = DATA / target
     return {"target": path, "config": path.with_name("config.json"), "vq": DATA / "llamagen-vq/vq_tiny.pt"}, {}
 

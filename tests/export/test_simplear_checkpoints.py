@@ -27,7 +27,7 @@ EMBED = "model.embed_tokens.weight"
 
 
 def make_simplear_reader(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
-    """Return a reader of SimpleAR.
+    """Return a function that reads an edited copy of SimpleAR from an empty folder.
 
     Args:
         weights: function that changes the weights.

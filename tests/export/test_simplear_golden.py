@@ -22,7 +22,7 @@ from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, make_simplea
 from lantern_rt.export.models.cosmos_vq import compute_haar_matrices
 from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import image_from_pixels
+from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
@@ -55,7 +55,7 @@ def compute_code_log_probabilities(scores: NDArray[np.float32]) -> NDArray[np.fl
     return log_softmax(scores[..., CODES] if scores.shape[-1] == CODES.stop else scores)
 
 
-def test_filtered_probabilities_over_the_whole_vocabulary_equal_the_recorded_ones() -> None:
+def test_filtered_probabilities_over_the_whole_vocabulary_equal_the_recorded_probabilities() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
         distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
@@ -69,7 +69,7 @@ def test_filtered_probabilities_over_the_whole_vocabulary_equal_the_recorded_one
 
 
 def compute_run_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Return guided log-probabilities `[tokens, codes]` for each token of a recorded run, given the tokens before."""
+    """Return guided log-probabilities `[tokens, codes]` for each token of a recorded run, given all earlier tokens."""
     uncond = (
         ARRAYS["uncond_ids"] if trace["unconditional_ids"] == len(ARRAYS["uncond_ids"]) else trace["unconditional_ids"]
     )
@@ -93,9 +93,7 @@ def compute_run_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float3
 
 
 @pytest.mark.parametrize("trace", TRACES.values(), ids=lambda trace: str(trace["name"]))
-def test_scores_probabilities_and_tokens_of_a_run_equal_the_recorded_ones(
-    simplear_bundle: Path, trace: dict[str, Any]
-) -> None:
+def test_a_run_has_the_recorded_scores_probabilities_and_tokens(simplear_bundle: Path, trace: dict[str, Any]) -> None:
     name = trace["name"]
     ids = np.array(trace["generated_ids"])
     scores = compute_run_scores(simplear_bundle, trace)
@@ -135,7 +133,7 @@ def test_logits_with_a_repetition_penalty_equal_the_recorded_logits_before_and_a
     )
 
 
-def test_codes_of_image_token_ids_and_their_embeddings_equal_the_recorded_ones(simplear_bundle: Path) -> None:
+def test_image_token_ids_have_the_recorded_codes_and_embeddings(simplear_bundle: Path) -> None:
     ids = ARRAYS["clamp_ids"]
     codes = ARRAYS["clamp_codes"]
     table = np.load(simplear_bundle / "code_embeddings.npy")
@@ -211,7 +209,7 @@ def test_codes_of_a_recorded_run_decode_to_the_recorded_pixels(simplear_bundle: 
     feeds = {"codes": np.array([TRACES[name]["codes"]])}
     (image,) = GraphFileSession(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
     assert_close(image, ARRAYS[f"{name}_pixels"])
-    assert np.abs(np.asarray(image_from_pixels(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
+    assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
 
 
 # ---------------------------------------------------------------- prompts

@@ -17,7 +17,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import EngineError
 from lantern_rt.export.models.t5 import read_text_encoder
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 from lantern_rt.prepared import compute_prefixes
 from lantern_rt.text.captions import clean_caption
 
@@ -167,4 +167,4 @@ def test_the_error_of_a_text_encoder_without_transformers_names_the_missing_libr
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match="transformers is not installed") as error:
         read_text_encoder(encoder[0], 32)
-    assert error.value.remedy == f"run `{install_command('export')}`"
+    assert error.value.remedy == f"run `{make_install_command('export')}`"

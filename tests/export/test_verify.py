@@ -376,7 +376,12 @@ def find_first_matrix(model: onnx.ModelProto) -> TensorProto:
 
 
 def move_weight_to_file(key: str, value: str) -> Callable[[Path], None]:
-    """Return a function that moves a weight of a graph file to another file, with a wrong `key` in the graph."""
+    """Return a function that moves a weight of a graph to another file and sets one field of the reference.
+
+    Args:
+        key: field of the graph's reference to the file, such as `offset`.
+        value: wrong value of the field.
+    """
 
     def edit(path: Path) -> None:
         model = onnx.load(path)

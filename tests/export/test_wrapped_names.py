@@ -60,6 +60,7 @@ Wrapper = Callable[[Weights], Weights]  # returns the weights under the names th
 
 
 def add_prefix(prefix: str) -> Wrapper:
+    """Return a function that adds a prefix to all names of weights."""
     return lambda weights: {prefix + name: weight for name, weight in weights.items()}
 
 
@@ -203,7 +204,7 @@ def list_tensors(result: Any) -> Iterator[Tensor]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Tensor]]]:
-    """Return a function that writes the checkpoint of a reader once, and returns the folder and the tensors."""
+    """Return a function that writes a reader's checkpoint at the first call, and returns the folder and the tensors."""
     torch.set_num_threads(1)
     cache: dict[str, tuple[Path, list[Tensor]]] = {}
 

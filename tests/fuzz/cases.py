@@ -61,6 +61,7 @@ class ValidInputs:
             )
 
     def _add_presets(self) -> None:
+        """Add a prompt file and two quality presets to the bundle."""
         (self.bundle / "prompts.txt").write_text("red cube\ngreen sphere on sand\n")
         manifest = json.loads((self.bundle / MANIFEST_FILE).read_text())
         manifest["files"]["prompts"] = {"path": "prompts.txt"}
@@ -73,7 +74,7 @@ class ValidInputs:
 # ---------------------------------------------------------------- kinds of input
 
 
-# Each function makes a case. `originals` are the valid inputs, `folder` is an empty folder for the case, and `rng`
+# Each function makes a case. `valid_inputs` are not changed, `folder` is an empty folder for the case, and `rng`
 # chooses the damage.
 
 
@@ -117,7 +118,7 @@ def make_external_data_case(valid_inputs: ValidInputs, folder: Path, rng: random
 
 
 def make_image_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a PNG file with damaged bytes or metadata, and return a command that generates the image again from it."""
+    """Make a PNG file with damaged bytes or metadata; return a command that generates an image from the metadata."""
     texts = dict(valid_inputs.image.info)
     has_damaged_metadata = rng.random() < 0.6
     if has_damaged_metadata:
@@ -277,7 +278,7 @@ def check_case(kind: str, seed: int, valid_inputs: ValidInputs, capture: pytest.
     Args:
         kind: kind of the input, a key of `KINDS`.
         seed: seed of the case.
-        originals: valid inputs, of which the case damages a copy.
+        valid_inputs: valid inputs, of which the case damages a copy.
         capture: pytest's fixture `capfd`, which also captures the output of native libraries.
     """
     rng = random.Random(f"{kind} {seed}")
@@ -311,7 +312,7 @@ def run_case(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]
     """
 
     def raise_timeout(*_: object) -> None:
-        raise AssertionError(f"hangs: {case}")
+        raise AssertionError(f"still running after {MAX_SECONDS} seconds: {case}")
 
     previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -49,7 +49,7 @@ def damage_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def damage_json(text: str, rng: random.Random) -> bytes:
-    """Replace, remove, add or rename one to three values of a JSON text; sometimes damage its bytes."""
+    """Replace, remove, add or rename one to three values of a JSON text; sometimes damage bytes instead."""
     if rng.random() < 0.15:
         return damage_bytes(text.encode(), rng)
     value = json.loads(text)

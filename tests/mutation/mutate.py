@@ -1,9 +1,9 @@
 """Mutation testing: find small changes of the runtime and the engines that the fast tests do not detect.
 
 `python tests/mutation/mutate.py --seed 1 --count 60` chooses expressions at random. The program changes one expression
-at a time in a copy of this checkout, and runs the tests of the changed file until a test fails. It prints whether the
-tests detected each mutation (killed) or not (survived). A surviving mutation either does not change the behavior or
-shows a missing test. CI does not run this program.
+at a time in a copy of this checkout, and runs the tests of the changed file until a test fails. For each
+mutation, the program prints whether a test failed (killed) or not (survived). A surviving mutation either does not
+change the behavior or shows a missing test. CI does not run this program.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def generate_mutants(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _is_skipped(parent: ast.AST, node: ast.AST) -> bool:
-    """Return whether a node is left out: assertions, errors, annotations, and arbitrary limits.
+    """Return whether a node is not mutated: an assertion, an error, an annotation, or an arbitrary limit.
 
-    Tests need not detect a mutation of these expressions.
+    Tests need not detect mutations of these nodes.
     """
     if isinstance(node, ast.keyword):  # `copy=False` only saves time
         return node.arg in ("strict", "frozen", "init", "repr", "eq") or ast.unparse(node) == "copy=False"

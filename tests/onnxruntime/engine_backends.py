@@ -1,4 +1,4 @@
-"""Small target and drafter with four codes, on every engine that this host can run."""
+"""Small target and drafter with a vocabulary of four tokens, on every engine that this host can run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ class SmallModel:
         self.drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.config))
 
     def load_on_backend(self, backend: str) -> ToyModel:
-        """Load the model on a backend of `BACKENDS` or `GPU_BACKENDS`; `toy` is another model, from the unit tests."""
+        """Load the model on a backend of `BACKENDS` or `GPU_BACKENDS`.
+
+        The backend `toy` is an exception: this backend is the NumPy model of the unit tests, with other logits.
+        """
         if backend == "toy":
             return make_model(
                 vocabulary=SMALL_CONFIG.vocab_size, codes=4, prefix=SMALL_CONFIG.prefix, neighbors=NEIGHBORS
@@ -139,7 +142,7 @@ class SmallModel:
         )
 
     def make_prompt(self, backend: str, seed: int) -> Prompt:
-        """Return a prompt with random embeddings, of which the first `seed % 3` positions are padding."""
+        """Return a prompt with random embeddings. The first `seed % 3` positions of the prompt are padding."""
         padding = seed % 3
         if backend == "toy":
             return make_prompt(seed, SMALL_CONFIG.prefix, padding)

@@ -132,7 +132,7 @@ class _ExecutionContext:
 
 
 class HostRuntimeCache:
-    """Implementation of `IRuntimeCache`, with a word for each execution context in place of compiled kernels."""
+    """Implementation of `IRuntimeCache`, which stores texts instead of compiled kernels, one for each context."""
 
     version = "1"
 

@@ -74,7 +74,7 @@ def make_filled_cache(engine: OrtDeviceEngine, first_prefix: int, codes: list[li
 
     Args:
         engine: engine that computes the entries.
-        first_prefix: number of the prefix of row 0; later rows have the next prefixes.
+        first_prefix: index in `PREFIXES` of the prefix of row 0; later rows have the next prefixes.
         codes: codes of each row.
         capacity: maximum number of entries in each row.
     """
@@ -221,7 +221,7 @@ def write_identity_graph(graph: GraphWriter) -> GraphTensors:
     return [TensorSpec("data", ("float32",), (None,))], [TensorSpec("out", ("float32",), (None,))]
 
 
-def test_a_bound_graph_is_recorded_at_the_third_run_up_to_a_limit_and_released_with_the_binding(
+def test_up_to_a_limit_bound_graphs_are_recorded_at_the_third_run_until_the_binding_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_captured_graphs=1))

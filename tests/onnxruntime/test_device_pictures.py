@@ -64,7 +64,7 @@ def make_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[str,
     return sequences
 
 
-def generate(pipe: Pipeline, prompt_numbers: list[int], options: dict[str, Any]) -> list[ImageSequence]:
+def generate_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[str, Any]) -> list[ImageSequence]:
     """Generate images in a batch.
 
     Args:
@@ -84,7 +84,7 @@ def generate(pipe: Pipeline, prompt_numbers: list[int], options: dict[str, Any])
 def test_the_graphs_for_devices_generate_the_same_tokens_as_the_graphs_for_cpus(
     cpu_pipe: Pipeline, device_pipe: Pipeline, options: dict[str, Any]
 ) -> None:
-    expected, sequences = (generate(pipe, [0, 1, 2], options) for pipe in (cpu_pipe, device_pipe))
+    expected, sequences = (generate_sequences(pipe, [0, 1, 2], options) for pipe in (cpu_pipe, device_pipe))
     for sequence, cpu_sequence in zip(sequences, expected, strict=True):
         assert sequence.codes == cpu_sequence.codes
         assert not cpu_sequence.statistics.tie_passes  # otherwise rounding could change tokens
@@ -94,7 +94,7 @@ def test_the_graphs_for_devices_generate_the_same_tokens_as_the_graphs_for_cpus(
         assert (
             len({tuple(sequence.statistics.accepted_per_step) for sequence in sequences}) == 3
         )  # the images accepted different numbers of drafts
-    (single_sequence,) = generate(device_pipe, [1], options)
+    (single_sequence,) = generate_sequences(device_pipe, [1], options)
     assert single_sequence.codes == sequences[1].codes
 
 
@@ -106,26 +106,26 @@ def test_a_target_and_a_drafter_on_different_providers_generate_the_same_tokens(
     mixed_pipe = load_device_pipeline(float_scenes_bundle, "cpu,drafter=twin")
     assert isinstance(mixed_pipe.engines.target, OrtDeviceEngine)
     assert isinstance(mixed_pipe.engines.drafter, OrtEngine)
-    expected, sequences = (generate(pipe, [0, 1], options) for pipe in (cpu_pipe, mixed_pipe))
+    expected, sequences = (generate_sequences(pipe, [0, 1], options) for pipe in (cpu_pipe, mixed_pipe))
     assert [sequence.codes for sequence in sequences] == [sequence.codes for sequence in expected]
 
 
-def test_pass_shapes_that_were_evicted_are_bound_again_and_generate_the_same_tokens(
+def test_evicting_the_bindings_of_forward_passes_changes_no_token(
     cpu_pipe: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
     get_bound_pass = CachePool.get_bound_pass
 
-    def count_bound(pool: CachePool, block: CacheBlock, *arguments: Any) -> BoundForwardPass:
+    def count_bound_passes(pool: CachePool, block: CacheBlock, *arguments: Any) -> BoundForwardPass:
         bound_pass = get_bound_pass(pool, block, *arguments)
         counts.append(len(block.bound_passes))
         return bound_pass
 
-    monkeypatch.setattr(CachePool, "get_bound_pass", count_bound)
+    monkeypatch.setattr(CachePool, "get_bound_pass", count_bound_passes)
     monkeypatch.setattr(cache_pool, "MAX_BOUND_PASSES", 2)
     options = {"method": "eagle:tree=dynamic-16-6-4:drafter=eagle"}
     expected, sequences = (
-        generate(pipe, [0, 1], options) for pipe in (cpu_pipe, load_device_pipeline(float_scenes_bundle))
+        generate_sequences(pipe, [0, 1], options) for pipe in (cpu_pipe, load_device_pipeline(float_scenes_bundle))
     )
     assert [sequence.codes[:CODES_PER_IMAGE] for sequence in sequences] == [
         sequence.codes[:CODES_PER_IMAGE] for sequence in expected

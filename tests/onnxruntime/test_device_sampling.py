@@ -44,7 +44,7 @@ def make_random_logits(rows: int = 4, nodes: int = 6, seed: int = 0) -> Floats:
 
 
 def upload_logits(device: OrtDevice, logits: Floats) -> DeviceLogitsTensor:
-    """Copy logits to the device, like the output of a forward pass of up to 40 rows."""
+    """Copy logits to the device, and return them as the output of a forward pass of at most 40 rows."""
     graph: Any = SimpleNamespace(bind_tensors=lambda values, capture_graph: None)
     tokens = np.zeros((40, logits.shape[1]), np.int32)
     return DeviceLogitsTensor(
@@ -55,7 +55,7 @@ def upload_logits(device: OrtDevice, logits: Floats) -> DeviceLogitsTensor:
 def make_request(
     sampling: Sampling, noise: Noise | None, first_row: int = 0, first_position: int = 0, count: int = 5
 ) -> SamplingRequest:
-    """Make a request in which each unconditional node has the number of the conditional node plus 1.
+    """Make a request for the tokens of nodes 0, 1 and so on; the unconditional logits are at nodes 1, 2 and so on.
 
     Args:
         sampling: sampling settings.
@@ -121,7 +121,7 @@ def test_the_device_samples_the_same_tokens_as_the_host(
     assert_samples_agree(samples, sample_on_host(logits, request, count))
 
 
-def test_a_top_p_that_rounded_sums_of_probabilities_do_not_reach_keeps_all_tokens(device: OrtDevice) -> None:
+def test_a_top_p_above_the_rounded_sum_of_all_probabilities_keeps_all_tokens(device: OrtDevice) -> None:
     """Use a top-p so close to 1 that a float32 sum of all probabilities may be smaller."""
     for seed in range(4):
         logits = make_random_logits(seed=seed)
@@ -197,6 +197,8 @@ def test_threads_compute_the_noise_of_the_next_positions_while_the_device_sample
     prepared_groups: Queue[tuple[int, int]] = Queue()
 
     class PreparationRecordingNoise(UploadRecordingNoise):
+        """Gumbel noise that also records which groups of positions were computed in advance."""
+
         def prepare_noise_group(self, group: int, size: int) -> None:
             super().prepare_noise_group(group, size)
             prepared_groups.put((self.seed, group))

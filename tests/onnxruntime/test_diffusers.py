@@ -1,4 +1,4 @@
-"""GLM-Image pipeline of diffusers with random weights: codes of lantern-rt must lead to the same image.
+"""GLM-Image pipeline of diffusers with random weights, which must decode the codes of lantern-rt to the same image.
 
 The session `journeys` of noxfile.py installs diffusers.
 """
@@ -25,7 +25,10 @@ PROMPT = "a wooden sign that says 'open'"
 
 @pytest.fixture(scope="module")
 def diffusers_pipeline() -> Any:
-    """Return diffusers' GLM-Image pipeline; the first stage has the weights of the small checkpoint and is greedy."""
+    """Return the GLM-Image pipeline of diffusers.
+
+    The autoregressive first stage has the weights of the small checkpoint, and decodes greedily.
+    """
     from transformers import AutoTokenizer, ByT5Tokenizer, T5Config, T5EncoderModel
     from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
     from transformers.models.glm_image.modeling_glm_image import GlmImageForConditionalGeneration
@@ -87,7 +90,7 @@ def generate_pixels(diffusers_pipeline: Any, **arguments: Any) -> list[int]:
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 5), (5, 2)])
 @pytest.mark.parametrize("has_source", [False, True], ids=["text", "image"])
-def test_diffusers_decodes_our_codes_and_the_codes_of_the_diffusers_first_stage_to_equal_images(
+def test_diffusers_decodes_codes_of_lantern_rt_to_the_image_that_diffusers_generates_alone(
     diffusers_pipeline: Any, glm_image_bundle: Path, rows: int, columns: int, has_source: bool
 ) -> None:
     pixels = np.random.default_rng(rows).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)

@@ -38,7 +38,7 @@ def wide_harness(tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
 
 @pytest.fixture(scope="session", params=["cpu", "device", "plan"])
 def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
-    """Return the harness of a decoder on each backend."""
+    """Return the harness of a small decoder. A test with this fixture runs once for each backend."""
     torch.set_num_threads(1)
     return DecoderHarness(tmp_path_factory.mktemp("rig"), TINY_CONFIG, request.param)
 

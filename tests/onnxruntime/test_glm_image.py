@@ -94,7 +94,7 @@ def test_jacobi_decoding_generates_the_codes_of_plain_decoding_for_forty_seeds(
 
 
 @pytest.mark.parametrize("method", ["rows:window=2", "rows:window=1:drafts=1", "rows:window=3"])
-def test_the_method_rows_is_independent_of_the_batch_and_has_the_small_grid_of_plain_decoding(
+def test_method_rows_is_independent_of_the_batch_and_generates_the_small_grid_of_plain_decoding(
     load_pipeline: LoadPipeline, method: str
 ) -> None:
     pipe = load_pipeline(False)
@@ -231,7 +231,7 @@ def test_the_glm_image_example_passes_the_published_prior_token_ids_to_diffusers
 
 @pytest.fixture
 def source_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the codes of source images by the codes of the recorded run, whose pixels are not recorded."""
+    """Replace the codes of source images by the codes of the recorded run. The recording has no source pixels."""
     codes = np.array(SOURCE_TRACE["source_codes"]).ravel()
     monkeypatch.setattr(SourceImage, "encode", lambda source, encoder: setattr(source, "codes", codes))
 

@@ -24,7 +24,7 @@ LONG_PROMPT = "a red fox " * 60
 
 @pytest.fixture
 def free_bytes(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Limit the free memory to the need of an image with a prompt of 100 tokens; return this limit in bytes."""
+    """Limit the free memory to the bytes that an image with a prompt of 100 tokens needs; return this limit."""
     manifest = open_bundle(lumina_bundle).manifest
     settings = resolve_settings(manifest, {})
     short_bytes, long_bytes = (sum(estimate_image_memory(manifest, settings, tokens).values()) for tokens in (100, 400))

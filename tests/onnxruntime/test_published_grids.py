@@ -1,6 +1,7 @@
 """Greedy generations of both Lumina-mGPT versions, Emu3 and SimpleAR in several grid shapes, from prompt to image.
 
-In the published solver of Lumina-mGPT, the model generates the tokens of the image size; here the prompt contains them.
+In the published solver of Lumina-mGPT, the model generates the tokens of the image size. In these tests, the prompt
+contains the size tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from device_pipeline import load_device_pipeline
 from PIL import Image
-from toy_engine import make_decode_settings, raster_layout
+from toy_engine import make_decode_settings, make_raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
@@ -153,7 +154,7 @@ def test_greedy_generations_of_every_grid_have_the_published_ids_and_images(
     result = pipe(**recording.options, method=method)
     assert result.codes[0].reshape(shape).tolist() == recording.codes
     row_end = pipe.bundle.manifest.row_end
-    expected_tokens = raster_layout(result.codes[0].size, shape[1], row_end).insert_row_ends(result.codes[0])
+    expected_tokens = make_raster_layout(result.codes[0].size, shape[1], row_end).insert_row_ends(result.codes[0])
     expected_ids = expected_tokens + recording.first_code
     if recording.row_end is not None:
         expected_ids[expected_tokens == row_end] = recording.row_end

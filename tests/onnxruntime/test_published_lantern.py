@@ -4,7 +4,8 @@ The recordings are draft trees, KV caches of drafters, and complete greedy gener
 recorded hidden states to the drafter, without a target.
 
 The published loop commits the bonus token of a step in the next step. The published loop may run one or two steps more
-than lantern-rt and drops the tokens of these steps. It pads Anole's unconditional row; lantern-rt does not.
+than lantern-rt and drops the tokens of these steps. The published loop pads Anole's unconditional row; lantern-rt
+does not.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RecordedFamily(NamedTuple):
         golden: recorded arrays.
         layout: layout of cache slots and positions in the drafter.
         prefix: number of positions of the conditional prefix.
-        padding: number of positions by which the unconditional prefix is shorter.
+        padding: number of positions by which the unconditional prefix is shorter than the conditional prefix.
         cfg_scale: scale of classifier-free guidance.
     """
 
@@ -92,7 +93,7 @@ DYNAMIC_RUNS, STATIC_RUNS = (
 
 
 class RecordedRun:
-    """Drafter of a recorded run, and the sequence for which it drafts."""
+    """Drafter of a recorded run, and the sequence for which the drafter drafts tokens."""
 
     def __init__(self, bundle: Path, family: RecordedFamily, run: str) -> None:
         loaded_bundle = open_bundle(bundle)
@@ -113,7 +114,7 @@ class RecordedRun:
         self.family = family
 
     def draft_trees(self) -> Iterator[tuple[int, DraftTree]]:
-        """Draft four times, after more committed tokens each time; yield the number of the call and the draft tree."""
+        """Draft several times, each time after more committed tokens; yield the call index and the draft tree."""
         family = self.family
         tokens = family.golden["token_ids"][0] - family.layout.code_offset
         num_committed = 0
@@ -257,6 +258,7 @@ def load_model(request: pytest.FixtureRequest) -> Callable[[str], LoadedPrompts]
 
 
 def select_traces(folder: str, name: str) -> list[Trace]:
+    """Return the recorded generations of this name, in the order of the prompts."""
     return sorted((trace for trace in TRACES[folder] if trace["name"] == name), key=lambda trace: trace["prompt"])
 
 

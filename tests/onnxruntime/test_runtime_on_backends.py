@@ -61,7 +61,7 @@ def model(small_model: SmallModel, backend: str) -> ToyModel:
     return small_model.load_on_backend(backend)
 
 
-def generate(
+def generate_tokens(
     model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
 ) -> list[list[int]]:
     return collect_codes(decode(model, prompts, seeds, sampling, method), len(prompts))
@@ -74,8 +74,8 @@ def test_tensorrt_engines_generate_the_same_tokens_as_onnx_runtime(
 ) -> None:
     prompts = [small_model.make_prompt(backend, i) for i in range(8)]
     for sampling in (GUIDED_SAMPLING, HALF_GUIDED_SAMPLING):
-        expected = generate(small_model.load_on_backend("onnxruntime"), prompts, range(8), sampling, method)
-        assert generate(model, prompts, range(8), sampling, method) == expected
+        expected = generate_tokens(small_model.load_on_backend("onnxruntime"), prompts, range(8), sampling, method)
+        assert generate_tokens(model, prompts, range(8), sampling, method) == expected
 
 
 @every_method
@@ -84,10 +84,10 @@ def test_images_do_not_depend_on_the_batch(
 ) -> None:
     prompts = [small_model.make_prompt(backend, i) for i in range(5)]
     for sampling in (GUIDED_SAMPLING, HALF_GUIDED_SAMPLING):
-        batch_codes = generate(model, prompts, range(5), sampling, method)
+        batch_codes = generate_tokens(model, prompts, range(5), sampling, method)
         assert [len(codes) for codes in batch_codes] == [CODES_PER_IMAGE] * 5
         for i, prompt in enumerate(prompts):
-            assert generate(model, [prompt], [i], sampling, method) == [batch_codes[i]]
+            assert generate_tokens(model, [prompt], [i], sampling, method) == [batch_codes[i]]
 
 
 @pytest.mark.parametrize("tree", [BRANCHING_TREE, "dynamic-6-3-2", "chain-2"])
@@ -96,8 +96,8 @@ def test_greedy_decoding_with_a_draft_tree_generates_the_tokens_of_plain_decodin
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
     prompts = [small_model.make_prompt(backend, i) for i in range(8)]
-    expected = generate(model, prompts, range(8), greedy, Autoregressive())
-    assert generate(model, prompts, range(8), greedy, Eagle(tree=tree)) == expected
+    expected = generate_tokens(model, prompts, range(8), greedy, Autoregressive())
+    assert generate_tokens(model, prompts, range(8), greedy, Eagle(tree=tree)) == expected
 
 
 @pytest.mark.parametrize("tree", [BRANCHING_TREE, "dynamic-6-3-2"])
@@ -114,7 +114,7 @@ def test_sampled_images_have_the_probability_distribution_that_torch_computes(
     indices = {codes: i for i, codes in enumerate(itertools.product(range(SMALL_CONFIG.vocab_size), repeat=length))}
     for start in range(0, num_images, batch):
         seeds = range(start, start + batch)
-        for codes in generate(
+        for codes in generate_tokens(
             replace(model, image=RasterLayout(length, SMALL_CONFIG.grid)),
             [prompt] * batch,
             seeds,
@@ -149,4 +149,4 @@ def test_images_that_join_a_running_batch_have_the_same_codes_as_images_generate
         for generated_part in batch.add(new_sequences) if new_sequences else batch.step():
             codes[generated_part.sequence] += generated_part.codes.tolist()
     for i, method, sampling in arrivals:
-        assert [codes[i]] == generate(model, [small_model.make_prompt(backend, i)], [i], sampling, method)
+        assert [codes[i]] == generate_tokens(model, [small_model.make_prompt(backend, i)], [i], sampling, method)

@@ -62,7 +62,7 @@ def pipe(pipe_by_threads: dict[int, Pipeline]) -> Pipeline:
 
 
 class ResultsByMethod:
-    """Results of a batch of two prompts by method, which are generated at the first use."""
+    """Results of a batch of two prompts, by method. The result of a method is generated at the first access."""
 
     texts: ClassVar = ["a red cube on grass at sunset", "a red cube on sand at night"]
     seeds: ClassVar = [5, 6]
@@ -128,7 +128,7 @@ def test_fifty_prompts_lead_to_the_same_tokens_with_every_exact_method(
 
 
 @pytest.mark.parametrize("count", [40, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, "50%", 255))])
-def test_partly_guided_images_have_the_same_tokens_with_every_exact_method(
+def test_images_of_which_only_the_first_tokens_are_guided_are_the_same_with_every_exact_method(
     pipe: Pipeline, prompts: list[str], count: int | str
 ) -> None:
     options = {"cfg_scale": 3.0, "cfg_tokens": count}
@@ -183,7 +183,7 @@ def test_the_predicted_memory_of_images_agrees_with_the_measured_memory(
 
 
 def measure_image_memory(method: str) -> int | None:
-    """Return the bytes by which a batch of images raises the peak memory; None if the system does not report it."""
+    """Return the bytes by which a batch of images raises the peak memory; None if the peak memory is not reported."""
     with Pipeline.from_bundle("scenes", threads=1) as pipe:
         pipe("a red cube", method=method)
         with PeakMemoryMonitor() as peak:

@@ -125,7 +125,7 @@ def test_tensorrt_engines_generate_the_same_images_as_onnx_runtime(
 
 
 @pytest.mark.parametrize(("max_nodes", "window"), [(64, 15), (8, 7)])
-def test_the_default_method_is_jacobi_decoding_with_the_widest_window_for_the_engines(
+def test_the_default_method_is_jacobi_decoding_with_the_widest_window_that_the_engines_allow(
     tmp_path: Path, host_library: HostTensorRT, t2i_drafter_bundle: Path, max_nodes: int, window: int
 ) -> None:
     folder = build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
@@ -221,6 +221,8 @@ def test_verify_compares_device_graphs_and_engines_with_the_graphs_of_the_bundle
     errors_by_output = {"logits": 1.0}
 
     class EngineRunner:
+        """Runner of an engine file on the stand-in, which adds the errors in `errors_by_output` to the outputs."""
+
         def __init__(self, backend: str, path: Path) -> None:
             self.engine = _CudaEngine(json.loads(path.read_bytes()), host_library.Runtime(None))
 

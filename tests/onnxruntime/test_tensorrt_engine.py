@@ -106,7 +106,7 @@ def test_a_kv_cache_on_the_device_has_the_same_entries_as_a_numpy_kv_cache(
     caches.check()
 
 
-def test_accepted_nodes_of_a_chain_stay_in_place_and_accepted_nodes_of_a_tree_move_together(
+def test_cache_entries_of_accepted_nodes_are_moved_in_one_call_and_only_if_the_nodes_are_no_chain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moved_counts: list[int] = []

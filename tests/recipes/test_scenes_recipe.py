@@ -54,7 +54,7 @@ def test_rendering_a_scene_is_deterministic_and_matches_the_description() -> Non
     assert (image[row, SIZE // 2 :] == render(Scene("clear", "sand", (), 5))[row, SIZE // 2 :]).all()
 
 
-def test_decoding_the_folded_target_gives_the_hidden_states_of_a_training_pass() -> None:
+def test_decoding_with_folded_code_tables_gives_the_hidden_states_of_a_training_pass() -> None:
     torch.manual_seed(0)
     target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CONFIG.vocab_size, 8), dim=1)).eval()
     decoder, table = target.fold_code_tables()
@@ -125,7 +125,7 @@ def test_muon_updates_have_singular_values_near_one() -> None:
         assert values.max() < 1.4
 
 
-def test_detected_attributes_are_compared_with_single_solids_and_pairs() -> None:
+def test_detected_attributes_are_compared_with_scenes_of_one_solid_and_of_two_solids() -> None:
     single = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
     marks = compare_attributes(single, DetectedScene("night", "snow", {"middle": ("green", "cube")}))
     assert marks == {"sky": True, "ground": False, "position": True, "colour": True, "shape": False}

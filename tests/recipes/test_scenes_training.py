@@ -69,7 +69,7 @@ def work_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def scenes_vq(tmp_path: Path) -> Path:
+def tokenizer_folder(tmp_path: Path) -> Path:
     """Return a work folder that contains only the image tokenizer of the bundle `scenes`."""
     restore_work_folder("scenes", tmp_path / "work", only_vq=True)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["vq.pt"]
@@ -105,19 +105,19 @@ def test_training_of_the_image_tokenizer_continues_after_an_interruption(
 
 
 def test_a_work_folder_with_another_model_size_or_without_an_image_tokenizer_is_rejected(
-    scenes_vq: Path, tmp_path: Path
+    tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    save_target(scenes_vq, SMALL)
-    save_drafter(scenes_vq, replace(SMALL, hidden_size=128))
+    save_target(tokenizer_folder, SMALL)
+    save_drafter(tokenizer_folder, replace(SMALL, hidden_size=128))
     with pytest.raises(CheckpointError, match=r"shape \[2048, 128\], expected \[2048, 64\]"):
-        write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
+        write_scenes_bundle(tokenizer_folder, tmp_path / "bundle", force=False, progress=lambda *_: None)
     invalid_calls = {  # keys: the file that the error names
-        "vq.pt": lambda: train_vq(scenes_vq, minutes=1, config=TINY_VQ),
-        "target.pt": lambda: train_target(scenes_vq, minutes=0, target_config=SIZES["llamagen-b"]),
-        "none/vq.pt": lambda: train_target(scenes_vq / "none", minutes=0),
+        "vq.pt": lambda: train_vq(tokenizer_folder, minutes=1, config=TINY_VQ),
+        "target.pt": lambda: train_target(tokenizer_folder, minutes=0, target_config=SIZES["llamagen-b"]),
+        "none/vq.pt": lambda: train_target(tokenizer_folder / "none", minutes=0),
     }
     for name, train in invalid_calls.items():
-        assert catch_error(CheckpointError, train).field == str(scenes_vq / name)
+        assert catch_error(CheckpointError, train).field == str(tokenizer_folder / name)
 
 
 def test_sharpening_changes_only_the_decoder_of_the_image_tokenizer(
@@ -184,15 +184,17 @@ def test_a_student_learns_the_guided_logits_of_the_teacher_and_training_continue
     assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
 
 
-def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes_vq: Path, tmp_path: Path) -> None:
+def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    target = save_target(scenes_vq, SMALL)
-    bundle = open_target_bundle(scenes_vq)
+    target = save_target(tokenizer_folder, SMALL)
+    bundle = open_target_bundle(tokenizer_folder)
     assert bundle.manifest.drafter is None
-    assert open_target_bundle(scenes_vq).digest == bundle.digest
-    write_samples(scenes_vq, 2, images_per_shard=2, threads=1)
-    assert 0 < train_drafter(scenes_vq, steps=1, batch=1)["overlap"] < 1
-    write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
+    assert open_target_bundle(tokenizer_folder).digest == bundle.digest
+    write_samples(tokenizer_folder, 2, images_per_shard=2, threads=1)
+    assert 0 < train_drafter(tokenizer_folder, steps=1, batch=1)["overlap"] < 1
+    write_scenes_bundle(tokenizer_folder, tmp_path / "bundle", force=False, progress=lambda *_: None)
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert (manifest.name, manifest.target.hidden_size, manifest.target.num_layers) == ("bundle", 64, 2)
     with Pipeline.from_bundle(tmp_path / "bundle", threads=1) as pipeline:
@@ -206,11 +208,11 @@ def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(scenes
     difference = compute_token_losses(restored, captions, codes) - compute_token_losses(target, captions, codes)
     assert difference.abs().max() < 0.01  # the bundle stores weights in float16
     trained, stored = (
-        load_file(folder / "drafter" / "model.safetensors") for folder in (scenes_vq, tmp_path / "again")
+        load_file(folder / "drafter" / "model.safetensors") for folder in (tokenizer_folder, tmp_path / "again")
     )
     torch.testing.assert_close(stored["fc.weight"], trained["fc.weight"].half().float())
-    save_target(scenes_vq, SMALL)  # other weights, so that the bundle is exported again
-    assert open_target_bundle(scenes_vq).digest != bundle.digest
+    save_target(tokenizer_folder, SMALL)  # other weights, so that the bundle is exported again
+    assert open_target_bundle(tokenizer_folder).digest != bundle.digest
 
 
 def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path)
     assert load_vq(tmp_path / "again").config == config
 
 
-def test_rounding_a_layer_gives_a_smaller_output_error_than_rounding_to_nearest() -> None:
+def test_round_layer_gives_a_smaller_output_error_than_rounding_each_weight_to_nearest() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(3, 200, 8) @ torch.randn(8, 32)
     layer = torch.nn.Linear(32, 24, bias=False)

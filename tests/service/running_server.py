@@ -148,7 +148,7 @@ def wait_until(condition: Any, seconds: float = 60.0) -> None:
 
 
 def parse_events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return the event type and the parsed JSON data of each server-sent event; the type is empty if none is given."""
+    """Return the type and the parsed JSON data of each server-sent event; an event without a type has an empty type."""
     lines = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
     return [(event_type.decode(), json.loads(data)) for event_type, data in lines]
 

@@ -82,7 +82,7 @@ def test_a_connection_without_complete_request_headers_is_closed_after_a_timeout
     assert (first_response[:12], remaining_bytes) == (b"HTTP/1.1 200", b"")
 
 
-def test_the_server_closes_the_connection_if_it_does_not_read_the_whole_body(tiny_server: RunningServer) -> None:
+def test_a_connection_is_closed_if_the_server_does_not_read_the_whole_request_body(tiny_server: RunningServer) -> None:
     requests = (
         format_head("/nothing", JSON, 99),
         format_head(GENERATIONS, "text/plain", 99) + b"{",

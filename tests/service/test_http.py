@@ -294,7 +294,7 @@ def test_the_memory_of_a_rejected_body_is_released(operation: str, num_pieces: i
     state.backends = {"slow": None}  # type: ignore[dict-item]
     first_piece = format_form({"image": b"none"}).partition(b"none")[0] if operation == "edits" else b"{"
 
-    async def receive_pieces() -> int:
+    async def send_pieces() -> int:
         """Send pieces of one MiB to the endpoint; return the status of the response."""
         bodies = (bytes(1 << 20) if i else first_piece for i in range(num_pieces + 1))
         statuses = []
@@ -311,11 +311,11 @@ def test_the_memory_of_a_rejected_body_is_released(operation: str, num_pieces: i
         await ImagesEndpoint(state, operation)(make_scope(EDITS, headers), receive, send)
         return statuses[0]
 
-    asyncio.run(receive_pieces())
+    asyncio.run(send_pieces())
     gc.disable()  # memory must be released without garbage collection
     tracemalloc.start()
     try:
-        assert asyncio.run(receive_pieces()) == status
+        assert asyncio.run(send_pieces()) == status
         assert tracemalloc.get_traced_memory()[0] < 1 << 19
     finally:
         tracemalloc.stop()
@@ -387,6 +387,7 @@ def test_health_checks_fail_while_decoding_fails_and_then_recover(
     tiny_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def probe_statuses() -> list[list[int]]:
+        """Return the statuses of /readyz and /livez before, during and after failures of decoding."""
         pipeline = AsyncPipeline(tiny_pipe)
         state = ServerState(ServerLimits())
         state.backends = {"tiny": LocalBackend(pipeline)}

@@ -67,7 +67,7 @@ def client(tiny_server: RunningServer) -> Iterator[openai.OpenAI]:
 def request_image(client: openai.OpenAI, method: str, **fields: Any) -> Any:
     """Send a request; return the image data, or the field and the message of the error.
 
-    Edits and variations always fail, as the bundle has no image encoder. That error comes after all errors of fields.
+    Edits and variations always fail, as the bundle has no image encoder. Errors of fields come before this error.
 
     Args:
         client: client of the server.

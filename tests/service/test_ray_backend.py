@@ -94,10 +94,10 @@ def replica(tiny_folder: Path) -> Replica:
 
 
 def collect_updates(replica_handle: FakeReplicaHandle, **options: Any) -> list[Any]:
-    """Send a request to a backend with these replicas; return all updates of the backend.
+    """Send a request to a Ray backend; return all updates of the backend.
 
     Args:
-        replicas: handle of the replicas.
+        replica_handle: handle of the backend's replicas.
         options: additional fields of the request.
     """
     request = ImagesRequest(prompt=PROMPT, seed=3, deadline=600, **options)

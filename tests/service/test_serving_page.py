@@ -42,7 +42,7 @@ def read_column(section: str, number: int = 0) -> list[str]:
 
 
 def describe_types(value: Any) -> Any:
-    """Replace every value by its type; a list by the type of its first element."""
+    """Replace every value in JSON data by the value's type, and every list by the type of the first element."""
     if isinstance(value, dict):
         return {key: describe_types(element) for key, element in value.items()}
     if isinstance(value, list):

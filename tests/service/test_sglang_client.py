@@ -58,7 +58,7 @@ class StubFinder(MetaPathFinder, Loader):
 
 @pytest.fixture(scope="module")
 def stage_module() -> Iterator[Any]:
-    """Import the module with SGLang's stage for GLM-Image; remove its stubs from `sys.modules` afterwards."""
+    """Import the module with SGLang's stage for GLM-Image; remove all stubs from `sys.modules` afterwards."""
     try:
         file = importlib.metadata.distribution("sglang").locate_file(STAGE)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Layers of TensorRT-RTX engines of decoders: the builder must fuse them and must write the KV cache in place."""
+"""Layers of TensorRT-RTX engines of decoders: the builder must fuse operations and write the KV cache in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ _KINDS_WITHOUT_WORK = ("shape_call", "signal", "wait")  # kinds of layers that c
 
 
 class EngineLayer(NamedTuple):
-    """A layer of a TensorRT engine, named after the fused operations, with the names of input and output tensors."""
+    """A layer of a TensorRT engine.
+
+    Attributes:
+        name: names of the fused operations.
+        kind: kind of the layer, such as `reshape`.
+        inputs: names of the input tensors.
+        outputs: names of the output tensors.
+    """
 
     name: str
     kind: str

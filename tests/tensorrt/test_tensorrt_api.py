@@ -1,4 +1,4 @@
-"""Classes of the TensorRT and TensorRT-RTX libraries that run engines: the installed versions must have them."""
+"""Members of TensorRT and TensorRT-RTX classes that engines use, which the installed libraries must have."""
 
 from __future__ import annotations
 

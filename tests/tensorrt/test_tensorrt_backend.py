@@ -29,7 +29,7 @@ from lantern_rt.engines.trt.builder import (
     write_device_graph,
 )
 from lantern_rt.errors import EngineError, LanternError, RequestError
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 
 RTX_OPTIONS = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
 MAX_KERNEL_BYTES = 4 << 20  # bytes of a small engine that are not weights: 4 MiB
@@ -76,7 +76,7 @@ def test_the_error_for_a_missing_tensorrt_library_names_the_installation_command
     for imported_module in (None, ModuleType(module)):  # no module, or an empty folder with the name of the module
         monkeypatch.setitem(sys.modules, module, imported_module)
         error = catch_error(lambda: import_library(name))
-        assert error.remedy == f"install it with `{install_command(name)}`"
+        assert error.remedy == f"install it with `{make_install_command(name)}`"
 
 
 def test_engines_are_built_for_the_gpu_of_the_host_unless_options_name_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from lantern_rt.train.drafter.shards import (
     ShardSource,
     TrainingImages,
     describe_shard_source,
-    shard_path,
+    get_shard_path,
     write_shard,
 )
 from lantern_rt.train.drafter.target import read_head_training_target, read_training_target
@@ -73,7 +73,7 @@ def test_a_shard_has_the_codes_of_the_pipeline_and_the_hidden_states_of_the_targ
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
     write_shards(pipeline, tmp_path)
-    shard = Shard(shard_path(tmp_path, 1))
+    shard = Shard(get_shard_path(tmp_path, 1))
     assert shard.prompts == [4, 3]
     images = shard.read_images(slice(None))
     request = CLASSES.request(1, 2, 700_000)
@@ -91,9 +91,9 @@ def test_a_continued_folder_keeps_its_shards_and_equals_an_uninterrupted_folder(
 ) -> None:
     write_shards(pipeline, tmp_path / "whole", 6)
     write_shards(pipeline, tmp_path / "parts", 2)
-    before = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
+    before = get_shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
     write_shards(pipeline, tmp_path / "parts", 6)
-    assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == before
+    assert get_shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == before
     assert read_contents(tmp_path / "parts") == read_contents(tmp_path / "whole")
 
 
@@ -119,9 +119,9 @@ def test_a_folder_with_shards_of_other_prompts_or_with_a_broken_link_is_rejected
 ) -> None:
     write_shards(pipeline, tmp_path)
     error = catch_error(OutputError, write_shards, pipeline, tmp_path, prompts=Prompts("class_ids", [3, 2]))
-    assert error.field == str(shard_path(tmp_path, 0))
-    shard_path(tmp_path, 0).unlink()
-    shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
+    assert error.field == str(get_shard_path(tmp_path, 0))
+    get_shard_path(tmp_path, 0).unlink()
+    get_shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("generated images"))
     with pytest.raises(CheckpointError):
         write_shards(pipeline, tmp_path)
@@ -144,7 +144,7 @@ def test_too_few_images_and_damaged_shards_are_rejected(
     assert expect_open_error().found == "0 images"
     write_shards(pipeline, tmp_path)
     assert len(ShardFolder(tmp_path, [source], 256)) == 4
-    path = shard_path(tmp_path, 1)
+    path = get_shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-100])
     assert str(path) in str(expect_open_error())
     path.unlink()
@@ -168,9 +168,9 @@ def test_shards_that_contradict_the_bundle_are_rejected(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str, value: Any
 ) -> None:
     write_shards(pipeline, tmp_path, 2)
-    valid_images = Shard(shard_path(tmp_path, 0)).read_images(slice(None))
-    write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), valid_images)
-    assert str(shard_path(tmp_path, 1)) in str(catch_error(CheckpointError, ShardFolder, tmp_path, [source], 256))
+    valid_images = Shard(get_shard_path(tmp_path, 0)).read_images(slice(None))
+    write_shard(get_shard_path(tmp_path, 1), replace(source, **{field: value}), valid_images)
+    assert str(get_shard_path(tmp_path, 1)) in str(catch_error(CheckpointError, ShardFolder, tmp_path, [source], 256))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_shards_with_invalid_numbers_types_or_shapes_are_rejected(
     pipeline: Pipeline, tmp_path: Path, field: str, value: Any
 ) -> None:
     write_shards(pipeline, tmp_path / "good", 2)
-    valid_images = Shard(shard_path(tmp_path / "good", 0))
+    valid_images = Shard(get_shard_path(tmp_path / "good", 0))
     images = replace(valid_images.read_images(slice(None)), **{field: value})
     if field == "tokens":  # the tokens imply a prefix of two positions, but the prefix of the bundle has one position
         images = replace(images, states=np.zeros((2, 2, 17, 64), np.float16))
@@ -211,7 +211,7 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: ShardSource, tmp_path
     images = TrainingImages(
         [1, 2], zeros, np.full((2, 2), 2, np.int32), tokens, states, zeros, zeros, unaccepted_states
     )
-    write_shard(shard_path(tmp_path, 0), two_token_source, images)
+    write_shard(get_shard_path(tmp_path, 0), two_token_source, images)
     assert len(ShardFolder(tmp_path, [two_token_source], 257)) == 2
     with pytest.raises(CheckpointError):
         ShardFolder(tmp_path, [two_token_source], 256)
@@ -222,9 +222,9 @@ def test_the_digest_of_a_shard_folder_depends_on_codes_states_and_prompts(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str
 ) -> None:
     write_shards(pipeline, tmp_path / "first", 2)
-    images = Shard(shard_path(tmp_path / "first", 0)).read_images(slice(None))
+    images = Shard(get_shard_path(tmp_path / "first", 0)).read_images(slice(None))
     changed_value = [1, 2] if field == "prompts" else np.flip(getattr(images, field), 0)
-    write_shard(shard_path(tmp_path / "second", 0), source, replace(images, **{field: changed_value}))
+    write_shard(get_shard_path(tmp_path / "second", 0), source, replace(images, **{field: changed_value}))
     assert (
         ShardFolder(tmp_path / "first", [source], 256).digest != ShardFolder(tmp_path / "second", [source], 256).digest
     )

@@ -49,14 +49,15 @@ def make_random_drafter(**changes: Any) -> EagleDrafter:
 
 
 class DecodingReference:
-    """A reference for training, which runs the drafter like decoding.
+    """A reference for the training pass: the drafter runs as in decoding.
 
-    One forward pass covers the committed slots. Each further pass covers one draft token of a chain.
+    The first forward pass covers all positions with hidden states of the target. Each further pass covers one draft
+    token.
 
     Args:
         drafter: drafter to run.
-        tokens: token ids, `[1, slots]`.
-        states: hidden states of the target, `[1, slots, hidden size]`.
+        tokens: token ids, `[1, positions]`.
+        states: hidden states of the target, `[1, positions, hidden size]`.
     """
 
     def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
@@ -65,11 +66,11 @@ class DecodingReference:
         self.states = states
 
     def compute_draft_state(self, committed: int, depth: int) -> torch.Tensor:
-        """Return the drafter's hidden state at the last slot of a chain of draft tokens.
+        """Return the drafter's hidden state at the last token of a chain of draft tokens.
 
         Args:
-            committed: number of slots with hidden states of the target.
-            depth: number of draft tokens after the committed slots.
+            committed: number of positions with hidden states of the target.
+            depth: number of draft tokens after these positions.
         """
         sizes = self.drafter.config
         past = [torch.zeros(0, 1, sizes.num_kv_heads, sizes.head_dim)] * 2 * sizes.num_layers
@@ -151,10 +152,10 @@ def test_guidance_mixes_two_batch_rows_of_an_image_and_leaves_a_single_row_uncha
     torch.testing.assert_close(compute_guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
-def make_drafter_with_weights(target: TrainingTarget, golden: EagleDrafter) -> EagleDrafter:
-    """Make a drafter for training and copy the weights of the published drafter `golden` into the new drafter."""
+def make_drafter_with_weights(target: TrainingTarget, published: EagleDrafter) -> EagleDrafter:
+    """Make a drafter for training and copy the weights of the drafter `published` into the new drafter."""
     drafter = make_drafter(target, seed=1)
-    drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
+    drafter.load_state_dict({name: weight.clone() for name, weight in published.state_dict().items()})
     return drafter
 
 
@@ -235,7 +236,7 @@ def test_a_bundle_without_an_architecture_in_the_manifest_is_rejected(t2i_bundle
         read_training_target(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_new_drafter_copies_hidden_states_and_depends_only_on_the_seed(t2i_target: TrainingTarget) -> None:
+def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i_target: TrainingTarget) -> None:
     weights, same_seed, second_seed = (convert_to_lantern_weights(make_drafter(t2i_target, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(weights[name], same_seed[name]) for name in weights)
     assert not torch.equal(weights["layers.0.mlp.up_proj.weight"], second_seed["layers.0.mlp.up_proj.weight"])

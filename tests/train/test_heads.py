@@ -24,7 +24,7 @@ from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
 
-def test_tables_for_131072_codes_take_less_than_100_megabytes() -> None:
+def test_the_tables_of_draft_heads_for_131072_codes_take_less_than_100_megabytes() -> None:
     shapes = draft_head_shapes(131_072, 5120, RANK, UNITS)
     assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 

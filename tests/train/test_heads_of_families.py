@@ -29,7 +29,7 @@ from small_janus import make_random_janus, write_janus  # noqa: E402
 from lantern_rt.export.families import glm_image  # noqa: E402
 from lantern_rt.export.writer import export_model  # noqa: E402
 from lantern_rt.train.drafter.data import FIRST_SEED  # noqa: E402
-from lantern_rt.train.drafter.shards import Shard, shard_path  # noqa: E402
+from lantern_rt.train.drafter.shards import Shard, get_shard_path  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
 FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
@@ -109,12 +109,12 @@ def test_trained_heads_increase_the_overlap_with_the_target(trained_bundle: Trai
 
 
 def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size(trained_bundle: TrainedBundle) -> None:
-    """Compare logits of stored hidden states, and states after unaccepted codes, with forward passes of the target."""
+    """Compare stored states with forward passes of the target, after accepted codes and after unaccepted codes."""
     with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
         layer = read_head_training_target(pipeline.bundle).output_layer
         for number, size in enumerate(pipeline.bundle.manifest.all_sizes):
-            shard = Shard(shard_path(trained_bundle.data, number))
+            shard = Shard(get_shard_path(trained_bundle.data, number))
             source = shard.source
             assert (source.rows, source.columns, source.num_cells) == (size.rows, size.columns, size.codes)
             images = shard.read_images(slice(0, 3))

@@ -15,7 +15,7 @@ from refusals import catch_error
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.prompts import Prompts
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 from lantern_rt.prepared import compute_prefixes
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ from safetensors.torch import load_file  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.batches import make_training_batch, select_shuffled_images  # noqa: E402
 from lantern_rt.train.drafter.data import generate_shards  # noqa: E402
-from lantern_rt.train.drafter.fit import DrafterTrainer, TrainingOptions, check_device, training_state_path  # noqa: E402
+from lantern_rt.train.drafter.fit import DrafterTrainer, TrainingOptions, check_device, get_training_state_path  # noqa: E402
 from lantern_rt.train.drafter.folder import convert_to_lantern_weights  # noqa: E402
 from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import TrainingTarget, read_training_target  # noqa: E402
@@ -109,15 +109,15 @@ def test_a_folder_is_replaced_only_by_training_with_the_same_options(
     assert longer.step == 6
     longer.run(ignore_progress, ignore_progress)
     error = catch_error(CheckpointError, make_trainer, shards, target, output, replace(OPTIONS, seed=1))
-    assert error.field == str(training_state_path(output))
-    training_state_path(output).write_bytes(training_state_path(output).read_bytes()[:1000])
+    assert error.field == str(get_training_state_path(output))
+    get_training_state_path(output).write_bytes(get_training_state_path(output).read_bytes()[:1000])
     with pytest.raises(CheckpointError):
         make_trainer(shards, target, output)
-    training_state_path(output).unlink()
-    os.mkfifo(training_state_path(output))
+    get_training_state_path(output).unlink()
+    os.mkfifo(get_training_state_path(output))
     with pytest.raises(CheckpointError):
         make_trainer(shards, target, output)
-    training_state_path(output).unlink()
+    get_training_state_path(output).unlink()
     with pytest.raises(OutputError):
         make_trainer(shards, target, output)
 
@@ -208,4 +208,4 @@ def test_missing_data_and_a_missing_pytorch_are_reported_by_train_drafter_fit(
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torch" else find_spec(name, *a))
     assert run_program(command) == 2
-    assert install_command("cpu,train") in capsys.readouterr().err
+    assert make_install_command("cpu,train") in capsys.readouterr().err

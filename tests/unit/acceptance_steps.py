@@ -25,15 +25,15 @@ TOLERANCE = 1e-9  # products of conditional probabilities have a relative error 
 def enumerate_outcomes(tree: DraftTree, target: Any, rule: RelaxationSettings) -> Iterator[tuple[float, Acceptance]]:
     """Yield every outcome of `verify_tree_relaxed` with its probability.
 
-    The bonus token is not sampled: each outcome has its distribution, `bonus_distribution`.
+    The bonus token is not sampled: each outcome has the distribution of the bonus token, `bonus_distribution`.
 
     Args:
         tree: draft tree.
-        target: function that returns the target's distribution at a node, `[vocabulary]`.
+        target: function of a node that returns the target's distribution after the node, `[vocabulary]`.
         rule: rule of acceptance.
     """
     total = 0.0
-    for script in Script(seed=0).runs():
+    for script in Script(seed=0).follow_all_plans():
         script.follows_plan = True
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
@@ -60,13 +60,17 @@ def enumerate_ordered_samples(q: Probabilities, count: int) -> Iterator[tuple[fl
 def compute_step_distribution(
     p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: RelaxationSettings
 ) -> tuple[Probabilities, float]:
-    """Return the distribution of the first token that an acceptance step commits, and the step's realised TVD.
+    """Compute the exact result of an acceptance step, without sampling.
 
     Args:
         p: the target's distribution, `[vocabulary]`.
         drafts: every list of draft tokens below the root, with its probability.
         q: distribution from which the draft tokens were sampled, `[vocabulary]`; None if the draft tokens are fixed.
         rule: rule of acceptance.
+
+    Returns:
+        Distribution of the first token that the step commits, `[vocabulary]`, and the expected value of the total
+        variation distance (TVD) that the step reports.
     """
     output = np.zeros_like(p)
     realised = 0.0
@@ -82,7 +86,7 @@ def compute_step_distribution(
 
 
 def compute_tvd(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Return the total variation distance of two distributions."""
+    """Return the total variation distance (TVD) of two distributions."""
     return float(np.abs(a - b).sum() / 2)
 
 

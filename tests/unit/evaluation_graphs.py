@@ -49,12 +49,14 @@ def make_feature_graph(path: Path, pooled: bool = True, size: int | str = "side"
 def make_agreement_graph(
     path: Path, length: int | str = "length", mask: bool = False, every_pair: bool = False
 ) -> Path:
-    """Write an ONNX graph whose agreement is the mean value of an image plus ten times the sum of the token ids.
+    """Write an ONNX graph that measures how well an image agrees with a prompt.
+
+    The agreement is the mean value of the image plus ten times the sum of the token ids.
 
     Args:
         path: path of the graph.
         length: number of token ids, or a name if any number is valid.
-        mask: whether the graph has an input that masks token ids.
+        mask: whether the graph has an input `mask`, which is 0 for token ids to ignore.
         every_pair: whether the output is the agreement of every image with every text, `[n, n]`, rather than `[n]`.
     """
     nodes = [
@@ -92,7 +94,10 @@ def make_agreement_graph(
 
 
 def add_vq_encoder(folder: Path) -> Path:
-    """Add a `vq_encoder` to a tiny bundle: the mean colour of each cell of the grid, `[n, 3, 6, 6]`."""
+    """Add an image encoder to a tiny bundle, and return the folder of the bundle.
+
+    The output of the encoder is the mean colour of each cell of the grid, `[n, 3, 6, 6]`.
+    """
     grid = IMAGE_SIDE // CELL
     graph = helper.make_graph(
         [helper.make_node("AveragePool", ["images"], ["pre_quant"], kernel_shape=[CELL, CELL], strides=[CELL, CELL])],

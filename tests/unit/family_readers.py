@@ -1,4 +1,4 @@
-"""Functions that read the checkpoints of each model family, and the transformer of LlamaGen alone."""
+"""Functions that read the checkpoints of each model family, and a function that reads only LlamaGen's transformer."""
 
 from __future__ import annotations
 

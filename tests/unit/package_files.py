@@ -24,7 +24,10 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
 def find_package_files() -> dict[str, Path]:
-    """Return the file of every module in `LAYERS`, by dotted name; a package is named without `__init__`."""
+    """Return the file of every module in `LAYERS`, by dotted name.
+
+    The file `__init__.py` of a package has the name of the package.
+    """
     files: dict[str, Path] = {}
     for root in map(Path, lantern_rt.__path__):
         for name in RANKS:

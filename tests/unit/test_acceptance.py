@@ -164,7 +164,7 @@ def test_a_candidate_with_zero_draft_probability_is_rejected_but_uses_a_random_n
 def test_draft_tokens_past_the_end_of_the_image_are_neither_accepted_nor_counted(
     remaining: int, bonus: int | None
 ) -> None:
-    """Draft a chain of three tokens, of which relaxation accepts as many as remain in the image."""
+    """Draft a chain of three tokens, all of which relaxed acceptance would accept in a longer image."""
     chain = make_tree([0, 1, 1, 1], [-1, 0, 1, 2])
     p = np.array([0.4, 0.3, 0.3])
     rule = RelaxationSettings(np.array([[2], [2], [0]]), 1, delta=0.35)
@@ -280,15 +280,19 @@ def test_the_tvd_of_a_step_with_sibling_draft_tokens_is_within_the_bound(
     assert realised <= compute_tvd_bound(rule, siblings, sampled=sampled) + TOLERANCE
 
 
-def enumerate_joint(
+def compute_joint_step_distribution(
     tree: DraftTree, p: dict[int, Probabilities], rule: RelaxationSettings | None
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the joint distribution of the first two tokens that a step commits, and the step's realised TVD.
+    """Compute the exact result of a step that commits two tokens, without sampling.
 
     Args:
         tree: draft tree of depth two.
         p: distribution of the second token by first token; the key -1 has the distribution of the first token.
         rule: rule of acceptance.
+
+    Returns:
+        Joint distribution of the first two tokens that the step commits, `[vocabulary, vocabulary]`, and the expected
+        value of the TVD that the step reports.
     """
     output = np.zeros((len(p) - 1,) * 2)
     realised = 0.0
@@ -304,7 +308,7 @@ def enumerate_joint(
     return output, realised
 
 
-def compute_target_joint(p: dict[int, Probabilities]) -> NDArray[np.float64]:
+def compute_joint_target_distribution(p: dict[int, Probabilities]) -> NDArray[np.float64]:
     return p[-1][:, None] * np.stack([p[c] for c in range(len(p) - 1)])
 
 
@@ -316,9 +320,9 @@ def test_the_tvd_of_two_relaxed_tokens_along_a_path_is_within_the_bound(data: st
     candidates = data.draw(st.integers(1, 2))
     first, second = (data.draw(st.permutations(range(SMALL_VOCABULARY)))[:candidates] for _ in range(2))
     tree = DraftTree(np.array([0, *first, *second]), np.array([-1] + [0] * candidates + [1] * candidates))
-    output, realised = enumerate_joint(tree, p, rule)
+    output, realised = compute_joint_step_distribution(tree, p, rule)
     assert (
-        compute_tvd(output, compute_target_joint(p))
+        compute_tvd(output, compute_joint_target_distribution(p))
         <= min(realised, compute_tvd_bound(rule, candidates, 2)) + TOLERANCE
     )
     assert realised <= 2 * compute_tvd_bound(rule, candidates) + TOLERANCE
@@ -336,8 +340,8 @@ def test_the_tvd_of_two_sampled_tokens_along_a_path_is_within_the_bound(data: st
     for x, y in itertools.product(range(size), repeat=2):
         if q[-1][x] and q[x][y]:
             chain = DraftTree(np.array([0, x, y]), np.array([-1, 0, 1]), {0: q[-1], 1: q[x]}.get)
-            output += q[-1][x] * q[x][y] * enumerate_joint(chain, p, rule)[0]
-    assert compute_tvd(output, compute_target_joint(p)) <= compute_tvd_bound(rule, tokens=2) + TOLERANCE
+            output += q[-1][x] * q[x][y] * compute_joint_step_distribution(chain, p, rule)[0]
+    assert compute_tvd(output, compute_joint_target_distribution(p)) <= compute_tvd_bound(rule, tokens=2) + TOLERANCE
 
 
 # ---------------------------------------------------------------- the bounds are reached

@@ -237,7 +237,7 @@ def test_edits_from_several_event_loops_are_checked_one_after_the_other(
         with pytest.raises(RequestError, match="the request is rejected"):
             await pipeline.generate("red cube", image=make_png(8))
 
-    async def edit_while_another_is_checked() -> None:
+    async def edit_while_another_edit_is_checked() -> None:
         edits = [asyncio.create_task(edit()) for _ in range(2)]
         await asyncio.sleep(0)
         proceed.set()
@@ -248,7 +248,7 @@ def test_edits_from_several_event_loops_are_checked_one_after_the_other(
     with ThreadPoolExecutor(1) as threads:
         first_edit = threads.submit(run_in_new_loop, edit())
         assert unpacking.wait(60)
-        run_in_new_loop(edit_while_another_is_checked())
+        run_in_new_loop(edit_while_another_edit_is_checked())
         first_edit.result(60)
     run_in_new_loop(pipeline.close())
 

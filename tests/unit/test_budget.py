@@ -1,6 +1,7 @@
 """Limits on the size of the project. Code is counted in statements, so that longer lines save nothing.
 
-The limits are set once a release. Between releases, a commit that raises a limit names the user of the addition.
+The limits are set once a release. Between releases, the message of a commit that raises a limit says who
+uses the added code.
 """
 
 from __future__ import annotations

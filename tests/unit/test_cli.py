@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.cli.app import COMMANDS, app
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 from lantern_rt.output.names import choose_output_paths, make_slug
 from lantern_rt.text.words import ANY_WORDS
 
@@ -135,7 +135,7 @@ def test_the_first_argument_of_run_is_a_bundle_only_if_a_bundle_has_this_name(pr
 
 
 @pytest.mark.parametrize(("subject", "value"), [("--class-id", 3), ("--prompt", "red cube"), ("--from", "own.png")])
-def test_a_word_next_to_class_id_prompt_or_from_is_reported_as_a_missing_bundle(
+def test_an_argument_beside_an_option_that_gives_the_prompt_is_reported_as_a_missing_bundle(
     program: Any, words_bundle: Path, subject: str, value: object
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
@@ -220,11 +220,11 @@ def test_a_file_that_appears_at_the_output_path_during_decoding_is_not_replaced(
 ) -> None:
     decode = Pipeline.decode
 
-    def slow_decode(*arguments: Any) -> Any:
+    def decode_slowly(*arguments: Any) -> Any:
         (tmp_path / "red-seed0.png").write_text("mine")
         return decode(*arguments)
 
-    monkeypatch.setattr(Pipeline, "decode", slow_decode)
+    monkeypatch.setattr(Pipeline, "decode", decode_slowly)
     code, _, err = program("run", words_bundle, "red", "--seed", 0)
     assert (code, "created by another program" in err) == (2, True)
     assert (tmp_path / "red-seed0.png").read_text() == "mine"
@@ -326,7 +326,7 @@ def test_a_command_with_a_missing_library_names_the_extras_to_install(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find(name))
     code, _, err = program(*command)
-    line = f"lantern-rt: {command[0]}: {library} is not installed; run `{install_command(extras)}`"
+    line = f"lantern-rt: {command[0]}: {library} is not installed; run `{make_install_command(extras)}`"
     assert (code, err.strip()) == (2, line)
 
 

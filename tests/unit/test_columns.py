@@ -89,7 +89,7 @@ class CheckedCache:
         self.check_entries()
 
     def check_entries(self) -> None:
-        """Check that the cache finds every committed node."""
+        """Check that the column map names the column of every committed node."""
         assert self.cache.lengths.tolist() == [len(entries) for entries in self.entries]
         for row, entries in enumerate(self.entries):
             assert self.numbers[row, self.cache.column_of[row, : len(entries)]].tolist() == entries
@@ -150,7 +150,7 @@ def run_random_pass(model: CheckedCache, rng: np.random.Generator) -> None:
 
 
 def make_masks_without_entries(nodes: int) -> tuple[Bools, Bools]:
-    """Return masks of a pass without committed nodes, in which each node attends only to itself."""
+    """Return two masks: each node attends to no committed node, and in the same pass only to itself."""
     return np.zeros((1, nodes, 0), bool), np.eye(nodes, dtype=bool)[None]
 
 
@@ -194,6 +194,6 @@ def test_accepting_nodes_of_an_earlier_pass_is_an_error() -> None:
     model.cache.accept_nodes(model.cache.written_columns, no_indices)
 
 
-def test_the_node_counts_of_passes_are_padded_to_a_few_numbers() -> None:
-    """Check that no pass has a single node, as TensorRT engines need at least two."""
+def test_the_number_of_nodes_in_a_pass_is_rounded_up_to_one_of_a_few_sizes() -> None:
+    """Check that no pass has a single node, as TensorRT engines need at least two nodes."""
     assert [padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]

@@ -200,7 +200,7 @@ def test_relaxed_acceptance_accepts_more_tokens_and_reports_the_realised_tvd() -
 
 @every_method
 @pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_k=1, cfg_scale=2.0), Sampling(top_p=1e-6)])
-def test_distributions_with_a_single_token_give_the_images_of_greedy_decoding(
+def test_sampling_from_a_single_possible_token_gives_the_images_of_greedy_decoding(
     method: MethodConfig, sampling: Sampling
 ) -> None:
     greedy = Sampling(cfg_scale=sampling.cfg_scale, temperature=0)
@@ -238,7 +238,7 @@ def test_prompts_of_any_length_and_images_of_few_tokens_are_decoded(
 
 @every_method
 def test_draft_nodes_past_the_end_of_the_position_table_use_the_last_position(method: MethodConfig) -> None:
-    """Check that deeper draft nodes change no image with a table of 3 prefix positions and `CODES` tokens."""
+    """Check that a table with positions only for the prefix and the image gives the images of a larger table."""
     large_table = make_tree_model()
     full_table = make_tree_model(positions=3 + CODES)
     for sampling in [Sampling(temperature=0), Sampling(temperature=0, cfg_scale=2.0)]:

@@ -92,7 +92,7 @@ def test_the_readme_installs_the_extras_that_the_commands_in_the_readme_need() -
 
 
 def find_usage_error(arguments: list[str]) -> str:
-    """Return the command line's error for these arguments, without running them; empty if they are valid."""
+    """Parse arguments without running the command; return the error message, or an empty text for valid arguments."""
     command: Any = typer.main.get_command(app)
     context = command.make_context("lantern-rt", list(arguments))
     try:

@@ -135,14 +135,14 @@ def make_icc_profile(space: bytes, gamma: float, colours: dict[bytes, tuple[floa
         colours: XYZ coordinates of the primary colours, by first letter; empty for grey.
     """
 
-    def numbers(*values: float) -> bytes:
+    def encode_numbers(*values: float) -> bytes:
         return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
 
     white = (0.9642, 1.0, 0.8249)
     curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + bytes(2)
-    tags = {b"wtpt": b"XYZ \0\0\0\0" + numbers(*white), (b"rTRC" if colours else b"kTRC"): curve}
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + encode_numbers(*white), (b"rTRC" if colours else b"kTRC"): curve}
     for name, coordinates in colours.items():
-        tags |= {name + b"XYZ": b"XYZ \0\0\0\0" + numbers(*coordinates), name + b"TRC": curve}
+        tags |= {name + b"XYZ": b"XYZ \0\0\0\0" + encode_numbers(*coordinates), name + b"TRC": curve}
     tags |= {b"desc": b"desc\0\0\0\0" + struct.pack(">I", 2) + b"x\0" + bytes(80)}
     table = struct.pack(">I", len(tags))
     data = b""
@@ -150,7 +150,7 @@ def make_icc_profile(space: bytes, gamma: float, colours: dict[bytes, tuple[floa
         table += name + struct.pack(">II", 132 + 12 * len(tags) + len(data), len(tag))
         data += tag
     head = struct.pack(">I4sI4s4s4s", 128 + len(table + data), bytes(4), 0x02400000, b"mntr", space, b"XYZ ")
-    return (head + bytes(12) + b"acsp" + bytes(28) + numbers(*white)).ljust(128, b"\0") + table + data
+    return (head + bytes(12) + b"acsp" + bytes(28) + encode_numbers(*white)).ljust(128, b"\0") + table + data
 
 
 P3 = make_icc_profile(

@@ -297,18 +297,18 @@ def test_a_damaged_or_missing_engine_json_is_rejected_with_the_reason(
 def test_engines_that_this_host_cannot_run_are_rejected_before_loading(
     bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_error(gpu: Gpu | None, **options: Any) -> LanternError:
+    def get_load_error(gpu: Gpu | None, **options: Any) -> LanternError:
         monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: None)
         monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: gpu)
         error = catch_error(LanternError, Pipeline.from_bundle, bundle, threads=1, engines=engines, **options)
         return error
 
-    assert load_error(None).expected == "a GPU of SM89"
-    assert load_error(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
-    assert load_error(L4, provider="cuda").field == "provider"
+    assert get_load_error(None).expected == "a GPU of SM89"
+    assert get_load_error(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
+    assert get_load_error(L4, provider="cuda").field == "provider"
     change_manifest(
         engines, gpu="NVIDIA GeForce RTX 4090"
     )  # the same compute capability, but TensorRT selects other kernels
-    assert load_error(L4).expected == "NVIDIA L4, the GPU of this host"
+    assert get_load_error(L4).expected == "NVIDIA L4, the GPU of this host"
     change_manifest(engines, backend="abacus")
-    assert load_error(L4).found == "'abacus'"
+    assert get_load_error(L4).found == "'abacus'"

@@ -23,7 +23,7 @@ from lantern_rt.compare.evaluate import evaluate_methods
 from lantern_rt.compare.image_graph import EncoderFeatureModel, ImageFeatureModel, Preprocessing, PromptAgreementModel
 from lantern_rt.compare.prompts import Prompts
 from lantern_rt.compare.report import COLUMNS
-from lantern_rt.compare.statistics import Floats, fit_gaussian, frechet_distance
+from lantern_rt.compare.statistics import Floats, compute_frechet_distance, fit_gaussian
 from lantern_rt.compare.turns import ComparedMethod, parse_methods
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
@@ -192,7 +192,7 @@ def test_eval_reports_the_frechet_distance_between_features_of_generated_and_rea
     report = read_report()
     assert report["reference"] == "real, 4 images"
     features = ImageFeatureModel(tmp_path / "colour.onnx", Preprocessing(), 1)
-    expected = frechet_distance(fit_gaussian(features(generated_images)), fit_gaussian(features(real_images)))
+    expected = compute_frechet_distance(fit_gaussian(features(generated_images)), fit_gaussian(features(real_images)))
     assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
     assert f"  {expected:.3f} +- " in out.splitlines()[2]
     assert max(map(len, out.splitlines())) <= 80

@@ -7,12 +7,12 @@ import pytest
 from evaluation_graphs import ignore_progress
 
 from lantern_rt.compare.evaluate import estimate_frechet_distances
-from lantern_rt.compare.statistics import Floats, estimate_interval, fit_gaussian, frechet_distance
+from lantern_rt.compare.statistics import Floats, compute_frechet_distance, estimate_interval, fit_gaussian
 
 
 def compute_distance(first: Floats, second: Floats) -> float:
     """Return the Frechet distance of two sets of features, `[images, features]`."""
-    return frechet_distance(fit_gaussian(first), fit_gaussian(second))
+    return compute_frechet_distance(fit_gaussian(first), fit_gaussian(second))
 
 
 def test_the_frechet_distance_of_shifted_features_is_the_squared_length_of_the_shift() -> None:
@@ -21,7 +21,10 @@ def test_the_frechet_distance_of_shifted_features_is_the_squared_length_of_the_s
 
 
 def test_the_frechet_distance_of_two_gaussians_agrees_with_the_closed_form() -> None:
-    """Compare with |m1 - m2|^2 + the sum of (s1 - s2)^2 over all axes, which holds if the covariances commute."""
+    """Compare with a formula for Gaussians whose covariances have the same eigenvectors.
+
+    The formula adds the squared distance of the means and, for each axis, the squared difference of the deviations.
+    """
     rng = np.random.default_rng(1)
     rotation = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     first_scale = np.array([1.0, 2.0, 0.5, 3.0])

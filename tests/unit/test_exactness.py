@@ -67,14 +67,17 @@ def generate_images(
 
 
 def count_images(codes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count how often each image occurs, `[vocabulary] * codes`."""
+    """Return how often each image occurs, in an array with an axis of length `vocabulary` for each token."""
     counts = np.zeros((3,) * codes.shape[1], np.int64)
     np.add.at(counts, tuple(codes.T), 1)
     return counts
 
 
 def compute_p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
-    """Return the chi-square p-value of image counts under a joint distribution; counts expected below 10 are merged."""
+    """Return the p-value of a chi-square test of image counts against a joint distribution.
+
+    Images with an expected count below 10 are merged into one class.
+    """
     expected = joint.ravel() * counts.sum()
     observed = counts.ravel().astype(float)
     assert (observed[expected == 0] == 0).all(), "an impossible image was generated"

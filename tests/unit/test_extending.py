@@ -96,7 +96,7 @@ def test_the_command_line_and_http_requests_accept_every_sampling_setting() -> N
         assert help_texts[name].startswith(field.description)
         assert protocol.ImagesRequest.model_fields[name].description == field.description
     body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
-    assert protocol.ImagesRequest.model_validate(body).pipeline_options() == body
+    assert protocol.ImagesRequest.model_validate(body).make_pipeline_options() == body
 
 
 def test_the_runtime_reads_every_sampling_setting() -> None:
@@ -106,7 +106,7 @@ def test_the_runtime_reads_every_sampling_setting() -> None:
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
 
 
-def test_a_new_method_takes_changes_in_two_files_and_a_new_sampling_setting_in_three(
+def test_a_new_method_needs_changes_in_two_files_and_a_new_sampling_setting_in_three_files(
     words_bundle: Path, tmp_path: Path
 ) -> None:
     for folder in ("lantern_rt", "runtime", "engines"):

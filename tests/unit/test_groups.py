@@ -20,8 +20,8 @@ from toy_engine import (
     Hashes,
     ToyCache,
     ToyModel,
+    compute_likelihood,
     decode,
-    likelihood,
     make_prompt,
 )
 
@@ -49,9 +49,11 @@ class GroupTarget(AnyOrderTarget):
 
     two_heads: bool = False
 
-    def logits(self, context: Hashes) -> NDArray[np.float32]:
-        logits = super().logits(context)
-        return np.concatenate([logits, super().logits(context + np.uint64(11))], -1) if self.two_heads else logits
+    def compute_logits(self, context: Hashes) -> NDArray[np.float32]:
+        logits = super().compute_logits(context)
+        return (
+            np.concatenate([logits, super().compute_logits(context + np.uint64(11))], -1) if self.two_heads else logits
+        )
 
     def _compute_contexts(
         self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
@@ -128,18 +130,18 @@ def compute_group_distributions(
     rows = []
     num_earlier_cells = sum(map(len, layout.groups[:group]))
     for prefix_row in (prompt.cond, prompt.uncond):
-        hashes = [target.prefix_hash(prefix_row.embeds)[prefix_row.is_real_token]]
+        hashes = [target.hash_prefix(prefix_row.embeds)[prefix_row.is_real_token]]
         node_hashes = None
         for number in range(1, group + 1):
             inputs = [(known[cell], cell) for cell in layout.groups[number - 1]]
             vectors = 0 if target.two_heads else len(layout.groups[number]) - len(inputs)
             inputs += [(VOCABULARY + i, model.num_codes) for i in range(vectors)]
             tokens, positions = np.array(inputs).T
-            node_hashes = target.code_hash(tokens, len(prefix_row.is_real_token) + positions)
+            node_hashes = target.hash_codes(tokens, len(prefix_row.is_real_token) + positions)
             hashes.append(node_hashes)
         context = np.concatenate(hashes).sum(dtype=np.uint64, keepdims=True)
         contexts = context if node_hashes is None else context + np.uint64(3) * node_hashes
-        rows.append(target.logits(contexts).astype(np.float64))
+        rows.append(target.compute_logits(contexts).astype(np.float64))
     if isinstance(layout, TwoHeadLayout):
         rows = [average_heads(logits, layout, group) for logits in rows]
     earlier_codes = {known[cell] for cell in itertools.chain(*layout.groups[:group])}
@@ -297,7 +299,7 @@ def test_the_likelihood_of_an_image_agrees_with_the_reference_implementation(
 
     generate_reference_image(model, prompt, sampling, choose_token)
     is_counted = np.arange(model.num_codes) % 3 == 0
-    result = likelihood(model, prompt, np.array(codes), sampling, is_counted)
+    result = compute_likelihood(model, prompt, np.array(codes), sampling, is_counted)
     assert result.nats == pytest.approx(np.mean([nats[cell] for cell in range(0, model.num_codes, 3)]), abs=1e-5)
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_engine import ToyDrafter, ToyModel, ToyTarget, collect_codes, decode, make_model, make_prompt, raster_layout
+from toy_engine import (
+    ToyDrafter,
+    ToyModel,
+    ToyTarget,
+    collect_codes,
+    decode,
+    make_model,
+    make_prompt,
+    make_raster_layout,
+)
 
 from lantern_rt.methods import (
     Autoregressive,
@@ -92,11 +101,12 @@ def test_a_linear_guidance_schedule_ends_at_the_full_scale() -> None:
 
 @pytest.mark.parametrize("row_end", [None, 5])
 def test_the_guidance_scale_falls_to_the_final_scale_token_by_token(row_end: int | None) -> None:
-    """Compare scales with the rule: before token t of n codes, s becomes max(final, s (1 - 4 (t + 2) / n)).
+    """Compare the scales with the rule of the published code, computed token by token.
 
-    Row ends count as tokens.
+    Before token t, the scale is multiplied by 1 - 4 (t + 2) / n, where n is the number of codes. The scale stays at
+    least at the final scale. Row ends count as tokens.
     """
-    layout = raster_layout(100, 10, row_end)
+    layout = make_raster_layout(100, 10, row_end)
     scale = 6.0
     expected = []
     for token in range(layout.num_tokens):

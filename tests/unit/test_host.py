@@ -22,7 +22,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.system import read_host_memory
 from lantern_rt.errors import EngineError
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 from lantern_rt.memory import measure_process_memory
 
 
@@ -63,11 +63,11 @@ def test_doctor_reports_a_missing_onnxruntime(
     install_distribution: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert install_command("cpu") in make_host_report().problems[0]
+    assert make_install_command("cpu") in make_host_report().problems[0]
     with pytest.raises(EngineError):
         import_onnxruntime()
     install_distribution("tensorrt-rtx")
-    assert install_command("gpu") in make_host_report().problems[0]
+    assert make_install_command("gpu") in make_host_report().problems[0]
 
 
 def test_doctor_reports_a_driver_older_than_the_installed_libraries(
@@ -203,7 +203,7 @@ def test_instruction_sets_are_detected_on_hosts_without_proc(
     assert host.describe_processor() == expected
 
 
-def test_instruction_sets_detected_by_numpy_are_a_subset_of_those_in_cpuinfo(request: pytest.FixtureRequest) -> None:
+def test_numpy_detects_only_instruction_sets_that_cpuinfo_lists(request: pytest.FixtureRequest) -> None:
     before = host.describe_processor().split()
     request.getfixturevalue("system_files")
     assert {*host.describe_processor().split()} <= {*before}

@@ -23,7 +23,7 @@ from lantern_rt import OutputError
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.host import choose_thread_count
 from lantern_rt.errors import EngineError
-from lantern_rt.output.files import cache_folder
+from lantern_rt.output.files import find_cache_folder
 
 PROGRAM = f"{sys.executable} -m lantern_rt"
 
@@ -165,9 +165,9 @@ def test_a_user_without_a_home_folder_can_generate_an_image(
     monkeypatch.chdir(tmp_path)
     assert run_program(["run", str(words_bundle), "red"]) == 0
     with pytest.raises(OutputError, match="no home folder"):
-        cache_folder()
+        find_cache_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lantern-rt"
+    assert find_cache_folder() == tmp_path / "lantern-rt"
 
 
 def test_a_prompt_with_bytes_that_are_not_text_is_rejected_with_one_line(

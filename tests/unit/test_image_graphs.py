@@ -36,7 +36,7 @@ def write_tokenizer(path: Path) -> None:
 
 
 def load_agreement(graph: Path) -> PromptAgreementModel:
-    """Load an agreement graph with the tokenizer in the same folder."""
+    """Load a graph that measures prompt agreement, with the tokenizer in the same folder."""
     return PromptAgreementModel(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 

@@ -77,7 +77,7 @@ def test_a_time_limit_ends_the_reading_of_a_file(
         interrupt()
     with pytest.raises(TimeoutError), convert_hub_errors("hf:owner/name", BundleError, "try again"):
         interrupt()
-    monkeypatch.setattr("lantern_rt.bundle.files.file_sha256", interrupt)
+    monkeypatch.setattr("lantern_rt.bundle.files.compute_sha256", interrupt)
     with pytest.raises(TimeoutError):
         open_bundle(words_bundle)
     monkeypatch.setattr("lantern_rt.output.recipe.PngImageFile", interrupt)

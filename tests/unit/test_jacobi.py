@@ -51,24 +51,27 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
 
     def choose_token(target: TargetOutput, node: int) -> int:
         position = int(target.next_code_indices[node])
-        return int(script.below(position, float(target.distribution(node)[1])))
+        return int(script.choose_below(position, float(target.distribution(node)[1])))
 
     def perturb_logits(
         state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
     ) -> NDArray[np.float64]:
         q = compute_distribution(logits, state.sequence.sampling)
-        chooses_second = [script.below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
+        chooses_second = [script.choose_below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
 
     for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choose_token)
     patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
     patch.setattr(TargetOutput, "acceptance_rng", lambda target, node: script)
-    patch.setattr(acceptance, "sample_code", script.draw)
+    patch.setattr(acceptance, "sample_code", script.sample_code)
 
 
 def make_random_heads(codes: int, hidden_size: int) -> DraftHeads:
-    """Return draft heads with random weights, scaled for the hidden states of the toy model, which are about 10^6."""
+    """Return draft heads with random weights.
+
+    Weights of hidden states are small, because hidden states of the toy model have values of about 10^6.
+    """
     rng = np.random.default_rng(6)
     scales = {"gate": 1e-6, "states": 1e-6}
     shapes = draft_head_shapes(codes, hidden_size, 3, 2)
@@ -87,7 +90,8 @@ def enumerate_images(
         heads: draft heads; None for a method without draft heads.
 
     Returns:
-        Probability of every image, `[vocabulary] * codes`; expected realised TVD; toy model.
+        Probability of every image, in an array with an axis of length `vocabulary` for each token; expected value of
+        the total variation distance that decoding reports; toy model.
     """
     model = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=NEIGHBORS)
     prompt = make_prompt(3, padding=1)
@@ -95,7 +99,7 @@ def enumerate_images(
     distribution = np.zeros((VOCABULARY,) * CODES)
     realised_tvd = 0.0
     total_weight = 0.0
-    for script in Script(seed=0).runs():
+    for script in Script(seed=0).follow_all_plans():
         script.follows_plan = True
         patch_choices(script, patch)
         codes: list[int] = []
@@ -113,7 +117,7 @@ def compute_distance(distribution: NDArray[np.float64], model: ToyModel, samplin
     """Return the total variation distance from the distribution of `ar`.
 
     Args:
-        distribution: probability of every image, `[vocabulary] * codes`.
+        distribution: probability of every image, in an array with an axis of length `vocabulary` for each token.
         model: toy model.
         sampling: sampling settings.
     """
@@ -184,7 +188,7 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
             target,
             choose_token,
             rule,
-            lambda node: decisions(node).at(int(output.next_code_indices[node])),
+            lambda node: decisions(node).open_stream(int(output.next_code_indices[node])),
             remaining,
         )
 
@@ -312,7 +316,7 @@ def test_the_tvd_of_relaxed_images_drafted_by_draft_heads_is_within_the_realised
 
 
 def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_positions() -> None:
-    """Use heads that predict the next number after a new token, and two numbers further at new positions."""
+    """Use simple heads: after a new token n, the prediction is n + 1; at new positions, the prediction is n + 2."""
     codes = 12
     identity = np.eye(12)
     states = np.zeros((2, codes, codes))

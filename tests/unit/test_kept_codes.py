@@ -48,7 +48,7 @@ Ints = NDArray[np.int64]
 preserved_tokens = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4]), min_size=CODES, max_size=CODES).map(np.array)
 
 
-def generate(
+def decode_with_preserved_tokens(
     preserved_codes: Sequence[Ints | None], method: MethodConfig, sampling: Sampling, row_ends: bool = False
 ) -> list[DecodeStep]:
     model = make_model(VOCABULARY, CODES, columns=COLUMNS, neighbors=NEIGHBORS, row_ends=row_ends)
@@ -58,7 +58,7 @@ def generate(
     return list(decode(model, prompts, range(len(preserved_codes)), sampling, method))
 
 
-def generate_by_definition(preserved_codes: Ints, sampling: Sampling) -> list[int]:
+def generate_tokens_without_runtime(preserved_codes: Ints, sampling: Sampling) -> list[int]:
     """Return the tokens of the image with seed 0, generated one by one without the runtime."""
     model = make_model(VOCABULARY, CODES, columns=COLUMNS)
     noise = Noise(0)
@@ -76,9 +76,9 @@ def test_exact_methods_generate_the_same_image_around_preserved_tokens(
     method: MethodConfig, preserved_codes: Ints, preserved_codes_of_neighbor: Ints
 ) -> None:
     batch = [preserved_codes, None, preserved_codes_of_neighbor]
-    codes = collect_codes(generate(batch, method, GUIDED), 3)
-    assert codes[0] == generate_by_definition(preserved_codes, GUIDED)
-    assert codes == collect_codes(generate(batch, EXACT_METHODS[0], GUIDED), 3)
+    codes = collect_codes(decode_with_preserved_tokens(batch, method, GUIDED), 3)
+    assert codes[0] == generate_tokens_without_runtime(preserved_codes, GUIDED)
+    assert codes == collect_codes(decode_with_preserved_tokens(batch, EXACT_METHODS[0], GUIDED), 3)
 
 
 @pytest.mark.parametrize("method", [*EXACT_METHODS, *RELAXED_METHODS], ids=str)
@@ -88,7 +88,9 @@ def test_exact_methods_generate_the_same_image_around_preserved_tokens(
 def test_every_method_leaves_preserved_tokens_unchanged(
     method: MethodConfig, row_ends: bool, preserved_codes: Ints, greedy: bool
 ) -> None:
-    steps = generate([preserved_codes, None], method, Sampling(temperature=0) if greedy else GUIDED, row_ends)
+    steps = decode_with_preserved_tokens(
+        [preserved_codes, None], method, Sampling(temperature=0) if greedy else GUIDED, row_ends
+    )
     codes = np.array(collect_codes(steps, 2))
     np.testing.assert_array_equal(codes[0][preserved_codes >= 0], preserved_codes[preserved_codes >= 0])
     assert (steps[-1].done, steps[-1].total) == (2 * CODES, 2 * CODES)
@@ -96,7 +98,7 @@ def test_every_method_leaves_preserved_tokens_unchanged(
 
 def test_consecutive_preserved_tokens_need_one_pass_and_preserved_tokens_at_the_end_need_no_pass() -> None:
     preserved_codes = np.array([1, 1, 1, 1, -1, 2, 2, 2, -1, 3, 3, 3])
-    steps = generate([preserved_codes], Autoregressive(), GUIDED)
+    steps = decode_with_preserved_tokens([preserved_codes], Autoregressive(), GUIDED)
     assert [len(step.parts[0].codes) for step in steps] == [1, 4, 7]  # the prefill's step commits the first token
     assert steps[-1].stats is not None
     assert steps[-1].stats.tokens_per_forward_pass == 2 / 3

@@ -23,7 +23,7 @@ STATIC_TREES = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.jso
 
 
 class RecordedStream:
-    """A stream of the recorded uniform numbers, then 0.5 for the bonus token, whose number was not recorded."""
+    """A random stream that returns the recorded numbers, and then 0.5: no number was recorded for the bonus token."""
 
     def __init__(self, numbers: list[float]) -> None:
         self.remaining = [*numbers, 0.5]
@@ -65,14 +65,15 @@ def make_relaxation(case: dict[str, Any], residual: str = "neighborhood") -> Rel
 def run_recorded_step(
     case: dict[str, Any], residual: str = "neighborhood"
 ) -> tuple[Acceptance, DraftTree, list[list[int]], int]:
-    """Run a recorded step with our code.
+    """Run a recorded step with the code of lantern-rt.
 
     Args:
         case: a recorded step of `cases.json`.
         residual: rule for the residual distribution, `neighborhood` as published or `aggregated`.
 
     Returns:
-        Acceptance, draft tree, paths to the leaves, and the number of unused uniform numbers.
+        Acceptance, draft tree, paths to the leaves, and the number of recorded uniform numbers that the step did not
+        use.
     """
     tree, logits, leaves = read_recorded_tree(case)
     sampling = Sampling(

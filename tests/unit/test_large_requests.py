@@ -32,11 +32,11 @@ def cache_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     row_counts: list[int] = []
     make_empty_cache = KVCache.empty
 
-    def record_empty(count: int, *sizes: Any) -> KVCache:
+    def record_new_cache(count: int, *sizes: Any) -> KVCache:
         row_counts.append(count)
         return make_empty_cache(count, *sizes)
 
-    monkeypatch.setattr(KVCache, "empty", record_empty)
+    monkeypatch.setattr(KVCache, "empty", record_new_cache)
     return row_counts
 
 
@@ -98,7 +98,7 @@ def test_a_stream_of_more_images_than_fit_in_a_batch_yields_all_tokens_then_stat
         }
         assert step.image(4).size == step.image(0).size
         trace.add_step(step)
-    assert trace.accepted_tokens_per_cell().shape == (5, 36)
+    assert trace.count_accepted_tokens_per_cell().shape == (5, 36)
     assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
 
 

@@ -36,7 +36,7 @@ def list_imports(file: Path, only_at_import: bool = False) -> Iterator[str]:
 
 
 def find_imports_of_modules() -> dict[str, set[str]]:
-    """Return, for each module of the package, the modules of the package that it imports anywhere in the file."""
+    """Return the imports between modules of the package: for each importing module, the set of imported modules."""
     known = find_package_files()
     targets: dict[str, set[str]] = {}
     for name, file in known.items():
@@ -79,7 +79,12 @@ def run_python(code: str) -> set[str]:
 
 
 def find_external_packages(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
-    """Return the external packages that modules import whose names begin with one of `prefixes`."""
+    """Return the names of the external packages that some modules of the package import.
+
+    Args:
+        prefixes: first parts of the dotted names of the importing modules.
+        only_at_import: whether to skip imports inside functions and classes.
+    """
     files = [file for name, file in find_package_files().items() if name.split(".")[0] in prefixes]
     names = {name for file in files for name in list_imports(file, only_at_import) if not name.startswith(".")}
     return {name.split(".")[0] for name in names}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from toy_distributions import compute_next_distribution
-from toy_engine import likelihood, make_decode_settings, make_model, make_prompt
+from toy_engine import compute_likelihood, make_decode_settings, make_model, make_prompt
 
 from lantern_rt.methods import Autoregressive, Sampling
 from lantern_rt.runtime.likelihood import compute_rounding_margin
@@ -27,7 +27,7 @@ def test_the_negative_log_likelihood_agrees_with_the_exact_distributions_of_the_
         -np.log(compute_next_distribution(model, prompt, codes[:i].tolist(), sampling)[code])
         for i, code in enumerate(codes)
     ]
-    assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(expected_nats), abs=1e-5)
+    assert compute_likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(expected_nats), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_entropy_is_the_expected_negative_log_likelihood_of_tokens(sampling:
         probability = 1.0
         for i, code in enumerate(codes):
             probability *= compute_next_distribution(model, prompt, list(codes[:i]), sampling)[code]
-        result = likelihood(model, prompt, np.array(codes), sampling)
+        result = compute_likelihood(model, prompt, np.array(codes), sampling)
         expected = expected + probability * result.nats
         entropy = entropy + probability * result.entropy
     assert entropy == pytest.approx(expected, abs=1e-5)

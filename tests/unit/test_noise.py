@@ -38,7 +38,7 @@ def compute_random_words(seed: int, position: int, count: int) -> list[int]:
 
     Args:
         seed: seed of the image.
-        position: position in the sequence; 16 positions share one stream, in which their numbers alternate.
+        position: position in the sequence; 16 positions share one stream, and the positions take turns in this stream.
         count: number of random numbers.
     """
     numbers = [16 * code + position % 16 for code in range(count)]
@@ -110,7 +110,7 @@ def test_noise_is_finite_and_has_the_gumbel_distribution() -> None:
 def test_random_numbers_of_different_positions_seeds_and_purposes_are_independent(
     make_first_numbers: Callable[[int], Any], make_second_numbers: Callable[[int], Any]
 ) -> None:
-    """Check by a chi-squared test that the quartile of the first number does not predict that of the second."""
+    """Check by a chi-squared test that the quartile of the first number does not predict the quartile of the second."""
     pairs = [
         np.stack([np.asarray(make_numbers(n), np.float64) for n in range(10_000)])
         for make_numbers in (make_first_numbers, make_second_numbers)

@@ -137,7 +137,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
         ([[1], [0, 3], [2]], "`order` draws cell 0 from logits after cell 0"),
     ],
 )
-def test_a_target_with_two_heads_needs_the_adjacent_cell_in_the_previous_group(
+def test_a_target_with_two_heads_needs_a_cell_adjacent_to_each_new_cell_in_the_previous_group(
     groups: list[list[int]], expected: str
 ) -> None:
     order = GroupOrderSpec.model_validate({"groups": groups, "two_heads": True})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -62,9 +62,9 @@ def test_the_install_command_in_errors_names_the_source_from_which_the_package_w
 ) -> None:
     distribution = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
     monkeypatch.setattr("importlib.metadata.distribution", lambda _: distribution)
-    assert install_command("serve") == f"pip install {expected_requirement}"
-    assert "--extra-index-url https://download.pytorch.org/whl/cpu " in install_command("cpu,export")
-    assert install_command("cpu", reinstall=True).startswith("pip install --force-reinstall ")
+    assert make_install_command("serve") == f"pip install {expected_requirement}"
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu " in make_install_command("cpu,export")
+    assert make_install_command("cpu", reinstall=True).startswith("pip install --force-reinstall ")
 
 
 def test_every_dependency_has_the_same_minimum_version_in_all_extras() -> None:

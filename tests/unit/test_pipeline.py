@@ -113,7 +113,7 @@ def test_guidance_moves_away_from_the_negative_prompt(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "sjd:window=3", "eagle:tree=tree-2-10", "rows:window=2", "lantern"])
-def test_guidance_for_all_tokens_equals_full_guidance_and_for_no_tokens_equals_none(
+def test_guiding_all_tokens_equals_full_guidance_and_guiding_no_token_equals_no_guidance(
     pipe: Pipeline, method: str
 ) -> None:
     guided, unguided = (pipe("red cube", seed=1, method=method, cfg_scale=scale).codes[0] for scale in (20, 1))

@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 class RequestChecker:
-    """A function that checks requests against the manifest of a bundle, without loading graphs."""
+    """Callable object that checks requests against the manifest of a bundle, without loading graphs."""
 
     def __init__(self, folder: Path) -> None:
         self.bundle = open_bundle(folder)
@@ -56,7 +56,7 @@ def no_drafter_checker(tmp_path_factory: pytest.TempPathFactory) -> RequestCheck
 
 
 def make_option_cases(name: str, *values: Any, **other_options: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return (field of the expected error, request) for each wrong value of an option.
+    """Return a pair for each wrong value of an option: field of the expected error, and request with this value.
 
     Args:
         name: name of the option.
@@ -67,7 +67,7 @@ def make_option_cases(name: str, *values: Any, **other_options: Any) -> list[tup
 
 
 def make_method_cases(text: str, *values: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return (field of the expected error, request) for each wrong value of the last parameter in a method string."""
+    """Return pairs as `make_option_cases` does, for wrong values of the last parameter in the method string `text`."""
     return [(text.rpartition(":")[2], {"method": f"{text}={value}"}) for value in values]
 
 

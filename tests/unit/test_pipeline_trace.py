@@ -87,7 +87,7 @@ def test_the_trace_marks_tokens_that_exact_acceptance_would_have_rejected(pipe: 
 def test_the_colour_of_a_cell_in_the_trace_image_shows_how_many_tokens_the_step_accepted(pipe: Pipeline) -> None:
     trace, last_step = record_trace(pipe, "eagle")
     assert last_step.stats is not None
-    cells = trace.accepted_tokens_per_cell()
+    cells = trace.count_accepted_tokens_per_cell()
     assert cells.shape == (2, 36)
     assert (cells[:, 0] == 0).all()  # the prefill samples the first token and accepts no draft tokens
     assert cells.max() == len(last_step.stats.accepted_lengths) - 1

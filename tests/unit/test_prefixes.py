@@ -24,10 +24,12 @@ OFFSET = 100  # first token id of the codes in the drafter
 
 @dataclass
 class SumEngine:
-    """An engine whose logits depend on the sum of (value x (1 + position)) over the entries that a node attends to.
+    """An engine whose logits depend on a sum over all entries of the KV cache to which a node attends.
 
-    A key holds the value and the position of an entry, both small integers. A drafter reads token ids: text tokens are
-    below `OFFSET`, codes begin at `OFFSET`.
+    Each entry adds the product of its value and 1 + its position, so that wrong masks and positions change the logits.
+
+    The key of an entry holds the value and the position, both small integers. A drafter reads token ids: text tokens
+    are below `OFFSET`, codes begin at `OFFSET`.
 
     Attributes:
         reads_tokens: whether the engine is a drafter.
@@ -75,7 +77,7 @@ def make_sum_model(drafter: SumEngine | None = None, target: SumEngine | None = 
     return ToyModel(target or SumEngine(), drafter, 200, layout, image=RasterLayout(CODES))
 
 
-def generate(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
+def generate_tokens(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
     seeds = [len(p.cond.embeds) for p in prompts]
     return collect_codes(decode(make_sum_model(**engines), prompts, seeds, sampling, method), len(prompts))
 
@@ -106,17 +108,19 @@ def test_prompts_of_different_lengths_generate_the_same_images_alone_and_in_a_ba
 ) -> None:
     method = Autoregressive() if tree is None else Eagle(tree=tree)
     prompts = [make_sum_prompt(*lengths) for lengths in ((5, 2), (2, 2), (9, 2), (3, 3))]
-    batch_images = generate(prompts, method, sampling, drafter=SumEngine(True))
-    assert batch_images == [generate([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts]
+    batch_images = generate_tokens(prompts, method, sampling, drafter=SumEngine(True))
+    assert batch_images == [
+        generate_tokens([prompt], method, sampling, drafter=SumEngine(True))[0] for prompt in prompts
+    ]
     if sampling.greedy:
-        assert batch_images == generate(prompts, Autoregressive(), sampling)
+        assert batch_images == generate_tokens(prompts, Autoregressive(), sampling)
 
 
 def test_batch_rows_with_prefixes_of_different_lengths_have_the_right_positions_and_tokens() -> None:
     target = SumEngine()
     drafter = SumEngine(True)
     prompts = [make_sum_prompt(5, 2)]
-    codes = generate(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
+    codes = generate_tokens(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
     assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]
     prefill = drafter.passes[0]
     assert prefill.tokens is not None

@@ -16,7 +16,7 @@ from lantern_rt.cli.main import run_program
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the clock of the console by `clock[0]`, in seconds, which the test sets."""
+    """Replace the clock of the console by a time that the test sets; return a list that holds the time in seconds."""
     clock_seconds = [1000.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock_seconds[0])
     return clock_seconds

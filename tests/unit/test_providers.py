@@ -40,7 +40,12 @@ PLUGIN = "onnxruntime_ep_webgpu"
 
 
 def make_mock_session(*active: str, **nodes: list[str]) -> Any:
-    """Make a mock ONNX Runtime session; `active` are its providers, `nodes` the ops that each provider runs."""
+    """Make a mock ONNX Runtime session.
+
+    Args:
+        active: names of the providers of the session.
+        nodes: operator types of the nodes that a provider runs, by name of the provider.
+    """
     parts = [
         SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
         for name, ops in nodes.items()
@@ -180,7 +185,7 @@ def test_a_provider_plugin_that_is_missing_broken_or_without_a_device_is_rejecte
     )
 
 
-def test_webgpu_is_rejected_with_onnxruntime_gpu_where_cuda_would_allocate_the_memory(
+def test_webgpu_is_rejected_if_the_installed_onnxruntime_gpu_would_allocate_memory_with_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))

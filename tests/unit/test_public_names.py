@@ -13,7 +13,7 @@ from lantern_rt import errors
 
 
 @pytest.mark.parametrize("name", lantern_rt.__all__)
-def test_every_public_name_can_be_imported_and_is_listed(name: str) -> None:
+def test_every_public_name_can_be_imported_and_is_listed_by_the_function_dir(name: str) -> None:
     assert getattr(lantern_rt, name)
     assert name in dir(lantern_rt)
 

@@ -13,10 +13,10 @@ import pytest
 from refusals import catch_error
 
 from lantern_rt import published
-from lantern_rt.cli.models import format_count
+from lantern_rt.cli.models import format_parameter_count
 from lantern_rt.errors import LanternError, OutputError
 from lantern_rt.export.registry import check_family_options
-from lantern_rt.inputs import install_command
+from lantern_rt.inputs import make_install_command
 from lantern_rt.text.words import ANY_WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,8 @@ NAME = "llamagen-c2i-b-256"
 def test_the_table_in_the_docs_has_the_same_models_and_numbers_as_the_program() -> None:
     page = (ROOT / "docs/models.md").read_text("utf-8")
     for name, model in published.load_published_models().items():
-        sizes = f"{format_count(model.parameters)} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
+        parameters = format_parameter_count(model.parameters)
+        sizes = f"{parameters} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
         assert f"\n`{name}` | {model.sizes} | {sizes} | {model.licence}\n" in page
     assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.load_published_models())
 
@@ -66,7 +67,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
 
 
 def change_table_row(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """Replace the table by the row of `NAME` with other values of some fields."""
+    """Replace the table of published models by one row: the model `NAME`, with other values of some fields."""
     row = published.find_published_model(NAME).model_copy(update=fields)
     monkeypatch.setattr(published, "load_published_models", lambda: {NAME: row})
 
@@ -101,7 +102,7 @@ def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(
 def test_the_error_of_missing_pytorch_has_the_command_that_installs_pytorch(host: pytest.MonkeyPatch) -> None:
     host.undo()
     host.setattr("importlib.util.find_spec", lambda _: None)
-    assert get_host_error(NAME) == f"export: torch is not installed; run `{install_command('cpu,export')}`"
+    assert get_host_error(NAME) == f"export: torch is not installed; run `{make_install_command('cpu,export')}`"
 
 
 def test_the_cache_holds_different_bundles_for_cpu_and_gpu(host: pytest.MonkeyPatch, tmp_path: Path) -> None:

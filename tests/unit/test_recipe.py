@@ -277,7 +277,7 @@ def test_an_edit_reads_the_prompt_of_a_png_from_a_chunk_after_the_pixels(tmp_pat
     assert request.images[0].prompt_or_class_id == "a red cube"
 
 
-def test_exact_methods_count_as_the_same_image_unless_weights_are_dequantized(
+def test_an_existing_image_of_another_exact_method_is_reused_unless_weights_are_dequantized(
     bundle: Bundle, words_bundle: Path, tmp_path: Path
 ) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:

@@ -16,12 +16,12 @@ from toy_distributions import compute_next_distribution
 from toy_engine import (
     ToyModel,
     collect_codes,
+    compute_likelihood,
     decode,
-    likelihood,
     make_decode_settings,
     make_model,
     make_prompt,
-    raster_layout,
+    make_raster_layout,
 )
 
 from lantern_rt.methods import (
@@ -88,7 +88,7 @@ def add_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> 
     return tokens
 
 
-def generate_by_definition(model: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
+def generate_tokens_without_runtime(model: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
     """Return the tokens of an image, generated one by one without the runtime.
 
     Args:
@@ -108,21 +108,24 @@ def generate_by_definition(model: ToyModel, prompt: Prompt, seed: int, sampling:
     return codes
 
 
-def generate(model: ToyModel, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
+def generate_tokens(
+    model: ToyModel, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig
+) -> list[list[int]]:
     return collect_codes(decode(model, prompts, range(len(prompts)), sampling, method), len(prompts))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 12])
 @pytest.mark.parametrize("method", EXACT_METHODS.values(), ids=EXACT_METHODS)
-def test_every_exact_method_generates_the_image_of_the_definition_with_row_ends(
+def test_every_exact_method_generates_the_tokens_of_the_simple_implementation_with_row_ends(
     method: MethodConfig, columns: int
 ) -> None:
     prompts = [make_prompt(i, padding=i % 3) for i in range(3)]
     for sampling in SAMPLINGS:
         expected = [
-            generate_by_definition(make_row_end_model(columns), prompt, i, sampling) for i, prompt in enumerate(prompts)
+            generate_tokens_without_runtime(make_row_end_model(columns), prompt, i, sampling)
+            for i, prompt in enumerate(prompts)
         ]
-        assert generate(make_row_end_model(columns), prompts, sampling, method) == expected
+        assert generate_tokens(make_row_end_model(columns), prompts, sampling, method) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_every_exact_method_generates_the_image_of_the_definition_with_row_ends(
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
 def test_images_with_other_grids_in_the_batch_do_not_change_an_image(method: MethodConfig, sampling: Sampling) -> None:
     model = make_row_end_model(3)
-    layouts = [raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
+    layouts = [make_raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
 
     def generate_batch(indices: Sequence[int]) -> list[list[int]]:
         batch = Batch(model)
@@ -167,7 +170,7 @@ def test_a_draft_may_continue_in_the_next_grid_row(tree: str) -> None:
 def test_draft_heads_use_the_hidden_states_that_predict_codes_and_not_row_ends(
     tree: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Use draft heads that return the position of their hidden state, and compare it with the expected position."""
+    """Use draft heads that return the position of their hidden state, and compare this position with the expected."""
     rng = np.random.default_rng(1)
     position_index = 3  # index of the position in the toy's hidden state
     prefix = 3
@@ -195,8 +198,8 @@ def test_draft_heads_use_the_hidden_states_that_predict_codes_and_not_row_ends(
     prompts = [make_prompt(i, padding=i) for i in range(2)]
     method = Eagle(tree=tree, drafter="heads") if tree else SpeculativeJacobi(window=5)
     for sampling in SAMPLINGS:
-        expected = [generate_by_definition(model, prompt, i, sampling) for i, prompt in enumerate(prompts)]
-        assert generate(model, prompts, sampling, method) == expected
+        expected = [generate_tokens_without_runtime(model, prompt, i, sampling) for i, prompt in enumerate(prompts)]
+        assert generate_tokens(model, prompts, sampling, method) == expected
     assert 0 in {cell % columns for cell in unaccepted_cells}
 
 
@@ -204,13 +207,13 @@ def test_the_likelihood_of_an_image_includes_codes_but_not_row_ends() -> None:
     model = make_row_end_model(3)
     sampling = SAMPLINGS[1]
     prompt = make_prompt(1)
-    codes = generate_by_definition(model, prompt, 7, sampling)
+    codes = generate_tokens_without_runtime(model, prompt, 7, sampling)
     unfiltered = sampling.model_copy(update={"top_k": 0})
     nats = [
         -np.log(compute_next_distribution(model, prompt, add_row_ends(codes[:cell], 3), unfiltered)[code])
         for cell, code in enumerate(codes)
     ]
-    assert likelihood(model, prompt, np.array(codes), sampling).nats == pytest.approx(np.mean(nats), abs=1e-5)
+    assert compute_likelihood(model, prompt, np.array(codes), sampling).nats == pytest.approx(np.mean(nats), abs=1e-5)
 
 
 @settings(max_examples=50, deadline=None)
@@ -218,7 +221,7 @@ def test_the_likelihood_of_an_image_includes_codes_but_not_row_ends() -> None:
 def test_the_layout_of_a_draft_chain_contains_the_row_ends_between_the_codes(
     codes: list[int], columns: int, first_cell: int
 ) -> None:
-    raster = raster_layout(columns * 30, columns, 100)
+    raster = make_raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
     layout = raster.lay_out_tree(tree, first_cell)
     tokens = raster.insert_row_ends(np.array([*[0] * first_cell, *codes, 0]))[:-1]
@@ -234,7 +237,7 @@ def test_the_layout_of_a_draft_chain_contains_the_row_ends_between_the_codes(
 
 def test_draft_nodes_attend_only_to_the_row_ends_of_their_ancestors() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
-    layout = raster_layout(9, 3, 9).lay_out_tree(tree, 1)  # the root is in cell 1, so depth 1 is column 2
+    layout = make_raster_layout(9, 3, 9).lay_out_tree(tree, 1)  # the root is in cell 1, so depth 1 is column 2
     assert layout.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
     assert layout.positions.tolist() == [1, 2, 3, 2, 3, 4, 4]
     attended = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
@@ -253,7 +256,7 @@ def test_row_ends_are_at_the_positions_where_the_published_code_of_lumina_mgpt_p
         json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in END_TOKEN_NAMES
     )
     codes = 2 * rows * 2 * columns
-    layout = raster_layout(codes, 2 * columns, row_end)
+    layout = make_raster_layout(codes, 2 * columns, row_end)
     assert [
         *layout.insert_row_ends(np.full(codes, -1)).tolist(),
         row_end,

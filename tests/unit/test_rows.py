@@ -21,7 +21,7 @@ from toy_engine import (
     collect_codes,
     decode,
     make_prompt,
-    raster_layout,
+    make_raster_layout,
 )
 
 from lantern_rt import Pipeline
@@ -40,10 +40,10 @@ Known = dict[int, int]  # known tokens by cell
 def make_row_model(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> ToyModel:
     row_end = vocabulary if ends else None
     target = AnyOrderTarget(vocabulary, row_end=row_end)
-    return ToyModel(target, None, 200, image=raster_layout(rows * columns, columns, row_end))
+    return ToyModel(target, None, 200, image=make_raster_layout(rows * columns, columns, row_end))
 
 
-def generate(
+def generate_tokens(
     model: ToyModel, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
 ) -> list[list[int]]:
     method = RowParallel(window=window, drafts=drafts)
@@ -58,7 +58,7 @@ def compute_distribution(
     Args:
         model: toy model.
         prompt: prompt of the image.
-        attended: tokens that the new token attends to, by cell.
+        attended: earlier tokens to which the new token attends, by cell.
         sampling: sampling settings.
         index: index of the token in the image.
     """
@@ -66,13 +66,13 @@ def compute_distribution(
     rows = []
     assert isinstance(target, ToyTarget)
     for prefix_row in (prompt.cond, prompt.uncond):
-        prefix_hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real_token]
+        prefix_hashes = target.hash_prefix(prefix_row.embeds)[prefix_row.is_real_token]
         cells = np.array([*attended], np.int64)
         hashes = np.append(
             prefix_hashes,
-            target.code_hash(np.array([*attended.values()], np.int64), len(prefix_row.is_real_token) + cells),
+            target.hash_codes(np.array([*attended.values()], np.int64), len(prefix_row.is_real_token) + cells),
         )
-        rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
+        rows.append(target.compute_logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     scale = sampling.cfg_scale if index < sampling.count_guided_tokens(model.num_codes) else 1.0
     return compute_naive_distribution(rows[1] + scale * (rows[0] - rows[1]), sampling)
 
@@ -93,8 +93,8 @@ def find_attended_cells(row: int, count: int, columns: int, window: int) -> set[
     }
 
 
-def generate_by_definition(
-    model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, sample: Callable[[int, NDArray], int]
+def generate_tokens_without_runtime(
+    model: ToyModel, prompt: Prompt, window: int, sampling: Sampling, choose_token: Callable[[int, NDArray], int]
 ) -> list[int]:
     """Return the tokens of an image, generated one by one in raster order.
 
@@ -105,7 +105,7 @@ def generate_by_definition(
         prompt: prompt of the image.
         window: number of columns by which each row is ahead of the row below.
         sampling: sampling settings.
-        sample: `sample(index, p)` returns the token with this index, sampled from the distribution `p`.
+        choose_token: function that returns the token of a cell, given the cell and the distribution `[vocabulary]`.
     """
     ends = model.row_end is not None
     columns = model.raster.columns + ends
@@ -119,7 +119,7 @@ def generate_by_definition(
         attended = {p: known[p] for p in find_attended_cells(row, column, columns, window) if p < cell}
         if column == 0 and row > 0 and window < columns:
             attended[cell - 1] = known[cell - 1 if ends else cell - columns + window - 1]
-        codes.append(sample(len(codes), compute_distribution(model, prompt, attended, sampling, len(codes))))
+        codes.append(choose_token(len(codes), compute_distribution(model, prompt, attended, sampling, len(codes))))
         known[cell] = codes[-1]
     return codes
 
@@ -138,15 +138,15 @@ def test_row_parallel_decoding_with_preserved_tokens_agrees_with_the_simple_impl
     prompt = make_prompt(3, padding=1)
     noise = Noise(5)
 
-    def draw(cell: int, p: NDArray) -> int:
+    def choose_token(cell: int, p: NDArray) -> int:
         return (
             int((np.log(p) + noise.gumbel(cell, 1, len(p))[0]).argmax())
             if preserved_codes[cell] < 0
             else int(preserved_codes[cell])
         )
 
-    expected = generate_by_definition(model, prompt, window, GUIDED, draw)
-    assert generate(model, [replace(prompt, preserved_codes=preserved_codes)], window, [5], GUIDED, drafts) == [
+    expected = generate_tokens_without_runtime(model, prompt, window, GUIDED, choose_token)
+    assert generate_tokens(model, [replace(prompt, preserved_codes=preserved_codes)], window, [5], GUIDED, drafts) == [
         expected
     ]
 
@@ -157,7 +157,7 @@ def test_row_parallel_decoding_with_preserved_tokens_agrees_with_the_simple_impl
     ("rows", "columns", "window"),
     [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (3, 4, 7), (4, 3, 4), (3, 4, 4), (4, 1, 1)],
 )
-def test_every_token_is_sampled_after_the_tokens_that_the_definition_names(
+def test_row_parallel_decoding_generates_the_tokens_of_the_simple_implementation(
     rows: int, columns: int, window: int, sampling: Sampling, ends: bool
 ) -> None:
     model = make_row_model(rows, columns, ends=ends)
@@ -165,15 +165,15 @@ def test_every_token_is_sampled_after_the_tokens_that_the_definition_names(
     for seed in range(3):
         noise = Noise(seed)
 
-        def draw(cell: int, p: NDArray, noise: Noise = noise) -> int:
+        def choose_token(cell: int, p: NDArray, noise: Noise = noise) -> int:
             gumbel = 0 if sampling.greedy else noise.gumbel(cell, 1, len(p))[0]
             return int(np.argmax(np.log(p) + gumbel))
 
-        expected = [generate_by_definition(model, prompt, window, sampling, draw)]
+        expected = [generate_tokens_without_runtime(model, prompt, window, sampling, choose_token)]
         for drafts in (0, 1, 2, 5):
-            assert generate(model, [prompt], window, [seed], sampling, drafts) == expected
+            assert generate_tokens(model, [prompt], window, [seed], sampling, drafts) == expected
         two_node_model = replace(make_row_model(rows, columns, ends=ends), max_nodes=2)
-        assert generate(two_node_model, [prompt], window, [seed], sampling, drafts=1) == expected
+        assert generate_tokens(two_node_model, [prompt], window, [seed], sampling, drafts=1) == expected
         passes: list[tuple[int, int]] = two_node_model.target.passes  # type: ignore[attr-defined]
         assert {nodes for _, nodes in passes[1:]} == {2}
         assert {num_rows for num_rows, _ in passes} == (
@@ -189,16 +189,16 @@ def test_row_parallel_images_have_the_joint_distribution_of_the_simple_implement
     for codes in itertools.product(range(3), repeat=4):
         probability = 1.0
 
-        def draw(cell: int, p: NDArray, codes: tuple[int, ...] = codes) -> int:
+        def choose_token(cell: int, p: NDArray, codes: tuple[int, ...] = codes) -> int:
             nonlocal probability
             probability *= p[codes[cell]]
             return codes[cell]
 
-        generate_by_definition(model, prompt, 1, GUIDED, draw)
+        generate_tokens_without_runtime(model, prompt, 1, GUIDED, choose_token)
         expected[codes] = probability
     assert expected.sum() == pytest.approx(1)
     counts = np.zeros_like(expected)
-    for codes in generate(model, [prompt] * count, 1, range(count), GUIDED):
+    for codes in generate_tokens(model, [prompt] * count, 1, range(count), GUIDED):
         counts[tuple(codes)] += 1
     assert chisquare(counts.ravel(), count * expected.ravel()).pvalue > 1e-4
 
@@ -211,7 +211,7 @@ def test_row_parallel_images_have_the_joint_distribution_of_the_simple_implement
 def test_every_cell_is_generated_once_and_after_all_cells_to_which_the_cell_attends(
     rows: int, codes: int, window: int, max_drafts: int, max_nodes: int, seed: int, ends: bool
 ) -> None:
-    grid = TokenGrid(raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
+    grid = TokenGrid(make_raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
     columns = grid.columns
     window = grid.window
     passes = 0
@@ -257,7 +257,7 @@ def test_a_row_parallel_image_does_not_depend_on_the_number_of_draft_tokens(
     model = make_row_model(4, 4, ends=ends)
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [5, 6, 7]
-    expected = generate(model, prompts, window, seeds, GUIDED)
+    expected = generate_tokens(model, prompts, window, seeds, GUIDED)
     method = RowParallel(window=window, drafts=drafts)
     assert collect_codes(decode(model, prompts, seeds, GUIDED, method, max_images=2), 3) == expected
 
@@ -269,8 +269,8 @@ def test_row_parallel_decoding_with_a_window_of_all_columns_generates_the_image_
     expected_codes = [
         code for step in decode(model, [prompt], [5], GUIDED, Autoregressive()) for code in step.parts[0].codes.tolist()
     ]
-    assert generate(model, [prompt], 4, [5], GUIDED) == [expected_codes]
-    assert generate(model, [prompt], 1, [5], GUIDED) != [expected_codes]
+    assert generate_tokens(model, [prompt], 4, [5], GUIDED) == [expected_codes]
+    assert generate_tokens(model, [prompt], 1, [5], GUIDED) != [expected_codes]
 
 
 @pytest.mark.parametrize("method", [SpeculativeJacobi(window=4), Eagle(tree="chain-2"), Autoregressive()])

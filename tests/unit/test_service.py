@@ -277,7 +277,7 @@ def test_the_example_in_the_docs_of_the_service_runs(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image-0.png", "image-1.png"]
 
 
-def test_a_service_is_not_open_after_three_failed_passes_and_open_after_a_successful_pass(
+def test_is_open_is_false_after_three_failed_passes_and_true_after_a_successful_pass(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Service(pipe, max_images_per_pass=2) as service:

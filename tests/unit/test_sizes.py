@@ -49,7 +49,7 @@ def test_a_table_of_embeddings_without_the_row_end_token_is_rejected(class_bundl
         _ = open_bundle(folder).code_embeddings
 
 
-def test_a_size_with_a_first_grid_counts_more_codes_and_excludes_image_decoder_and_row_ends(class_bundle: Path) -> None:
+def test_a_small_first_grid_adds_codes_and_is_rejected_with_an_image_decoder_or_row_ends(class_bundle: Path) -> None:
     fields = read_manifest(class_bundle) | {"drafter": None, "presets": {}}
     files = {role: entry for role, entry in fields["files"].items() if not role.startswith("vq_")}
     size = SQUARE_SIZE | {"first_grid": [2, 3], "first_position": 1}

@@ -85,9 +85,21 @@ def make_rounding_model(rounding_bound: float) -> ToyModel:
     return replace(model, target=RoundingTarget(**vars(model.target)), rounding_bound=rounding_bound)
 
 
-def generate(
+def generate_tokens(
     model: ToyModel, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
 ) -> tuple[list[list[int]], list[Statistics]]:
+    """Generate images with the seeds 0, 1 and so on, in several batches.
+
+    Args:
+        model: toy model.
+        sampling: sampling settings.
+        method: decoding method.
+        batch: number of images in a batch.
+        images: number of images in all.
+
+    Returns:
+        Tokens of each image, and statistics of each batch.
+    """
     codes: list[list[int]] = []
     stats = []
     for start in range(0, images, batch):
@@ -102,13 +114,13 @@ def generate(
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_rounding_errors_change_no_token_with_any_method_and_batch_size(sampling: Sampling) -> None:
-    expected, _ = generate(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 1)
-    assert generate(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 5)[0] == expected
+    expected, _ = generate_tokens(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 1)
+    assert generate_tokens(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 5)[0] == expected
     for method in METHODS:
         for batch in (1, 4):
-            assert generate(make_rounding_model(MAX_ROUNDING), sampling, method, batch)[0] == expected
+            assert generate_tokens(make_rounding_model(MAX_ROUNDING), sampling, method, batch)[0] == expected
     without_recomputation = [
-        generate(make_rounding_model(0.0), sampling, method, 4)[0] for method in [Autoregressive(), *METHODS]
+        generate_tokens(make_rounding_model(0.0), sampling, method, 4)[0] for method in [Autoregressive(), *METHODS]
     ]
     assert any(codes != expected for codes in without_recomputation), "the rounding is too small for this test"
 
@@ -116,7 +128,7 @@ def test_rounding_errors_change_no_token_with_any_method_and_batch_size(sampling
 def test_statistics_count_the_forward_passes_that_compute_near_ties_again() -> None:
     model = make_rounding_model(MAX_ROUNDING)
     assert isinstance(model.target, ToyTarget)
-    _, stats = generate(model, SAMPLINGS[0], Autoregressive(), 24)
+    _, stats = generate_tokens(model, SAMPLINGS[0], Autoregressive(), 24)
     images = stats[0].per_image
     tie_passes = sum(image.tie_passes for image in images)
     assert tie_passes > 0
@@ -125,7 +137,7 @@ def test_statistics_count_the_forward_passes_that_compute_near_ties_again() -> N
     assert stats[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / image.target_passes for image in images]))
     assert not any(
         image.tie_passes
-        for image in generate(make_rounding_model(0.0), SAMPLINGS[0], Autoregressive(), 24)[1][0].per_image
+        for image in generate_tokens(make_rounding_model(0.0), SAMPLINGS[0], Autoregressive(), 24)[1][0].per_image
     )
 
 
@@ -138,6 +150,8 @@ def test_choosing_tokens_for_many_images_in_one_call_gives_the_tokens_of_separat
     separate_rows: list[int] = []
 
     class CountedLayout(PassLayout):
+        """Layout that records the rows whose logits are read separately."""
+
         def logits(self, logits: Any, rows: slice, nodes: Any) -> Logits:
             separate_rows.append(rows.start)
             return super().logits(logits, rows, nodes)

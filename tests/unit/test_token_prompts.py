@@ -98,7 +98,9 @@ def test_a_text_shorter_than_the_prefix_is_padded_at_the_beginning(manifest: Man
 # ---------------------------------------------------------------- ids from the caller
 
 
-def make_requests_of_ids(manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any) -> list[ImageRequest]:
+def make_requests_from_token_ids(
+    manifest: Manifest, layout: TokenLayout, token_ids: Any, **options: Any
+) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
     text_manifest = manifest.model_copy(update={"condition": condition})
     return check_request(text_manifest, FixedTokenizer([50, 51]), token_ids=token_ids, **options).images  # type: ignore[arg-type]
@@ -110,7 +112,7 @@ def test_token_ids_from_the_caller_give_the_same_batch_rows_as_the_prompt_text(
 ) -> None:
     (expected,) = make_requests(manifest, layout, [50, 51])
     (row,) = expected.condition_inputs["token_ids"].tolist()
-    first_image, second_image = make_requests_of_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
+    first_image, second_image = make_requests_from_token_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
     for image in (first_image, second_image):
         assert image.condition_inputs.keys() == expected.condition_inputs.keys()
         assert all(
@@ -122,7 +124,7 @@ def test_token_ids_from_the_caller_give_the_same_batch_rows_as_the_prompt_text(
 
 
 def test_a_request_with_token_ids_may_have_a_negative_prompt(manifest: Manifest) -> None:
-    (image,) = make_requests_of_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
+    (image,) = make_requests_from_token_ids(manifest, ANOLE, [0, 60, 140, 133], negative_prompt="a blur", cfg_scale=2.0)
     assert image.negative_request is not None
     assert image.negative_request.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 140, 133]]
 
@@ -147,7 +149,7 @@ def test_a_request_with_token_ids_may_have_a_negative_prompt(manifest: Manifest)
 )
 def test_wrong_token_ids_are_rejected(manifest: Manifest, ids: Any, field: str) -> None:
     with pytest.raises(RequestError) as caught:
-        make_requests_of_ids(manifest, ANOLE, ids)
+        make_requests_from_token_ids(manifest, ANOLE, ids)
     assert caught.value.field == field
     assert caught.value.expected
 

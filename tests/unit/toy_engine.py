@@ -1,9 +1,9 @@
 """A toy target and a toy drafter in NumPy. A hash function gives their logits, so tests can compute probabilities.
 
 Each pair (token, position) has a hash. The context hash of a node is the sum of the hashes that the node attends to.
-The node's logits are a function of the context hash, so a wrong attention mask, position or KV cache changes them.
-A node must attend to every position up to the node, except padding, and to each exactly once. Otherwise its logits are
-NaN, and appending the node to a cache is an error.
+The node's logits are a function of the context hash, so a wrong mask, position or KV cache changes the logits. A node
+must attend exactly once to every position up to the node, except padding. Otherwise the logits of the node are NaN,
+and appending the node to a cache is an error.
 
 A hidden state holds the node's context hash, the position and the origin (target or drafter). A slot is a node of the
 drafter: it pairs a hidden state with the next token. The drafter checks the position and the token of every slot.
@@ -39,7 +39,7 @@ MAX_POSITIONS = 512
 
 
 def hash_integers(*values: NDArray | int) -> Hashes:
-    """Return a 64-bit hash of integers, elementwise (splitmix64); the arrays broadcast."""
+    """Return 64-bit hashes (splitmix64). The arrays broadcast; each hash depends on one element of every array."""
     state = np.zeros(1, np.uint64)
     with np.errstate(over="ignore"):
         for value in values:
@@ -110,7 +110,7 @@ class ToyCache:
     """A KV cache of `CacheEntries`, with random entries past the end of each row. Faulty nodes are rejected.
 
     Args:
-        contiguous: whether committed positions must follow each other without gaps.
+        contiguous: whether the positions of committed tokens must increase by 1.
         last_position: maximum position; later nodes have this position, too.
     """
 
@@ -258,13 +258,13 @@ class ToyTarget(ToyEngine):
     row_end: int | None = None
     vectors: int = 0
 
-    def code_hash(self, codes: NDArray[np.int64], positions: NDArray[np.int64]) -> Hashes:
+    def hash_codes(self, codes: NDArray[np.int64], positions: NDArray[np.int64]) -> Hashes:
         return hash_integers(codes, positions, self.seed)
 
-    def prefix_hash(self, embeds: NDArray[np.float32]) -> Hashes:
+    def hash_prefix(self, embeds: NDArray[np.float32]) -> Hashes:
         return hash_integers(embeds[..., 0].astype(np.int64), embeds[..., 1].astype(np.int64), 5)
 
-    def logits(self, context: Hashes) -> NDArray[np.float32]:
+    def compute_logits(self, context: Hashes) -> NDArray[np.float32]:
         return look_up_logits(context, self.vocabulary, self.seed, self.max_logit)
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
@@ -272,7 +272,7 @@ class ToyTarget(ToyEngine):
         if batch.embeds is not None:
             assert batch.tokens is None
             assert (cache.lengths == 0).all()
-            hashes = self.prefix_hash(batch.embeds)
+            hashes = self.hash_prefix(batch.embeds)
             padding = batch.embeds[..., 2] > 0
             context, _ = self._compute_contexts(batch, cache, hashes)
             nodes = batch.positions.shape[1]
@@ -283,10 +283,10 @@ class ToyTarget(ToyEngine):
             assert batch.tokens is not None
             assert batch.tokens.min() >= 0
             assert batch.tokens.max() < self.vocabulary + (self.row_end is not None) + self.vectors
-            hashes = self.code_hash(batch.tokens, batch.positions)
+            hashes = self.hash_codes(batch.tokens, batch.positions)
             padding = np.zeros(batch.tokens.shape, bool)
             context, is_right = self._compute_contexts(batch, cache, hashes)
-        logits = self.logits(context)
+        logits = self.compute_logits(context)
         logits[~is_right] = np.nan
         origin = np.full(context.shape, TARGET, np.float32)
         other_states = [batch.positions.astype(np.float32), origin, padding.astype(np.float32)]
@@ -322,11 +322,10 @@ class ToyDrafter(ToyEngine):
     layout: DrafterLayout = field(default_factory=DrafterLayout)
     contiguous = False
 
-    def logits(self, context: Hashes) -> NDArray[np.float32]:
+    def compute_logits(self, context: Hashes) -> NDArray[np.float32]:
         unrelated_logits = look_up_logits(context, self.vocabulary, self.seed + 1000, self.max_logit)
-        return (self.agreement * self.target.logits(context) + (1 - self.agreement) * unrelated_logits).astype(
-            np.float32
-        )
+        logits = self.agreement * self.target.compute_logits(context) + (1 - self.agreement) * unrelated_logits
+        return logits.astype(np.float32)
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         assert batch.tokens is not None
@@ -339,7 +338,7 @@ class ToyDrafter(ToyEngine):
         padding = hidden[..., 5] > 0
         first_slot = self.prefix - 1  # pairs the last hidden state of the prefix with the first token
         in_prefix = batch.positions < first_slot
-        code_hashes = self.target.code_hash(batch.tokens, slot_of_hidden + 1)
+        code_hashes = self.target.hash_codes(batch.tokens, slot_of_hidden + 1)
         # The first slot also represents the prefix, whose slots have hash 0.
         hashes = code_hashes + np.where(batch.positions == first_slot, previous_contexts, np.uint64(0))
         hashes = np.where(in_prefix, np.uint64(0), hashes)
@@ -351,7 +350,7 @@ class ToyDrafter(ToyEngine):
             in_prefix, batch.tokens == self.layout.prefix_token, (attended_contexts == context) | clipped
         )
         is_right &= origin > 0
-        logits = self.logits(context)
+        logits = self.compute_logits(context)
         logits[~is_right] = np.nan
         other_states = [slot_of_hidden + 1.0, np.full(context.shape, DRAFTER), np.zeros(context.shape)]
         hidden = np.concatenate([encode_hashes(context), np.stack(other_states, -1).astype(np.float32)], -1)
@@ -390,7 +389,7 @@ class ToyModel(LoadedModel):
         return self.image.row_end if isinstance(self.image, RowEndLayout) else None
 
 
-def raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> RasterLayout:
+def make_raster_layout(codes: int, columns: int = 1, row_end: int | None = None) -> RasterLayout:
     """Return the layout of an image of `codes` tokens, with row ends unless `row_end` is None."""
     return RasterLayout(codes, columns) if row_end is None else RowEndLayout(codes, columns, row_end=row_end)
 
@@ -412,7 +411,9 @@ def decode(
     return decoding.decode(model, plan, prompts, seeds, **options)
 
 
-def likelihood(model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None) -> Likelihood:
+def compute_likelihood(
+    model: ToyModel, prompt: Prompt, codes: Any, sampling: Sampling, counted: Any = None
+) -> Likelihood:
     settings = make_decode_settings(model.image, sampling, Autoregressive())
     return likelihoods.compute_likelihood(model, settings, prompt, codes, counted)
 
@@ -446,7 +447,7 @@ def make_model(
     Args:
         agreement: weight of the target's logits in the drafter's logits, 0 .. 1.
         past_length_multiple: past lengths are rounded up to a multiple of this number.
-        positions: size of the rotary table; later nodes have its last position.
+        positions: size of the rotary table; nodes past the end of the table have the last position.
         row_ends: whether each grid row ends with a row-end token.
     """
     layout = layout or DrafterLayout()
@@ -455,12 +456,12 @@ def make_model(
     last_drafter_position = positions - 1 + layout.position_shift
     shared_settings = (vocabulary, prefix, seed, max_logit, last_drafter_position, past_length_multiple)
     drafter = ToyDrafter(*shared_settings, target=target, agreement=agreement, layout=layout)
-    return ToyModel(target, drafter, positions, layout, neighbors, image=raster_layout(codes, columns, row_end))
+    return ToyModel(target, drafter, positions, layout, neighbors, image=make_raster_layout(codes, columns, row_end))
 
 
 @dataclass
 class ToyNodes:
-    """Nodes of a draft without preceding tokens."""
+    """Nodes of a draft tree, without row ends or other known tokens before a node."""
 
     tree_structure: TreeStructure
     next_code_indices: Sequence[int]
@@ -480,12 +481,11 @@ def make_target_output(
     """Make the target's output for one image, whose logits are `logits[rows]`, `[rows, nodes, vocabulary]`.
 
     Args:
-        cells: index in the image of the token that each node predicts.
+        cells: index in the image of the token after each node.
         layout: layout of the nodes; None: node i of the forward pass is node i of the tree.
     """
-    sequence = ImageSequence(
-        0, make_decode_settings(RasterLayout(1), Sampling(), Autoregressive()), make_prompt(0), seed
-    )
+    settings = make_decode_settings(RasterLayout(1), Sampling(), Autoregressive())
+    sequence = ImageSequence(0, settings, make_prompt(0), seed)
     depths = tree_structure.depths
     layout = layout or PassLayout(depths, depths, tree_structure.ancestor_mask)
     return TargetOutput(sequence, ToyNodes(tree_structure, cells), layout, logits, rows)

@@ -1,4 +1,4 @@
-"""Scripted random numbers: run a function once for every combination of random choices, with the probability."""
+"""Scripted random choices: tests run a function once for every combination of choices, and know the probability."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lantern_rt.runtime.sampling import Probabilities
 
 @dataclass
 class Script:
-    """Replacement of a random generator, which makes every choice by a plan. `runs` tries all plans.
+    """Replacement of a random generator, which makes every choice by a plan. `follow_all_plans` goes through all plans.
 
     Choices before `follows_plan` is set are random with a fixed seed, and so the same in every run.
 
@@ -25,8 +25,8 @@ class Script:
     seed: int
     plan: list[int] = field(default_factory=list)
 
-    def runs(self) -> Iterator[Script]:
-        """Yield this script once for each plan. After a run, `weight` is the probability of its choices."""
+    def follow_all_plans(self) -> Iterator[Script]:
+        """Yield this script once for each plan. After the caller's choices, `weight` is the probability of the plan."""
         while True:
             self.rng = np.random.default_rng(self.seed)
             self.follows_plan = False
@@ -55,7 +55,7 @@ class Script:
         self.weight *= probabilities[option]
         return int(possible[option])
 
-    def below(self, position: int, threshold: float) -> bool:
+    def choose_below(self, position: int, threshold: float) -> bool:
         """Choose whether the uniform number of a position is below `threshold`.
 
         The choice does not contradict earlier comparisons of the same number.
@@ -66,7 +66,7 @@ class Script:
         self.bounds[position] = (low, middle) if is_below else (middle, high)
         return is_below
 
-    def at(self, position: int) -> PositionStream:
+    def open_stream(self, position: int) -> PositionStream:
         """Return a stream that returns the uniform number of `position` at each call."""
         return PositionStream(self, position)
 
@@ -74,8 +74,8 @@ class Script:
         """Replace `Generator.random`: return a number that is chosen when it is compared."""
         return LazyUniform(self)
 
-    def draw(self, distribution: Probabilities, rng: object) -> int:
-        """Replace `runtime.sampling.sample_code`: return a token of `distribution` by the plan."""
+    def sample_code(self, distribution: Probabilities, rng: object) -> int:
+        """Replace `runtime.sampling.sample_code`: return a token of `distribution`, chosen by the plan."""
         return self.choose(distribution)
 
 
@@ -88,7 +88,7 @@ class LazyUniform:
 
     def __le__(self, threshold: float) -> bool:
         if self.position is not None:
-            return self.script.below(self.position, threshold)
+            return self.script.choose_below(self.position, threshold)
         return self.script.choose(np.array([threshold, 1 - threshold])) == 0
 
     __lt__ = __le__

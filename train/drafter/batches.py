@@ -21,7 +21,7 @@ class TrainingBatch(NamedTuple):
     Args:
         tokens: token ids that the drafter reads, int64 `[rows, slots]`.
         states: the target's hidden states at all positions, float32 `[rows, slots + 1, width]`.
-        first_image_slots: int64 `[rows]`, the slot of each row that reads the first image token. The loss at depth `d`
+        first_image_slots: slot that reads the first image token in each row, int64 `[rows]`. At depth `d`, the loss
             begins `d` slots later.
         rows_per_image: 2 with guidance, the conditional row first; else 1.
         num_cells: number of cells of the image grid.
@@ -34,14 +34,14 @@ class TrainingBatch(NamedTuple):
     num_cells: int
 
     def select_predictions(self, hidden: Tensor, depth: int) -> Tensor:
-        """Select the slots that predict image tokens.
+        """Select the predictions of the slots that predict image tokens.
 
         Args:
-            hidden: predictions of all slots, `[rows, slots, width]`.
-            depth: depth in the draft at which they are made, from 0.
+            hidden: predicted hidden states of all slots, `[rows, slots, width]`.
+            depth: depth in the draft at which the states are predicted, from 0.
 
         Returns:
-            `[images, rows_per_image, num_cells - 1 - depth, width]`.
+            Predicted hidden states of image tokens, `[images, rows_per_image, num_cells - 1 - depth, width]`.
         """
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]
         slots = self.first_image_slots[:, None] + torch.arange(depth, self.num_cells - 1, device=hidden.device)
@@ -51,7 +51,11 @@ class TrainingBatch(NamedTuple):
     def select_target_states(self, depth: int) -> Tensor:
         """Select the target's hidden states that the drafter should predict at a depth.
 
-        The shape is that of `select_predictions` for the same depth.
+        Args:
+            depth: depth in the draft, from 0.
+
+        Returns:
+            Hidden states, `[images, rows_per_image, num_cells - 1 - depth, width]`.
         """
         return self.select_predictions(self.states[:, 1:], depth)  # slot p predicts the state at position p + 1
 

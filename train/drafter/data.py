@@ -27,7 +27,7 @@ from ...runtime.decode import decode
 from ...runtime.drafting import CommittedTokens
 from ...runtime.likelihood import compute_sequence_states
 from ...runtime.state import Prompt
-from .shards import Shard, TrainingImages, describe_shard_source, shard_path, write_shard
+from .shards import Shard, TrainingImages, describe_shard_source, get_shard_path, write_shard
 
 IMAGES_PER_SHARD = 64  # maximum number
 _SHARD_BYTES = 2 << 30  # maximum size of a shard with several images, since a shard is built in memory
@@ -54,7 +54,7 @@ def estimate_shard_bytes(manifest: Manifest, num_images: int, image_sizes: Seque
 
 
 def choose_images_per_shard(manifest: Manifest, image_sizes: Sequence[Size]) -> int:
-    """Return the number of images per shard, 1 .. `IMAGES_PER_SHARD`."""
+    """Choose a number of images per shard that limits the size of a shard, 1 .. `IMAGES_PER_SHARD`."""
     # Hidden states dominate: 2 bytes (float16) x 2 rows x 2 kinds (after image tokens, after unaccepted drafts).
     image_bytes = 2 * 2 * 2 * max(size.codes for size in image_sizes) * manifest.target.hidden_size
     return max(1, min(IMAGES_PER_SHARD, _SHARD_BYTES // image_bytes))
@@ -72,11 +72,13 @@ def generate_shards(
     """Generate images and write them as shards; shards that exist are checked and skipped.
 
     Args:
+        pipeline: pipeline of the bundle that generates the images.
         prompts: prompts, repeated with new seeds as often as necessary.
-        min_images: minimum number of images; it is rounded up to whole shards.
+        min_images: minimum number of images, rounded up to whole shards.
         output_folder: folder of the shards.
-        image_sizes: image sizes, which the shards take in turn; empty: all sizes of the bundle.
-        images_per_shard: number of images per file; None: `choose_images_per_shard`.
+        progress: progress callback.
+        image_sizes: image sizes, used in turn for one shard each; empty: all sizes of the bundle.
+        images_per_shard: number of images per shard; None: the result of `choose_images_per_shard`.
 
     Yields:
         The number of images written so far.
@@ -89,7 +91,7 @@ def generate_shards(
     manifest = pipeline.bundle.manifest
     image_sizes = image_sizes or manifest.all_sizes
     images_per_shard = images_per_shard or choose_images_per_shard(manifest, image_sizes)
-    paths = [shard_path(output_folder, i) for i in range(-(-min_images // images_per_shard))]
+    paths = [get_shard_path(output_folder, i) for i in range(-(-min_images // images_per_shard))]
     for index, path in enumerate(paths):
         size = image_sizes[index % len(image_sizes)]
         source = describe_shard_source(manifest, size)
@@ -114,13 +116,14 @@ def compute_hidden_states(
     """Compute the target's hidden states in the prefix, and the states from which image tokens are sampled.
 
     Args:
+        pipeline: pipeline of the bundle.
         prompts: prefix rows of each image.
         codes: image tokens, `[images, cells]`.
         size: name of the image size; None: the bundle's default.
 
     Returns:
-        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. State
-        `prefix - 1 + cell` gives the token of a cell.
+        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The
+        token of a cell is sampled from state `prefix - 1 + cell`.
     """
     model = load_model(pipeline.bundle, pipeline.engines, [])
     manifest = pipeline.bundle.manifest

@@ -76,7 +76,7 @@ def check_device(device: str) -> None:
         raise RequestError(problem, field="device", found=format_value(device), remedy="give cpu") from error
 
 
-def training_state_path(output: Path) -> Path:
+def get_training_state_path(output: Path) -> Path:
     """Return the path of the training state beside `output`."""
     return output.with_name(f"{output.name}.training.pt")
 
@@ -101,7 +101,7 @@ class DrafterTrainer:
     def __init__(
         self, data: Path, target: TrainingTarget, options: TrainingOptions, output: Path, device: str = "cpu"
     ) -> None:
-        check_new_folder(output, training_state_path(output).exists(), MARKER)
+        check_new_folder(output, get_training_state_path(output).exists(), MARKER)
         self.data = ShardFolder(data, [target.shard_source], len(target.embeddings))
         self.target = target
         self.options = options
@@ -129,6 +129,7 @@ class DrafterTrainer:
         """Run the remaining steps and write a drafter with the averaged weights.
 
         Args:
+            progress: progress callback.
             print_line: callback that prints a line about the state of training.
             report_seconds: seconds between two reports, and between two saved states.
 
@@ -141,7 +142,7 @@ class DrafterTrainer:
         steps = self.options.steps
         last = time.monotonic()
         if self.step:
-            print_line(f"continuing from step {self.step}, saved in {training_state_path(self.output)}")
+            print_line(f"continuing from step {self.step}, saved in {get_training_state_path(self.output)}")
         while self.step < steps:
             progress("training", self.step, steps)
             loss = self._update_weights()
@@ -250,10 +251,10 @@ class DrafterTrainer:
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        write_output(training_state_path(self.output), buffer.getvalue(), force=True)
+        write_output(get_training_state_path(self.output), buffer.getvalue(), force=True)
 
     def _restore_state(self) -> None:
-        path = training_state_path(self.output)
+        path = get_training_state_path(self.output)
         if not path.exists():
             return
         with convert_read_errors(path, "a training state", CheckpointError, "delete it to start again"):
@@ -261,7 +262,9 @@ class DrafterTrainer:
                 state = torch.load(file, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._describe_run():
                 problem = "was saved with other options, another target or other data"
-                raise CheckpointError(problem, field=str(path), remedy="give the same options and data, or delete it")
+                raise CheckpointError(
+                    problem, field=str(path), remedy="give the same options and data, or delete the file"
+                )
             self.step = int(state["step"])
             for module, name in ((self.drafter, "model"), (self.average, "average")):
                 module.load_state_dict({**module.state_dict(), **state[name]})
@@ -269,7 +272,7 @@ class DrafterTrainer:
             self.adam.load_state_dict(state["adam"])
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the options (without `steps`), target and data, which must be the same in a continued run."""
+        """Return the options (without `steps`), target and data, which must stay the same in a continued run."""
         options = asdict(self.options)
         del options["steps"]
         return {**options, "target": self.target.shard_source.weights, "data": self.data.digest}

@@ -1,9 +1,11 @@
 """Training of draft heads, two small networks that propose tokens without a drafter.
 
-The first corrects logits that the target computed after an unaccepted draft token, for the token that replaced the
-draft. The second predicts the tokens of the next grid row from the row above. Both compute their token tables from the
-target's embeddings, and their outputs are changes of the target's hidden state. Tables that were trained freely fitted
-training images better and validation images worse. Training takes minutes, so no state is saved.
+If a draft token is not accepted, another token replaces it. The first head then corrects the logits that the target
+computed after the unaccepted token. The second head predicts the tokens of the next grid row from the row above.
+
+The heads compute their token tables from the target's embeddings. Tables with separately trained weights had better
+results on training images, but worse results on validation images. The outputs of the heads are changes of the target's
+hidden state. Training takes minutes, so no state is saved.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class HeadSamples:
     """Training samples of draft heads: guided hidden states of the target and tokens, for n grid cells.
 
     Args:
-        inputs: inputs of the output layer's matrix that give the true logits of each cell, `[n, inputs]`.
+        inputs: inputs of the output layer's matrix that give the target's logits of each cell, `[n, inputs]`.
         left_tokens: token before each cell, int64 `[n]`.
-        context_states: hidden states that predicted the cell above and the cell after the cell above, `[2, n, width]`;
-            zeros in the first row of a grid.
+        context_states: hidden states that predicted the cell above and the cell to the upper right, `[2, n, width]`.
+            The states are zeros in the first row of a grid.
         unaccepted_states: hidden state that predicted each cell after an unaccepted draft token, `[n, width]`.
         unaccepted_inputs: inputs of the output layer's matrix that are computed from `unaccepted_states`,
             `[n, inputs]`.

@@ -24,7 +24,7 @@ KeysAndValues = list[tuple[Tensor, Tensor]]
 def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
     """Create an untrained drafter with the frozen output layer of the target.
 
-    Its initial weights nearly copy the input state to the output, because consecutive hidden states are similar.
+    The drafter at first nearly copies its input state to its output, because consecutive hidden states are similar.
 
     Args:
         target: sizes and weights of the target.

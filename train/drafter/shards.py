@@ -33,7 +33,7 @@ _REMEDY = "make the data again"
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Target model and array sizes of a shard. The shards of a folder may have different image grids.
+    """Target model and sizes of the images of a shard. The shards of a folder may have different image grids.
 
     Args:
         weights: sha256 of the target's weights.
@@ -134,7 +134,7 @@ _ARRAYS = {
 _ARRAYS |= {f"late_{name}": f"unaccepted_{name}" for name in ("cells", "codes", "states")}
 
 
-def shard_path(folder: Path, index: int) -> Path:
+def get_shard_path(folder: Path, index: int) -> Path:
     """Return the path of shard `index` in a folder, such as `shard-00003.safetensors`."""
     return folder / f"shard-{index:05d}.safetensors"
 
@@ -186,7 +186,7 @@ class Shard:
             self.digest = self._check_and_hash_arrays(vocab_size)
 
     def read_images(self, image_slice: slice) -> TrainingImages:
-        """Return some images of the shard. Their arrays are memory-mapped, so a number is only read when it is used."""
+        """Return the images in a slice of the shard. The arrays are memory-mapped and read when they are used."""
         return TrainingImages(
             self.prompts[image_slice], **{field: array[image_slice] for field, array in self._arrays.items()}
         )
@@ -275,7 +275,7 @@ class ShardFolder:
         self._starts = list(accumulate((len(shard.prompts) for shard in self.shards), initial=0))
         if len(self) < 2:
             remedy = "run `lantern-rt train-drafter data`"
-            raise CheckpointError(field=str(folder), found=f"{len(self)} images", expected="shards", remedy=remedy)
+            raise CheckpointError(field=str(folder), found=f"{len(self)} images", expected="at least 2", remedy=remedy)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -292,7 +292,7 @@ class ShardFolder:
         return [i for i in range(len(self)) if i not in held_out]
 
     def read_image(self, index: int) -> tuple[TrainingImages, ShardSource]:
-        """Read image `index` of all shards; return it with the source of its shard."""
+        """Read an image and the source of its shard, by the index of the image among all shards."""
         shard = int(np.searchsorted(self._starts, index, "right")) - 1
         start = index - self._starts[shard]
         return self.shards[shard].read_images(slice(start, start + 1)), self._sources[shard]
