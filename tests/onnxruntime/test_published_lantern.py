@@ -228,7 +228,7 @@ def load_llamagen(bundle: Path, folder: str) -> LoadedPrompts:
     )
 
 
-def load_anole(bundle: Path, folder: str) -> LoadedPrompts:
+def load_anole_prompts(bundle: Path, folder: str) -> LoadedPrompts:
     engines = BundleEngines(open_bundle(bundle))
     positions = open_bundle(bundle).manifest.target.max_positions
     neighbors = np.load(DATA / "chameleon-vqgan" / "top_127_indices.npy")
@@ -251,7 +251,7 @@ def load_model(request: pytest.FixtureRequest) -> Callable[[str], LoadedPrompts]
     def load(folder: str) -> LoadedPrompts:
         if folder not in models:
             bundle = request.getfixturevalue(BUNDLES[folder][1])
-            models[folder] = (load_anole if folder == "anole/e2e" else load_llamagen)(bundle, folder)
+            models[folder] = (load_anole_prompts if folder == "anole/e2e" else load_llamagen)(bundle, folder)
         return models[folder]
 
     return load

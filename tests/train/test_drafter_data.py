@@ -56,7 +56,7 @@ def write_shards(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prom
         pass
 
 
-def read_contents(folder: Path) -> dict[str, Any]:
+def read_file_contents(folder: Path) -> dict[str, Any]:
     """Return the source and the arrays of each shard, by file name.
 
     The bytes of two files cannot be compared, as safetensors writes metadata in any order.
@@ -94,7 +94,7 @@ def test_a_continued_folder_keeps_its_shards_and_equals_an_uninterrupted_folder(
     before = get_shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
     write_shards(pipeline, tmp_path / "parts", 6)
     assert get_shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == before
-    assert read_contents(tmp_path / "parts") == read_contents(tmp_path / "whole")
+    assert read_file_contents(tmp_path / "parts") == read_file_contents(tmp_path / "whole")
 
 
 def test_an_interrupted_generation_leaves_only_complete_shards(pipeline: Pipeline, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_interrupted_generation_leaves_only_complete_shards(pipeline: Pipelin
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shard-00000.safetensors"]
     write_shards(pipeline, tmp_path / "data")
     write_shards(pipeline, tmp_path / "whole")
-    assert read_contents(tmp_path / "data") == read_contents(tmp_path / "whole")
+    assert read_file_contents(tmp_path / "data") == read_file_contents(tmp_path / "whole")
 
 
 def test_a_folder_with_shards_of_other_prompts_or_with_a_broken_link_is_rejected(

@@ -314,7 +314,7 @@ def compute_joint_target_distribution(p: dict[int, Probabilities]) -> NDArray[np
 
 @given(st.data())
 @settings(max_examples=60)
-def test_the_tvd_of_two_relaxed_tokens_along_a_path_is_within_the_bound(data: st.DataObject) -> None:
+def test_the_tvd_of_a_path_with_two_relaxed_acceptances_is_within_the_bound(data: st.DataObject) -> None:
     rule = data.draw(generate_relaxation_settings(SMALL_VOCABULARY))
     p = {code: data.draw(generate_distributions(SMALL_VOCABULARY)) for code in range(-1, SMALL_VOCABULARY)}
     candidates = data.draw(st.integers(1, 2))

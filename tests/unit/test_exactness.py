@@ -183,7 +183,9 @@ def test_every_exact_method_generates_the_tokens_of_ar(
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-def test_jacobi_windows_that_change_size_after_any_step_change_no_token(sizes: list[int], sampling: str) -> None:
+def test_tokens_stay_the_same_if_the_size_of_a_jacobi_window_changes_after_any_step(
+    sizes: list[int], sampling: str
+) -> None:
     model = make_model(5, 25, past_length_multiple=4)
     prompts = [make_prompt(i, padding=i) for i in range(3)]
     next_sizes = itertools.cycle(sizes)

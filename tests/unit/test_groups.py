@@ -55,10 +55,10 @@ class GroupTarget(AnyOrderTarget):
             np.concatenate([logits, super().compute_logits(context + np.uint64(11))], -1) if self.two_heads else logits
         )
 
-    def _compute_contexts(
+    def _compute_context_hashes(
         self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
     ) -> tuple[Hashes, NDArray[np.bool_]]:
-        context, is_right = super()._compute_contexts(batch, cache, new_hashes)
+        context, is_right = super()._compute_context_hashes(batch, cache, new_hashes)
         return (context if batch.embeds is not None else context + np.uint64(3) * new_hashes), is_right
 
 

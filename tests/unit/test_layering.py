@@ -103,7 +103,7 @@ def test_no_model_family_imports_another_family() -> None:
     assert imports == {name: set() for name in families}
 
 
-def test_modules_that_generate_images_never_import_torch_onnx_export_or_train() -> None:
+def test_modules_that_generate_images_import_no_torch_onnx_or_export_code() -> None:
     public = tuple(name for name in RANKS if name not in ("export", "train"))
     assert find_external_packages(public) & LARGE_PACKAGES == set()
     for name, file in find_package_files().items():

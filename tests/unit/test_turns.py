@@ -21,7 +21,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("turns") / "tiny"), threads=1)
 
 
-def test_a_batch_takes_the_next_prompts_and_repeats_prompts_with_new_seeds() -> None:
+def test_a_benchmark_batch_uses_the_next_prompts_and_repeats_prompts_with_new_seeds() -> None:
     prompts = Prompts("prompts", PROMPTS)
     red, green, snow = PROMPTS
     assert prompts.request(0, 2) == {"prompts": [red, green], "seed": [10_000, 10_001]}

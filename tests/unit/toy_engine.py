@@ -210,7 +210,7 @@ class ToyEngine:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.past_length_multiple) * self.past_length_multiple, cache.entries.hashes.shape[1])
 
-    def _compute_contexts(
+    def _compute_context_hashes(
         self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
     ) -> tuple[Hashes, NDArray[np.bool_]]:
         """Check the inputs of a forward pass.
@@ -274,7 +274,7 @@ class ToyTarget(ToyEngine):
             assert (cache.lengths == 0).all()
             hashes = self.hash_prefix(batch.embeds)
             padding = batch.embeds[..., 2] > 0
-            context, _ = self._compute_contexts(batch, cache, hashes)
+            context, _ = self._compute_context_hashes(batch, cache, hashes)
             nodes = batch.positions.shape[1]
             expected_mask = ~padding[:, None] & np.tri(nodes, dtype=bool)
             is_right = (batch.attention_mask[:, :, -nodes:] == expected_mask).all(2) | padding
@@ -285,7 +285,7 @@ class ToyTarget(ToyEngine):
             assert batch.tokens.max() < self.vocabulary + (self.row_end is not None) + self.vectors
             hashes = self.hash_codes(batch.tokens, batch.positions)
             padding = np.zeros(batch.tokens.shape, bool)
-            context, is_right = self._compute_contexts(batch, cache, hashes)
+            context, is_right = self._compute_context_hashes(batch, cache, hashes)
         logits = self.compute_logits(context)
         logits[~is_right] = np.nan
         origin = np.full(context.shape, TARGET, np.float32)
@@ -300,10 +300,10 @@ class AnyOrderTarget(ToyTarget):
 
     contiguous = False
 
-    def _compute_contexts(
+    def _compute_context_hashes(
         self, batch: PassInput, cache: ToyCache, new_hashes: Hashes
     ) -> tuple[Hashes, NDArray[np.bool_]]:
-        context, is_right = super()._compute_contexts(batch, cache, new_hashes)
+        context, is_right = super()._compute_context_hashes(batch, cache, new_hashes)
         return context, np.ones_like(is_right)
 
 
@@ -360,12 +360,12 @@ class ToyDrafter(ToyEngine):
     def _compute_contexts_and_check_prefix(
         self, batch: PassInput, cache: ToyCache, new: Hashes, padding: NDArray[np.bool_]
     ) -> tuple[Hashes, NDArray[np.bool_]]:
-        """Compute context hashes as `_compute_contexts` does; also check that padding of the prefix is masked."""
-        context, is_right = self._compute_contexts(batch, cache, new)
+        """Compute context hashes as `_compute_context_hashes` does; also check that padding of the prefix is masked."""
+        context, is_right = self._compute_context_hashes(batch, cache, new)
         if self.layout.masks_prefix and padding.any():
             nodes = batch.positions.shape[1]
             attends_to_padding = batch.attention_mask[:, :, -nodes:] & padding[:, None] & ~np.eye(nodes, dtype=bool)
-            is_right = ~attends_to_padding.any(2)  # replaces the check of `_compute_contexts`
+            is_right = ~attends_to_padding.any(2)  # replaces the check of `_compute_context_hashes`
         return context, is_right
 
 
