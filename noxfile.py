@@ -317,7 +317,7 @@ def journeys(session: nox.Session) -> None:
             session.warn(f"no {program} here, and it cannot be installed: tests {test} are skipped")
     pytest = ("python", "-m", "pytest", "-rs")
     service = "tests/service/test"
-    manifests = f"{service}_deployment.py::test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has"
+    manifests = f"{service}_deployment.py::test_the_kubernetes_manifests_are_valid_and_match_the_server"
     node = empty_folder("node")
     if shutil.which("npm"):
         session.run("npm", "install", "--silent", "--prefix", str(node), *NODE, external=True)

@@ -65,7 +65,7 @@ from lantern_rt.serve.protocol import ImagesRequest
 bundle = sys.argv[1]
 pipe = Pipeline.from_bundle(bundle, threads=1)
 body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "method": "toy:length=3", "gain": 0.25}')
-options = body.pipeline_options()
+options = body.make_pipeline_options()
 default_options = {"prompts": "red cube", "seed": 1, "method": "ar"}
 toy_codes, ar_codes, default_codes = (
     pipe(**changed).codes[0].tolist() for changed in (options, options | {"method": "ar"}, default_options)
