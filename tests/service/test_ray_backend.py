@@ -220,7 +220,7 @@ def test_the_health_check_of_a_replica_fails_after_the_service_ends(
 ) -> None:
     new_replica = Replica(str(tiny_folder), 1, 1, {"threads": 1})
     new_replica.check_health()
-    monkeypatch.setattr(Service, "open", False)
+    monkeypatch.setattr(Service, "is_open", False)
     with pytest.raises(EngineError):
         new_replica.check_health()
 
