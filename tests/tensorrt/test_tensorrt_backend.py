@@ -144,7 +144,7 @@ def test_loading_engines_on_a_host_without_an_nvidia_gpu_raises_an_error(
     [
         ({}, "float16", None),
         ({}, "float32", "int4-weights"),
-        ({"family": "emu3", "key_share": 2, "vocab_size": 1600}, "float16", None),
+        ({"family": "emu3", "queries_per_key": 2, "vocab_size": 1600}, "float16", None),
         ({"hidden_size": 400}, "float16", None),
     ],
     ids=["float16", "int4", "grouped heads", "heads of 100 numbers"],
