@@ -326,7 +326,7 @@ def test_a_yaml_file_with_nested_aliases_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *nested_aliases, fields]))
     error = catch_error(CheckpointError, read_vqgan, tmp_path)
     assert error.field == str(tmp_path / "vqgan.yaml")
-    assert error.found.startswith("aliases")
+    assert error.found.startswith("YAML aliases")
 
 
 def test_a_pipe_or_a_device_as_configuration_is_rejected(tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
     "YAML file without settings": (
         replace_vqgan_config("model: {params: {embed_dim: 16}}"),
         "ddconfig",
-        "the model's settings",
+        "settings of the model",
     ),
     # Lumina-mGPT
     "query norm of the wrong shape": (
