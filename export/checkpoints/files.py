@@ -391,5 +391,9 @@ def _load_file(path: Path) -> Any:
         raise make_file_error(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # readers raise any exception for damaged files
         reraise_signal_error(error)
+        # The whole file is mapped, and the system counts it as memory. Words of PyTorch, and of safetensors:
+        if "unable to mmap" in str(error) or "os error 12" in str(error):
+            remedy = "split the file into shards"
+            raise make_file_error(path, problem="is larger than the memory", remedy=remedy) from error
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
         raise make_file_error(path, problem=f"is not a {kind}, or is cut short ({format_error(error)})") from error

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from family_readers import read_llamagen_transformer
@@ -254,6 +255,20 @@ def test_a_weight_whose_metadata_exceeds_the_stored_numbers_is_rejected(
     )
     with pytest.raises(CheckpointError, match=r"big\.pt: (is not a PyTorch checkpoint|found weights of)"):
         read_weights(path)
+
+
+@pytest.mark.parametrize("name", ["large.safetensors", "large.pt"])
+def test_the_error_of_a_file_that_is_larger_than_the_memory_says_so(tmp_path: Path, name: str) -> None:
+    resource = pytest.importorskip("resource")
+    weights = {"weight": torch.zeros(1 << 26)}
+    save_file(weights, tmp_path / name) if name.endswith("safetensors") else torch.save(weights, tmp_path / name)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 27), before[1]))
+        error = catch_error(CheckpointError, read_weights, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert error.problem == "is larger than the memory"
 
 
 @pytest.mark.parametrize("name", ["output.weight", "tok_embeddings.weight", "cls_embedding.embedding_table.weight"])
