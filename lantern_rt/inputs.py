@@ -225,7 +225,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
     with open_regular_file(path) as file:
         data = file.read(max_bytes + 1)  # one more byte shows that the file is too large
     if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes:,} bytes")
+        raise ValueError(f"a file of more than {max_bytes:,} bytes")
     return data
 
 

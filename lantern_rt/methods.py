@@ -29,7 +29,7 @@ class FrozenModel(BaseModel):
 
 def _check_temperature(temperature: float) -> float:
     if 0 < temperature < 1e-3:
-        raise ValueError("expected 0 (greedy) or 0.001 .. 1000")
+        raise ValueError("expected a temperature of 0 (greedy) or 0.001 .. 1000")
     return temperature
 
 

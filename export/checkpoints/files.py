@@ -219,7 +219,7 @@ def _reject_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     duplicate = next((name for name, value in pairs if fields[name] != value), None)
     if duplicate is not None:
-        raise ValueError(f"{format_value(duplicate)} twice, with two values")
+        raise ValueError(f"the key {format_value(duplicate)} twice, with different values")
     return fields
 
 

@@ -33,7 +33,7 @@ def reject_pickle_bombs(path: Path) -> bool:
             for entry in archive.infolist():
                 if entry.filename.lower().endswith(".pkl"):
                     if entry.file_size > _MAX_BYTES:
-                        raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes")
+                        raise ValueError(f"its pickle {entry.filename} has {entry.file_size:,} bytes")
                     _reject_pickle_bomb(archive.read(entry))
     return True
 

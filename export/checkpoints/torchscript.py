@@ -44,7 +44,7 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
             _, kind, key, _, _ = reference
             entry = entries[f"{pickle_name.removesuffix('.pkl')}/{key}"]
             if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{entry.filename} is compressed")
+                raise ValueError(f"{entry.filename} is compressed, which is not supported")
             header = contents[entry.header_offset :][: _LOCAL_HEADER.size].numpy().tobytes()
             start = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
             return contents[start : start + entry.file_size].view(_STORAGES[kind])

@@ -190,7 +190,7 @@ def _read_training_grid_size(yaml_path: Path, vq_config: VQTokenizerConfig) -> i
                 raise ValueError("YAML aliases, which may repeat each other without end")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _YAML_DEPTH:
-                raise ValueError(f"more than {_YAML_DEPTH} nested levels")
+                raise ValueError(f"lists or mappings nested more than {_YAML_DEPTH} levels deep")
         content = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise make_file_error(yaml_path, found=format_error(error), expected="YAML") from error

@@ -359,5 +359,5 @@ def _convert_parse_errors(path: Path, expected: str) -> AbstractContextManager[N
 def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert the pairs of a JSON object to a dictionary, and raise ValueError if a key occurs twice."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"the key {format_value(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
+        raise ValueError(f"has the key {format_value(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
     return dict(pairs)

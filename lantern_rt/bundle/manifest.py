@@ -380,7 +380,7 @@ class Manifest(FrozenModel):
         self.order.check_cells(self.codes_per_image, self.grid_columns)
         parts = {"drafter": self.drafter, "heads": self.heads, "row_end": self.row_end, "sizes": self.sizes or None}
         if unfit := [name for name, part in parts.items() if part is not None]:
-            raise ValueError(f"`{unfit[0]}` is for raster order, but the bundle has an `order`")
+            raise ValueError(f"`{unfit[0]}` is not allowed in a bundle with `order`")
         positions = self.condition.prefix + self.codes_per_image + 1  # learned vectors have the last position
         if self.order.vectors and positions > self.target.max_positions:
             limit = f"target max_positions is {self.target.max_positions:,}"
@@ -404,7 +404,7 @@ class Manifest(FrozenModel):
         if large := next((size.name for size in self.sizes if max(self.size_in_pixels(size)) > MAX_PIXELS), None):
             raise ValueError(f"size {large} is wider or higher than {MAX_PIXELS} pixels")
         if layout is not None and layout.uncond == () and not all(size.tokens for size in self.all_sizes):
-            raise ValueError("`uncond` and the tokens of a size are empty, but the unconditional row needs a token")
+            raise ValueError("`uncond` and the `tokens` of a size are empty; the unconditional prompt needs a token")
 
     def _check_first_grids(self) -> None:
         """Raise ValueError if the target or other parts do not support the first grids or first positions of sizes."""

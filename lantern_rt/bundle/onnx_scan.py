@@ -61,9 +61,9 @@ def list_external_files(path: Path) -> set[str]:
                 elif kind == "entry":
                     texts[number] = data[value]
                 elif kind == "node" and number == 4 and data[value] == b"EPContext":
-                    raise ValueError("contains a precompiled node (EPContext), which is not checked")
+                    raise ValueError("contains a precompiled node (EPContext), which is not allowed")
             if texts.get(1, b"").startswith(b"prepacked"):
-                raise ValueError("contains prepacked weights, which are not checked")
+                raise ValueError("contains prepacked weights, which are not allowed")
             if texts.get(1) == b"location":
                 locations.add(texts.get(2, b"").decode("utf-8", "backslashreplace"))
     if not graphs:
@@ -112,7 +112,7 @@ class StoredTensor(NamedTuple):
         elif self.dtype:
             numbers = np.frombuffer(data, self.dtype)
         else:
-            raise ValueError("unsupported data type of a weight")
+            raise ValueError("contains a weight of an unsupported data type")
         return numbers.reshape(self.shape)
 
 

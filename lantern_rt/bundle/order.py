@@ -42,7 +42,7 @@ class GroupOrderSpec(FrozenModel):
             raise ValueError(f"`vectors` is {self.vectors}, but `two_heads` needs no learned vectors")
         for before, size in pairwise([] if self.two_heads else sizes):
             if size < before:
-                raise ValueError(f"a group of {size} cells follows one of {before}; expected at least {before} cells")
+                raise ValueError(f"a group of {size} cells follows a group of {before} cells; groups may not shrink")
             if size - before > self.vectors:
                 needed = f"needs {size - before} learned vectors, but `vectors` is {self.vectors}"
                 raise ValueError(f"a group of {size} cells after a group of {before} {needed}")

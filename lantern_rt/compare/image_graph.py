@@ -117,7 +117,7 @@ class OnnxImageModel(ABC):
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         images = [tensor for tensor in images if tensor.shape[1] == 3 or not isinstance(tensor.shape[1], int)]
         if len(images) != 1:
-            raise self._make_input_error("one float [n, 3, h, w]")
+            raise self._make_input_error("one float input [n, 3, h, w]")
         (image,) = images
         self.text_inputs = [tensor for tensor in inputs if tensor is not image]  # All other inputs: token ids and mask.
         self.input = image.name
@@ -201,7 +201,7 @@ class ImageFeatureModel(OnnxImageModel):
     def __init__(self, path: Path, preprocessing: Preprocessing, threads: int | None = None) -> None:
         super().__init__(path, "features", preprocessing, threads)
         if self.text_inputs:
-            raise self._make_input_error("one float [n, 3, h, w]")
+            raise self._make_input_error("one float input [n, 3, h, w]")
 
     def __call__(self, images: Sequence[Image]) -> Floats:
         """Return the features of images that have the same size, float64 `[images, features]`."""
@@ -297,7 +297,7 @@ class PromptAgreementModel(OnnxImageModel):
             tensor.type != "tensor(int64)" or len(tensor.shape) != 2 for tensor in texts
         ):
             raise self._make_input_error(
-                "one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask"
+                "one float input [n, 3, h, w], one int64 input [n, length], and optionally an int64 attention mask"
             )
         if "mask" in texts[0].name:
             texts = texts[::-1]

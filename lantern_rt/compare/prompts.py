@@ -127,7 +127,7 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
     with convert_read_errors(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
         lines = [line.strip().strip("\0") for line in split_lines(read_regular_file(path, _PROMPTS_LIMIT).decode())]
         if any("\0" in line for line in lines):
-            raise ValueError("a character NUL in a line")  # UTF-16 without a byte order mark
+            raise ValueError("has a NUL character in a line")  # UTF-16 without a byte order mark
     prompts = [(number, line) for number, line in enumerate(lines, 1) if line]
     if not prompts:
         raise RequestError(field=f"prompts {path}", found="no prompt", expected="one per line")

@@ -112,5 +112,5 @@ def _strip_pixel_chunks(file: BinaryIO) -> bytes:
         else:
             file.seek(size, SEEK_CUR)
         if len(data) > TEXTS_LIMIT:
-            raise ValueError(f"more than {TEXTS_LIMIT:,} bytes of text")
+            raise ValueError(f"has more than {TEXTS_LIMIT:,} bytes of text")
     return data + b"\0\0\0\0IEND\xaeB`\x82"

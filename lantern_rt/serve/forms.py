@@ -86,7 +86,7 @@ class FormBodyParser:
         if name in self._values:
             raise HttpError(400, field=name, found="more than one", expected="one")
         if len(self._values) == MAX_PARTS:
-            raise _make_malformed_error(f"more than {MAX_PARTS} parts")
+            raise _make_malformed_error(f"a form with more than {MAX_PARTS} parts")
         content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
         assert isinstance(content, BytesIO)
         self._values[name] = content.getvalue()

@@ -229,7 +229,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "unknown field block_size, caption_dim n_head,",
     ),
     "wrong feed-forward width": (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 256"),
-    "duplicate field": (read_duplicate_field, "config.json", "'n_head' twice, with two values"),
+    "duplicate field": (read_duplicate_field, "config.json", "the key 'n_head' twice, with different values"),
     "unknown option for weights": (
         lambda folder: read_llamagen(C2I, VQ, weights="best"),
         "weights",

@@ -282,7 +282,7 @@ def test_the_command_that_an_error_recommends_quotes_the_name_of_the_bundle(bund
         ("[]", "found engine format None, expected 5.0; build the engines again"),
         ('{"format_version": "2.0"}', "found engine format '2.0', expected 5.0; build the engines again"),
         ('{"format_version": "5.0"}', "field `backend`: found nothing, expected a value"),
-        (" " * ((1 << 20) + 1), "cannot be read (more than 1,048,576 bytes), expected a short JSON text"),
+        (" " * ((1 << 20) + 1), "cannot be read (a file of more than 1,048,576 bytes), expected a short JSON text"),
         (None, "no engine.json in this folder; an engine folder is written by `lantern-rt build-engine`"),
     ],
 )

@@ -115,7 +115,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"order": {"groups": [[0], [1, 1]], "vectors": 1}}, "`order` has cell 1 twice; expected every cell once"),
     ({"order": {"groups": [[0], [16]], "vectors": 0}}, "`order` has cell 16, but the image has 16 cells"),
     ({"order": {"groups": [[0, 1], [2, 3]], "vectors": 0}}, "the first group has 2 cells"),
-    ({"order": {"groups": [[0], [1, 2], [3]], "vectors": 1}}, "a group of 1 cells follows one of 2"),
+    ({"order": {"groups": [[0], [1, 2], [3]], "vectors": 1}}, "a group of 1 cells follows a group of 2 cells"),
     ({"order": {"groups": [[0], [1, 2, 3]], "vectors": 1}}, "needs 2 learned vectors, but `vectors` is 1"),
     ({"order": {"groups": [[0], []]}}, "order.groups.1"),
     ({"order": {"groups": [[0], list(range(1, 99))], "vectors": 63}}, "order.groups.1"),
@@ -123,7 +123,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"presets": {}}, "preset strict, sjd"),
     ({"order": {"groups": [[0], [1, 4]], "two_heads": True}}, f"vocab_size {CODES} is not twice codebook_size {CODES}"),
     ({"order": None}, "preset strict, groups: the bundle draws one token after another"),
-    ({"row_end": CODES}, "`row_end` is for raster order, but the bundle has an `order`"),
+    ({"row_end": CODES}, "`row_end` is not allowed in a bundle with `order`"),
     ({"sizes": [{"name": "16x16", "rows": 4, "columns": 4}]}, "`sizes` is for raster order"),
 ]
 

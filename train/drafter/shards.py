@@ -178,7 +178,7 @@ class Shard:
                 self._file = untyped(path, "np")
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise ValueError(f"format {format_value(metadata.get('format'))}, not {FORMAT}")
+                raise ValueError(f"has the format {format_value(metadata.get('format'))}, not {FORMAT}")
             self.source = ShardSource(**json.loads(metadata["source"]))
             self.prompts: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
@@ -209,7 +209,7 @@ class Shard:
         num_cells = self.source.num_cells
         longest = self._file.get_slice("prefix_tokens").get_shape()[-1] + 1
         if longest > self.source.prefix:
-            raise ValueError(f"prefix length {longest}, expected at most {self.source.prefix}")
+            raise ValueError(f"has a prefix of length {longest}, longer than {self.source.prefix}")
         expected = {
             "image_tokens": ("I32", [count, num_cells]),
             "prefix_lengths": ("I32", [count, 2]),
@@ -222,7 +222,7 @@ class Shard:
         for name, (dtype, shape) in expected.items():
             array = self._file.get_slice(name)
             if (array.get_dtype(), array.get_shape()) != (dtype, shape):
-                raise ValueError(f"{name} {array.get_dtype()} {array.get_shape()}, not {dtype} {shape}")
+                raise ValueError(f"{name} is {array.get_dtype()} {array.get_shape()}, not {dtype} {shape}")
 
     def _check_and_hash_arrays(self, vocab_size: int) -> str:
         digest = blake2b(json.dumps(self.prompts).encode(), digest_size=16)
@@ -237,11 +237,11 @@ class Shard:
             }
             for name, (numbers, low, high) in ranges.items():
                 if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
-                    raise ValueError(f"{name} outside {low} .. {high} in image {index}")
+                    raise ValueError(f"{name} is outside {low} .. {high} in image {index}")
             for name, states in (("hidden_states", image.states), ("late_states", image.unaccepted_states)):
                 # A float16 number is NaN or infinite if all five exponent bits are 1; the test on bits is faster.
                 if (states.view(np.uint16) & 0x7C00 == 0x7C00).any():
-                    raise ValueError(f"{name} that are NaN or infinite in image {index}")
+                    raise ValueError(f"{name} has NaN or infinite numbers in image {index}")
             for name in _ARRAYS.values():
                 digest.update(getattr(image, name).tobytes())
         return digest.hexdigest()
