@@ -273,16 +273,19 @@ class DecoderGraphWriter(ABC):
         query, key, value = self.split_and_rotate_qkv(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
         return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
-    def write_output_head(self, hidden: str, hidden_below: str | None = None) -> None:
+    def write_output_head(self, hidden: str, hidden_for_cell_below: str | None = None) -> None:
         """Write the output head, which computes `logits` in float32 from hidden states.
 
         Args:
             hidden: name of the hidden states.
-            hidden_below: name of the hidden states that the second head reads; None: the decoder has one head.
+            hidden_for_cell_below: name of the hidden states that the second head reads; None: the decoder has one head.
         """
         name = "narrow_logits" if self.half else "logits"
-        if hidden_below is not None:
-            head_logits = self.write_linear(hidden, "head.right"), self.write_linear(hidden_below, "head.below")
+        if hidden_for_cell_below is not None:
+            head_logits = (
+                self.write_linear(hidden, "head.right"),
+                self.write_linear(hidden_for_cell_below, "head.below"),
+            )
             self.graph.op("Concat", *head_logits, name=name, axis=-1)
         elif self.architecture.head_hidden:
             self.write_linear(self.write_gelu(self.write_linear(hidden, "head.first")), "head.second", name)

@@ -57,7 +57,7 @@ class ImageEdit:
             self.preserved_codes = np.where(self.regenerated_cells.ravel(), -1, codes)
         return self.preserved_codes
 
-    def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    def insert_source_codes(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph unchanged, because these inputs do not depend on the image."""
         return inputs
 
@@ -309,13 +309,13 @@ def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> st
         The name of the image size; None if the bundle has a single image size.
     """
 
-    def compute_size_distance(size: Size) -> tuple[float, float]:
+    def measure_difference_from_image(size: Size) -> tuple[float, float]:
         """Return the differences of aspect ratio and area between a size and the image, as logarithms."""
         # Differences of logarithms compare ratios, so twice and half the size are equally far.
         log_width, log_height = np.log(manifest.size_in_pixels(size)) - np.log(size_in_pixels)
         return round(abs(log_width - log_height), 3), abs(log_width + log_height)
 
-    return min(manifest.sizes, key=compute_size_distance).name if manifest.sizes else None
+    return min(manifest.sizes, key=measure_difference_from_image).name if manifest.sizes else None
 
 
 def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:

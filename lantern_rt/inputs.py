@@ -106,7 +106,7 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
     return " ".join((text or type(error).__name__).split())[:max_length]
 
 
-def reraise_signal_error(error: BaseException) -> None:
+def reraise_error_of_signal_handler(error: BaseException) -> None:
     """Raise an error again if a signal handler raised it, for example to enforce a time limit.
 
     An `except` block that converts any exception must call this function first. Otherwise the block would name a file
@@ -192,7 +192,7 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
         # pyo3's `PanicException` is matched by its name, because the class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         problem = f"cannot be read ({format_error(error)})" if isinstance(error, OSError) else format_error(error)
         raise error_class(problem, field=str(path), expected=expected, remedy=remedy) from error
 

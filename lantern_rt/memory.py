@@ -34,7 +34,7 @@ _BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channe
 _POLL_SECONDS = 0.01  # interval of `PeakMemoryMonitor`
 
 
-def choose_max_memory_settings(manifest: Manifest) -> GenerationSettings:
+def choose_settings_of_highest_memory(manifest: Manifest) -> GenerationSettings:
     """Return the settings that need the most memory per image. They use the EAGLE drafter if the bundle has it."""
     method, *_ = list_supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})

@@ -114,7 +114,7 @@ def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[Im
         image, *others = group
         # both [1, prefix, hidden_size], perhaps with different lengths of the prefix
         cond, uncond = engines.compute_condition(
-            image.condition_inputs if edit is None else edit.complete_inputs(image.condition_inputs)
+            image.condition_inputs if edit is None else edit.insert_source_codes(image.condition_inputs)
         )
         uncond = uncond if negative_row is None else negative_row
         if [(1, len(real)) for real in image.attention_masks] != [cond.shape[:2], uncond.shape[:2]]:

@@ -275,7 +275,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
         moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
 
-    # The zeros are placeholders, which `SourceImage.complete_inputs` replaces by the codes of the source.
+    # The zeros are placeholders, which `SourceImage.insert_source_codes` replaces by the codes of the source.
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
     position_ids = np.concatenate(
         [

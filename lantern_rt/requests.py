@@ -156,7 +156,7 @@ def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
             if field in requested_settings:
-                raise _make_no_guidance_error(field)
+                raise _make_missing_guidance_error(field)
         return sampling.model_copy(update={"cfg_tokens": None, "cfg_schedule": None})
     count = sampling.cfg_tokens
     if isinstance(count, int) and count > num_codes and "cfg_tokens" in requested_settings:
@@ -165,7 +165,7 @@ def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num
     return sampling
 
 
-def _make_no_guidance_error(field: str) -> RequestError:
+def _make_missing_guidance_error(field: str) -> RequestError:
     remedy = "omit it, or give a larger cfg_scale"
     return RequestError("does nothing without guidance", field=field, found="cfg_scale 1", remedy=remedy)
 
@@ -357,7 +357,7 @@ def _build_image_requests(
         problem = f"bundle {manifest.name} takes {INPUT_DESCRIPTIONS[field]}"
         raise RequestError(problem, field="negative_prompt", remedy="omit it")
     if negative_prompt is not None and not settings.sampling.uses_guidance:
-        raise _make_no_guidance_error("negative_prompt")
+        raise _make_missing_guidance_error("negative_prompt")
     value = values[field]
     if field == "embeddings":
         image_requests = build_embedding_requests(condition, value)

@@ -20,7 +20,7 @@ from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
 from .inputs import check_int
-from .memory import choose_max_memory_settings, compute_max_images
+from .memory import choose_settings_of_highest_memory, compute_max_images
 from .methods import MethodConfig
 from .options import Options
 from .pipeline import Pipeline
@@ -55,7 +55,7 @@ class Service:
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
         self.model = load_model(pipeline.bundle, engines)
-        fitting = compute_max_images(manifest, [], choose_max_memory_settings(manifest), engines.max_rows, None)
+        fitting = compute_max_images(manifest, [], choose_settings_of_highest_memory(manifest), engines.max_rows, None)
         default = min(fitting, max(1, engines.max_rows // 2))
         max_images = check_int("max_images_per_pass", max_images_per_pass, default, 1, 4096)
         self.capacity = ServiceCapacity(max_images, check_int("max_queued_images", max_queued_images, 256, 0, 1 << 20))

@@ -47,7 +47,7 @@ class SourceImage:
         if self.codes is None:
             self.codes = encoder(convert_to_encoder_input(self.pixels))[0]
 
-    def complete_inputs(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    def insert_source_codes(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
         """Return the inputs of the condition graph with the codes of the source. Call `encode` first."""
         ids = inputs["token_ids"].copy()  # [1, prefix]; a copy, because the request keeps placeholders
         assert self.codes is not None

@@ -96,7 +96,7 @@ class Batch:
         with np.errstate(over="ignore", invalid="ignore"):  # see `add`
             drafts, num_nodes = self._draft()
             layouts = {sequence: drafts[sequence].make_pass_layout() for sequence in self.active_sequences}
-            pass_output = self._verify(layouts, num_nodes)
+            pass_output = self._verify_drafts(layouts, num_nodes)
             outputs = {
                 sequence: self._make_target_output(
                     sequence, drafts[sequence], layout, pass_output.logits, self._rows[sequence]
@@ -183,12 +183,12 @@ class Batch:
         num_nodes = 0
         for drafter, sequences in self._drafters.drafters_with_sequences:
             num_nodes = max(
-                num_nodes, *(drafter.min_pass_nodes(sequence, len(self.active_sequences)) for sequence in sequences)
+                num_nodes, *(drafter.min_nodes_per_pass(sequence, len(self.active_sequences)) for sequence in sequences)
             )
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
 
-    def _verify(self, layouts: Mapping[ImageSequence, PassLayout], num_nodes: int) -> PassOutput:
+    def _verify_drafts(self, layouts: Mapping[ImageSequence, PassLayout], num_nodes: int) -> PassOutput:
         """Run one target pass over all drafts, padded to at least `num_nodes` nodes for each row."""
         assert self._cache is not None
         target = self.model.target
@@ -287,7 +287,7 @@ class Batch:
             self._on_commit(commits)
         self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.num_remaining_codes]
-        unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
+        unguided = [commit.sequence for commit in commits if commit.sequence.remove_unconditional_row_if_unneeded()]
         for sequence in unguided:  # the margin is smaller without guidance
             sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
         if finished or unguided or self.failed_sequences:

@@ -68,7 +68,7 @@ class HeadDrafter(TreeDrafter):
                 trees.append(make_chain(sequence.codes[-1:]))
         return trees
 
-    def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
+    def min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Choose the window size for the number of images, and return the number of nodes of the window.
 
         A smaller pass is padded to this number.

@@ -61,7 +61,7 @@ class JacobiDrafter(TreeDrafter):
             trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
         return trees
 
-    def min_pass_nodes(self, sequence: ImageSequence, num_images: int) -> int:
+    def min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Choose the window size for the number of images, and return the number of nodes of the window.
 
         A smaller pass is padded to this number.

@@ -76,7 +76,7 @@ class Noise:
         These numbers do not depend on the Gumbel noise. Every call returns the same generator object, set to the first
         number of the position. So a caller must read all numbers of one position before the next call.
         """
-        return self._acceptance_streams.seek(position)
+        return self._acceptance_streams.seek_stream(position)
 
     def discard_noise_before(self, position: int) -> None:
         """Delete stored groups whose positions are all smaller than `position`."""
@@ -95,7 +95,7 @@ class Noise:
         return noise[:, :vocab_size]
 
     def _generate_noise_group(self, group: int, vocab_size: int) -> Floats:
-        bits = self._gumbel_streams.seek(group).bit_generator
+        bits = self._gumbel_streams.seek_stream(group).bit_generator
         noise = np.empty((GROUP_SIZE, vocab_size), np.float32)
         for start in range(0, vocab_size, CHUNK_SIZE):
             codes = min(CHUNK_SIZE, vocab_size - start)
@@ -137,7 +137,7 @@ class _PhiloxStreams:
         self._generator = np.random.Generator(self._bits)
         self._state = self._bits.state
 
-    def seek(self, index: int) -> np.random.Generator:
+    def seek_stream(self, index: int) -> np.random.Generator:
         """Set the generator to the start of the stream `index`, and return the generator."""
         self._state["state"]["counter"][1] = index
         self._bits.state = self._state

@@ -176,7 +176,7 @@ class ImageSequence:
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
 
-    def end_guidance(self) -> bool:
+    def remove_unconditional_row_if_unneeded(self) -> bool:
         """Remove the unconditional row if all guided codes are known; return whether a row was removed."""
         if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided_codes:
             return False

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...errors import EngineError
-from ...inputs import format_error, format_value, reraise_signal_error
+from ...inputs import format_error, format_value, reraise_error_of_signal_handler
 from ..gpu import find_gpu
 from ..host import list_installed_packages
 
@@ -266,7 +266,7 @@ def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
             remedy = f"run `pip install {provider.package}`"
             raise EngineError(f"no module {module}", field=field, remedy=remedy) from error
         except Exception as error:
-            reraise_signal_error(error)
+            reraise_error_of_signal_handler(error)
             problem = f"onnxruntime {runtime.__version__} cannot load its library ({format_error(error, 200)})"
             remedy = f"check the device's driver, or update onnxruntime and {provider.package}"
             raise EngineError(problem, field=field, remedy=remedy) from error

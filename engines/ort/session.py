@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, EngineError
-from ...inputs import convert_read_errors, format_error, reraise_signal_error
+from ...inputs import convert_read_errors, format_error, reraise_error_of_signal_handler
 from ..contracts import STORAGE_DTYPES, Array, TensorSpec, TensorView, check_graph_tensors
 from ..graph_writer import TYPES, GraphWriter
 from ..host import choose_thread_count, import_onnxruntime
@@ -188,7 +188,7 @@ class GraphSession:
             with get_device_lock(self.provider):
                 return run(*arguments)
         except Exception as error:
-            reraise_signal_error(error)
+            reraise_error_of_signal_handler(error)
             problem = f"ONNX Runtime failed to run the graph: {format_error(error, 200)}"
             remedy = "" if self.provider == DEFAULT_PROVIDER else "use another provider, or export in float32"
             raise EngineError(problem, field=str(self.path), remedy=remedy) from error
@@ -301,7 +301,7 @@ def load_session(
         with get_device_lock(provider):
             session = open_session(source, threads, configure_options, providers, enable_fallback=False)
     except Exception as error:
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         reason = format_error(error, 200)
         if type(error).__name__ in _DAMAGED_FILE_ERRORS:
             raise BundleError(
@@ -331,7 +331,7 @@ def check_provider(name: str) -> None:
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         raise EngineError(
             f"ONNX Runtime cannot run a convolution ({format_error(error, 200)})",
             field=f"provider {name}",

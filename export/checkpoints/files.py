@@ -29,7 +29,7 @@ from ...inputs import (
     format_value,
     open_regular_file,
     read_regular_file,
-    reraise_signal_error,
+    reraise_error_of_signal_handler,
 )
 from ...text.tokenizers import parse_tokenizer
 from .pickles import reject_pickle_bombs
@@ -189,7 +189,7 @@ class Config:
                 self.path, unknown[0], "unknown field", expected=", ".join(sorted(known_names)), remedy=remedy
             )
 
-    def check_sizes(self, **sizes: int) -> None:
+    def check_sizes_match_weights(self, **sizes: int) -> None:
         """Check that each field has the size that the weights have, or is missing.
 
         Args:
@@ -248,7 +248,7 @@ def read_tokenizer(
         tokenizer = parse_tokenizer(read_regular_file(path, _TEXT_LIMIT) if tokenizer_json is None else tokenizer_json)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         raise make_file_error(path, found=format_error(error), expected="a tokenizer in JSON") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= vocab_size:
@@ -390,7 +390,7 @@ def _load_file(path: Path) -> Any:
         problem = "holds more than tensors (its pickle calls code) and is not loaded"
         raise make_file_error(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # readers raise any exception for damaged files
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         # The whole file is mapped, and the system counts it as memory. Words of PyTorch, and of safetensors:
         if "unable to mmap" in str(error) or "os error 12" in str(error):
             remedy = "split the file into shards"

@@ -20,7 +20,7 @@ from ...bundle.hub import (
     parse_hub_reference,
 )
 from ...errors import CheckpointError, LanternError
-from ...inputs import reraise_signal_error
+from ...inputs import reraise_error_of_signal_handler
 from .files import format_names
 from .folders import INDEX, PAIRS, SINGLE, choose_weight_files, read_weight_index
 
@@ -63,7 +63,7 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
             if index := next((name for name in chosen if name in INDEX), None):
                 download_files(repository, read_weight_index(folder / index), folder.name)
         except Exception as error:
-            reraise_signal_error(error)
+            reraise_error_of_signal_handler(error)
             # Fall back to the cache; missing files raise an error when they are read.
             known = file or [*file_patterns, *_SIDE_FILES][0]
             cached = try_to_load_from_cache(repository, known, revision=revision)
@@ -97,7 +97,7 @@ def measure_download(
             chosen += read_weight_index(download_files(repository, [index], commit) / index)
         cached = {name for name in chosen if isinstance(try_to_load_from_cache(repository, name, revision=commit), str)}
     except Exception as error:
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         return 0, 0
     counted = {name: sizes.get(name, 0) for name in chosen}
     return sum(counted.values()), sum(size for name, size in counted.items() if name not in cached)

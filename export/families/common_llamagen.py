@@ -165,7 +165,7 @@ def read_llamagen_transformer(
     checkpoint.prefer_ema = None if weights is None else weights == "ema"
     values, is_lantern_layout = _read_weights(checkpoint, config, variant)
     codes, code_width = checkpoint.get_shape("embed.weight")
-    values.check_sizes(vocab_size=codes, hidden_size=code_width)
+    values.check_sizes_match_weights(vocab_size=codes, hidden_size=code_width)
     for name in (*variant.extra_weights, *(name for name in variant.weight_names if name not in checkpoint.weights)):
         checkpoint.get_shape(name)
     condition, prefix = _extract_condition(checkpoint, values)
@@ -273,12 +273,12 @@ def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCon
     if "classes" in weights:
         rows, _ = checkpoint.get_shape("classes")
         config.check_value("input_type", "c2i", None)
-        config.check_sizes(num_classes=rows - 1, cls_token_num=1)
+        config.check_sizes_match_weights(num_classes=rows - 1, cls_token_num=1)
         return ClassCondition(weights.pop("classes").float()), 1
     names = ("captions.first", "captions.second", "captions.uncond")
     first, second, (prefix, caption_dim) = (list(checkpoint.get_shape(name)) for name in names)
     config.check_value("input_type", "t2i", "t2i2", None)  # t2i2: second stage of training
-    config.check_sizes(caption_dim=caption_dim, cls_token_num=prefix)
+    config.check_sizes_match_weights(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
         raise checkpoint.make_error(found=f"caption weights of {shapes}", expected="shapes that match each other")

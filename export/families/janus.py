@@ -228,7 +228,9 @@ def _compute_code_embeddings(raw_embeddings: Tensor, aligner: Checkpoint, layout
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if not layers or aligner.weights.keys() != wanted:
         raise aligner.make_error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))
-    weights = [exact.split_matrix(aligner.weights[f"{layer}.weight"].float().numpy()) for layer in layers]
+    weights = [
+        exact.split_into_integer_matrices(aligner.weights[f"{layer}.weight"].float().numpy()) for layer in layers
+    ]
     biases = [aligner.weights[f"{layer}.bias"].float().numpy() for layer in layers]
     table = []
     for start in range(0, len(raw_embeddings), _CODES):

@@ -51,7 +51,7 @@ def read_par(
     if not isinstance(transformer.condition, ClassCondition):
         raise target.make_error(found="a text-conditional model", expected="a class-conditional model")
     vectors = transformer.extra_weights[_VECTORS]
-    transformer.config.check_sizes(spe_token_num=len(vectors), ar_token_num=len(vectors) + 1)
+    transformer.config.check_sizes_match_weights(spe_token_num=len(vectors), ar_token_num=len(vectors) + 1)
     rows = transformer.decoder.config.grid
     order = make_parallel_order(rows, len(vectors) + 1)
     if order is None:

@@ -269,13 +269,13 @@ class CPUDecoderWriter(DecoderGraphWriter):
         norm = self.weights[f"{layer_name}.attention_norm.weight"]
         bias = self.weights.get(f"{layer_name}.attention.qkv.bias", torch.zeros(1))
 
-        def compute_steps() -> Tensor:
+        def compute_value_units() -> Tensor:
             rows = compute_tensor(projection)[-math.prod(shape) :].float()
             largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * compute_tensor(norm), dim=1)
             largest += compute_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
-        step = ops.add_weight(f"{layer_name}.value_units", defer_tensor(compute_steps, shape, torch.float32))
+        step = ops.add_weight(f"{layer_name}.value_units", defer_tensor(compute_value_units, shape, torch.float32))
         limits = (ops.add_number("least_value", -float(max_steps)), ops.add_number("most_value", float(max_steps)))
         return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, step)), *limits), step, name=name)
 

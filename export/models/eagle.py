@@ -122,7 +122,7 @@ def read_drafter(
     if shape != wanted:
         expected = f"{list(wanted)}, as the target's {'tokens' if num_tokens else 'codes'}"
         raise checkpoint.make_error("embed.weight", found=f"shape {list(shape)}", expected=expected)
-    config.check_sizes(vocab_size=shape[0])
+    config.check_sizes_match_weights(vocab_size=shape[0])
     for name, allowed in (allowed_config_values or {}).items():
         config.check_value(name, *allowed, None, remedy="give the drafter that was trained for this target")
     drafter_config = replace(

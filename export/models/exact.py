@@ -33,7 +33,7 @@ class SplitMatrix(NamedTuple):
     scale: Array
 
 
-def split_matrix(matrix: NDArray[Any]) -> SplitMatrix:
+def split_into_integer_matrices(matrix: NDArray[Any]) -> SplitMatrix:
     """Split a matrix into two matrices of integers, so that products of these parts are exact in float64.
 
     The matrix `[rows, columns]` must have at most 8,192 columns. A value changes by at most `2**-40` of the largest
@@ -55,7 +55,7 @@ def apply_exact_linear(inputs: NDArray[Any], weight: SplitMatrix, bias: NDArray[
         weight: weight `[outputs, columns]`, split into integers.
         bias: bias, `[outputs]`.
     """
-    parts = split_matrix(inputs)
+    parts = split_into_integer_matrices(inputs)
     small = parts.high @ weight.low.T + parts.low @ weight.high.T  # low times low is too small to matter
     outputs: Array = (parts.high @ weight.high.T + small / 2**_BITS) * parts.scale * weight.scale.T + bias
     return outputs

@@ -98,7 +98,7 @@ def read_layer_sizes(
     rows, width = checkpoint.get_shape(qkv)
     layers = checkpoint.count_layers("layers.")
     intermediate_size = checkpoint.get_shape("layers.0.ffn.gate.weight")[0]
-    config.check_sizes(
+    config.check_sizes_match_weights(
         hidden_size=width, num_hidden_layers=layers - num_extra_layers, intermediate_size=intermediate_size
     )
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):

@@ -31,8 +31,8 @@ class RightBelowHeads(nn.Module):
         self.right = nn.Linear(hidden_size, vocab_size, bias=False)
         self.below = nn.Linear(hidden_size, vocab_size, bias=False)
 
-    def forward(self, hidden: Tensor, hidden_below: Tensor) -> Tensor:
-        return torch.cat([self.right(hidden), self.below(hidden_below)], -1)
+    def forward(self, hidden: Tensor, hidden_for_cell_below: Tensor) -> Tensor:
+        return torch.cat([self.right(hidden), self.below(hidden_for_cell_below)], -1)
 
 
 Head = nn.Linear | TwoLayerHead | RightBelowHeads

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...engines.contracts import Progress
-from ...inputs import format_error, require_library, reraise_signal_error
+from ...inputs import format_error, require_library, reraise_error_of_signal_handler
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import Config, convert_to_checkpoint_error, format_names, make_file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
@@ -89,7 +89,8 @@ def _read_t5_encoder(checkpoint: Checkpoint, config: Config) -> Any:
         raise checkpoint.make_error("shared.weight", f"differs from {_TIED_TABLE}", expected="one table of tokens")
     if checkpoint.weights:
         raise checkpoint.make_error(found=f"weights {format_names(checkpoint.weights)}", expected="weights of a T5")
-    config.check_sizes(num_layers=weights.count_layers("block."))  # checked before as many layers are built
+    # checked before as many layers are built
+    config.check_sizes_match_weights(num_layers=weights.count_layers("block."))
     logger = logging.getLogger("transformers")
     level = logger.level
     try:
@@ -97,7 +98,7 @@ def _read_t5_encoder(checkpoint: Checkpoint, config: Config) -> Any:
         with skip_weight_allocation():
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         raise config.make_error(found=format_error(error), expected="the configuration of a T5") from error
     finally:
         logger.setLevel(level)

@@ -195,9 +195,9 @@ def _read_training_grid_size(yaml_path: Path, vq_config: VQTokenizerConfig) -> i
     except (ValueError, yaml.YAMLError) as error:
         raise make_file_error(yaml_path, found=format_error(error), expected="YAML") from error
     parameters = Config(yaml_path, content).get_section("model", "params")
-    parameters.check_sizes(n_embed=vq_config.num_codes, embed_dim=vq_config.code_width)
+    parameters.check_sizes_match_weights(n_embed=vq_config.num_codes, embed_dim=vq_config.code_width)
     sizes = parameters.get_section("ddconfig")
-    sizes.check_sizes(
+    sizes.check_sizes_match_weights(
         z_channels=vq_config.latent_width, ch=vq_config.encoder_stem_width, num_res_blocks=vq_config.num_blocks
     )
     pixels = sizes.get_integer("resolution")

@@ -31,7 +31,7 @@ from ..inputs import (
     format_error,
     format_value,
     read_regular_file,
-    reraise_signal_error,
+    reraise_error_of_signal_handler,
     split_lines,
 )
 from ..runtime.heads import DraftHeads, draft_head_shapes
@@ -305,7 +305,7 @@ def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callab
     except FileNotFoundError as error:
         raise _make_file_error(path, "no file", f"the file of {format_value(file_role)}") from error
     except (OSError, RuntimeError) as error:
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         raise BundleError(f"cannot be read ({format_error(error)})", field=str(path)) from error
 
 

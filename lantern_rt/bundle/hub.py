@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 from ..errors import BundleError, LanternError
-from ..inputs import format_error, reraise_signal_error
+from ..inputs import format_error, reraise_error_of_signal_handler
 from . import DOWNLOAD_THREAD
 
 HUB = "hf:"  # Prefix of a reference.
@@ -79,7 +79,7 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
     except LanternError:
         raise
     except Exception as error:  # The exceptions share no base class.
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         problem = "the hub cannot be reached"
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:
             from huggingface_hub import constants

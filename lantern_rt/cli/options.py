@@ -239,13 +239,13 @@ class EngineOptions:
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
-        from ..memory import check_memory, choose_max_memory_settings
+        from ..memory import check_memory, choose_settings_of_highest_memory
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
-            check_memory(bundle, settings or choose_max_memory_settings(bundle.manifest), max_prompt_tokens)
+            check_memory(bundle, settings or choose_settings_of_highest_memory(bundle.manifest), max_prompt_tokens)
         with show_progress(announce_tasks=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)

@@ -20,7 +20,13 @@ from ..engines.contracts import Progress
 from ..engines.host import choose_thread_count
 from ..engines.ort.session import open_session
 from ..errors import EngineError, RequestError
-from ..inputs import convert_read_errors, format_error, open_regular_file, read_regular_file, reraise_signal_error
+from ..inputs import (
+    convert_read_errors,
+    format_error,
+    open_regular_file,
+    read_regular_file,
+    reraise_error_of_signal_handler,
+)
 from ..text.tokenizers import parse_tokenizer
 from .statistics import Floats, Ints
 
@@ -112,7 +118,7 @@ class OnnxImageModel(ABC):
         except EngineError:
             raise
         except Exception as error:
-            reraise_signal_error(error)
+            reraise_error_of_signal_handler(error)
             raise self._make_error(f"cannot be loaded as an ONNX graph ({format_error(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         images = [tensor for tensor in images if tensor.shape[1] == 3 or not isinstance(tensor.shape[1], int)]
@@ -156,7 +162,7 @@ class OnnxImageModel(ABC):
             try:
                 values = np.asarray(self.session.run(output_name and [output_name], inputs)[0], np.float64)
             except Exception as error:
-                reraise_signal_error(error)
+                reraise_error_of_signal_handler(error)
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
                 remedy = f"export it with a dynamic batch size; {PREPROCESSING_FILE} beside it sets the image size"
                 remedy += f", truncation in {TOKENIZER_FILE} the number of tokens" if extra_inputs else ""

@@ -14,7 +14,13 @@ from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
 
 from ..errors import RequestError
-from ..inputs import describe_validation_error, format_error, format_value, open_regular_file, reraise_signal_error
+from ..inputs import (
+    describe_validation_error,
+    format_error,
+    format_value,
+    open_regular_file,
+    reraise_error_of_signal_handler,
+)
 from ..methods import FrozenModel, MethodName
 
 TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
@@ -88,7 +94,7 @@ def _read_text_chunks(path: Path) -> dict[str, str]:
         with open_regular_file(path) as file:
             image = PngImageFile(BytesIO(_strip_pixel_chunks(file)))
     except Exception as error:  # Pillow may raise any exception for a damaged file.
-        reraise_signal_error(error)
+        reraise_error_of_signal_handler(error)
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
         raise RequestError(problem, field=str(path), remedy=REMEDY) from error
     if image.width * image.height > PIXELS_LIMIT:

@@ -51,7 +51,7 @@ class DeploymentSettings(BaseModel):
         pipeline: further options of `Pipeline.from_bundle`.
         max_images_per_pass: maximum number of images per forward pass of a replica.
         max_queued_images: maximum number of queued images of a replica.
-        queued: maximum number of requests that wait at an ingress until a replica has capacity.
+        max_queued_requests: maximum number of requests that wait at an ingress until a replica has capacity.
         autoscaling: fields of Ray's `AutoscalingConfig` for every bundle.
         deadline: maximum duration of a request in seconds, and of the shutdown of a replica.
         api_key_file: file of API keys, as in `lantern-rt serve`.
@@ -71,7 +71,7 @@ class DeploymentSettings(BaseModel):
     pipeline: dict[str, Any] = {}
     max_images_per_pass: int = Field(default=8, ge=1)
     max_queued_images: int = Field(default=8, ge=0)
-    queued: int = Field(default=64, ge=0)
+    max_queued_requests: int = Field(default=64, ge=0)
     autoscaling: dict[str, Any] = {}
     deadline: float = Field(default=600.0, gt=0, lt=1e9)
     api_key_file: Path | None = None
@@ -101,7 +101,7 @@ def app(settings: DeploymentSettings) -> serve.Application:
     scaling = {"max_replicas": 4, "target_ongoing_requests": settings.max_images_per_pass, **settings.autoscaling}
     replica = serve.deployment(
         max_ongoing_requests=settings.max_images_per_pass + settings.max_queued_images,
-        max_queued_requests=settings.queued,
+        max_queued_requests=settings.max_queued_requests,
         autoscaling_config=scaling,
         ray_actor_options={"num_cpus": settings.threads or 1},
         max_replicas_per_node=1 if settings.threads is None else 100,

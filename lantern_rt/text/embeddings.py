@@ -34,7 +34,7 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
     ):
         with ZipFile(file) as archive:
             if large := next((info for info in archive.infolist() if info.file_size > BYTES_LIMIT), None):
-                raise ValueError(f"{large.filename} has {large.file_size:,} bytes, expected at most {BYTES_LIMIT:,}")
+                raise ValueError(f"{large.filename} has {large.file_size:,} bytes, more than {BYTES_LIMIT:,}")
         file.seek(0)
         arrays = dict(np.load(file, allow_pickle=False))
     if "embeddings" not in arrays or arrays.keys() - {"embeddings", "mask"}:

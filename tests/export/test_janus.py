@@ -118,9 +118,12 @@ def test_exact_matmuls_and_gelu_agree_with_pytorch_and_sums_do_not_depend_on_the
     inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
     bias = rng.normal(size=9)
     permutation = rng.permutation(500)
-    products = exact.apply_exact_linear(inputs, exact.split_matrix(weight), bias)
+    products = exact.apply_exact_linear(inputs, exact.split_into_integer_matrices(weight), bias)
     assert np.array_equal(
-        products, exact.apply_exact_linear(inputs[:, permutation], exact.split_matrix(weight[:, permutation]), bias)
+        products,
+        exact.apply_exact_linear(
+            inputs[:, permutation], exact.split_into_integer_matrices(weight[:, permutation]), bias
+        ),
     )
     scale = np.abs(inputs).max() * np.abs(weight).max()
     np.testing.assert_allclose(products, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)

@@ -248,7 +248,7 @@ def test_greedy_generations_from_a_source_image_have_the_published_codes(
     request: dict[str, Any] = {"prompts": SOURCE_TRACE["prompt"], "image": source, "size": "96x128", "temperature": 0}
     (image,) = pipe.check(**request).images
     assert image.edit is not None
-    assert image.edit.complete_inputs(image.condition_inputs)["token_ids"][0].tolist() == SOURCE_TRACE["prompt_ids"]
+    assert image.edit.insert_source_codes(image.condition_inputs)["token_ids"][0].tolist() == SOURCE_TRACE["prompt_ids"]
     assert pipe(**request, method=method).codes[0].tolist() == SOURCE_TRACE["generated_ids"][:-1]
     # The unconditional batch row has no source image.
     guided_codes = pipe(**request, method=method, cfg_scale=2.0).codes

@@ -51,6 +51,11 @@ class RunningServer:
         """Return the complete log lines about requests, parsed from JSON."""
         return [line for line in map(json.loads, self.log.split("\n")[:-1]) if line["message"] == "request"]
 
+    def wait_for_log_line(self, request_id: str) -> dict[str, Any]:
+        """Wait for the log line of a request, which the server may write after the response; return the line."""
+        wait_until(lambda: any(line["request_id"] == request_id for line in self.read_request_log()))
+        return next(line for line in self.read_request_log() if line["request_id"] == request_id)
+
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         """Wait until the log matches a regular expression; return the first group of the match."""
         deadline = time.monotonic() + seconds

@@ -128,12 +128,14 @@ def test_step_events_report_how_every_code_was_generated(scenes_server: RunningS
 def test_requests_are_counted_and_logged_without_prompts(tiny_server: RunningServer) -> None:
     names = ("lantern_requests_total", "lantern_tokens_total", "lantern_target_passes_total")
     labels: list[dict[str, str]] = [{"model": "tiny", "code": "200"}, {"model": "tiny"}, {"model": "tiny"}]
+    tiny_server.post({"prompt": "red cube"}, **{"x-request-id": "mine-0"})
+    tiny_server.wait_for_log_line("mine-0")  # earlier requests are counted now
     counts_before = [
         tiny_server.read_metric(name, **sample_labels) for name, sample_labels in zip(names, labels, strict=True)
     ]
     headers = {"x-request-id": "mine-1"}
     assert tiny_server.post({"prompt": "red cube", "n": 2, "method": "ar", "seed": 1}, **headers)[0] == 200
-    wait_until(lambda: tiny_server.read_metric(names[0], **labels[0]) > counts_before[0])
+    line = tiny_server.wait_for_log_line("mine-1")
     counts_after = [
         tiny_server.read_metric(name, **sample_labels) for name, sample_labels in zip(names, labels, strict=True)
     ]
@@ -141,12 +143,10 @@ def test_requests_are_counted_and_logged_without_prompts(tiny_server: RunningSer
         :2
     ] == [1, 72]
     assert counts_after[2] - counts_before[2] >= 72, "a tie of two tokens takes another forward pass"
-    wait_until(lambda: any(line["request_id"] == "mine-1" for line in tiny_server.read_request_log()))
-    line = next(line for line in tiny_server.read_request_log() if line["request_id"] == "mine-1")
     assert (line["status"], line["method"], line["images"]) == (200, "ar", 2)
     assert tiny_server.post({"prompt": "red dragon"}, **{"x-request-id": "mine-2"})[0] == 400
     assert tiny_server.post(b'{"prompt": "red dragon', **{"x-request-id": "mine-3"})[0] == 400
-    wait_until(lambda: any(line["request_id"] == "mine-3" for line in tiny_server.read_request_log()))
+    tiny_server.wait_for_log_line("mine-3")
     assert "red cube" not in tiny_server.log
     assert "dragon" not in tiny_server.log
     assert tiny_server.post({"prompt": "red cube"}, **{"x-request-id": "a b"})[0] == 200
@@ -163,18 +163,19 @@ def test_rejected_requests_are_logged_and_counted_and_health_checks_are_not(tiny
         ("GET", "/livez", {}, 200),
         ("GET", "/v1/models", {}, 200),
     ]
-    before = (
-        len(tiny_server.read_request_log()),
-        tiny_server.read_metric("lantern_requests_total", model="", code="403"),
-    )
+    count_before = tiny_server.read_metric("lantern_requests_total", model="", code="403")
     for i, (method, path, headers, status) in enumerate(requests):
         assert tiny_server.request(method, path, headers={**headers, "x-request-id": f"refused-{i}"})[0] == status
-    wait_until(lambda: len(tiny_server.read_request_log()) >= before[0] + 5)
+    assert tiny_server.get("/v1/models/others", **{"x-request-id": "refused-7"})[0] == 404
+    tiny_server.wait_for_log_line("refused-7")
     logged_requests = [
-        (line["request_id"], line["path"], line["status"]) for line in tiny_server.read_request_log()[before[0] :]
+        (line["request_id"], line["path"], line["status"])
+        for line in tiny_server.read_request_log()
+        if line["request_id"].startswith("refused-")
     ]
-    assert logged_requests == [(f"refused-{i}", path, status) for i, (_, path, _, status) in enumerate(requests[:5])]
-    assert tiny_server.read_metric("lantern_requests_total", model="", code="403") == before[1] + 2
+    expected_requests = [(f"refused-{i}", path, status) for i, (_, path, _, status) in enumerate(requests[:5])]
+    assert logged_requests == [*expected_requests, ("refused-7", "/v1/models/others", 404)]
+    assert tiny_server.read_metric("lantern_requests_total", model="", code="403") == count_before + 2
 
 
 def test_responses_have_security_headers_and_no_cors_header(tiny_server: RunningServer) -> None:
@@ -369,11 +370,10 @@ def make_scope(path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
 
 
 def test_a_client_that_disconnects_while_sending_is_logged_with_status_499(tiny_server: RunningServer) -> None:
-    lines_before = len(tiny_server.read_request_log())
+    count_before = [line["status"] for line in tiny_server.read_request_log()].count(499)
     with tiny_server.connect(format_head(GENERATIONS, "application/json", 99) + b'{"prompt": '):
         pass
-    wait_until(lambda: len(tiny_server.read_request_log()) > lines_before)
-    assert tiny_server.read_request_log()[-1]["status"] == 499
+    wait_until(lambda: [line["status"] for line in tiny_server.read_request_log()].count(499) == count_before + 1)
     assert "Traceback" not in tiny_server.log
 
 

@@ -38,7 +38,7 @@ STEADY = {"max_images_per_pass": 4, "max_queued_images": 8, "autoscaling": {"min
 GROWING = {
     "max_images_per_pass": 1,
     "max_queued_images": 5,
-    "queued": 4,
+    "max_queued_requests": 4,
     "autoscaling": {"min_replicas": 1, "max_replicas": 2, **FAST_SCALING},
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from running_server import GENERATIONS, RunningServer, parse_events, wait_until
+from running_server import GENERATIONS, RunningServer, parse_events
 
 from lantern_rt.cli.app import app
 from lantern_rt.serve.protocol import ImagesRequest
@@ -115,10 +115,8 @@ def test_a_stream_has_the_documented_events_and_fields(tiny_server: RunningServe
 
 def test_a_request_log_line_has_the_documented_fields(tiny_server: RunningServer) -> None:
     (shown_line,) = map(json.loads, read_blocks("json", SECTIONS["Logs"]))
-    lines_before = len(tiny_server.read_request_log())
-    tiny_server.post({"prompt": "red cube"})
-    wait_until(lambda: len(tiny_server.read_request_log()) > lines_before)
-    assert describe_types(tiny_server.read_request_log()[-1]) == describe_types(shown_line)
+    tiny_server.post({"prompt": "red cube"}, **{"x-request-id": "documented"})
+    assert describe_types(tiny_server.wait_for_log_line("documented")) == describe_types(shown_line)
 
 
 def test_the_documented_request_fields_are_exactly_the_accepted_fields() -> None:

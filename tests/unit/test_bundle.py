@@ -204,10 +204,10 @@ def test_an_invalid_manifest_field_is_rejected_with_the_reason(
     ("changes", "expected"),
     [
         ({"image_width": 8192, "sizes": [SQUARE_SIZE, WIDE_SIZE]}, "size 36x12 is wider or higher than 8192 pixels"),
-        ({"condition": CONDITION}, "`uncond` and the tokens of a size are empty"),
+        ({"condition": CONDITION}, "`uncond` and the `tokens` of a size are empty"),
         (
             {"condition": CONDITION, "sizes": [SQUARE_SIZE, {**WIDE_SIZE, "tokens": []}]},
-            "`uncond` and the tokens of a size are empty",
+            "`uncond` and the `tokens` of a size are empty",
         ),
     ],
 )
@@ -340,7 +340,7 @@ def test_onnx_graphs_with_precompiled_nodes_or_prepacked_weights_are_rejected(tm
     for nodes, weights in (([compiled], []), ([], [weight])):
         graph = onnx.helper.make_graph(nodes, "g", [], [], weights)
         path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
-        with pytest.raises(ValueError, match="not checked"):
+        with pytest.raises(ValueError, match="not allowed"):
             list_external_files(path)
 
 

@@ -107,4 +107,4 @@ def test_embeddings_files_that_are_too_large_or_not_archives_are_rejected_with_o
         assert err.startswith(f"lantern-rt: {name}: ")
     np.savez("states.npz", **make_random_embeddings())
     monkeypatch.setattr(embeddings_module, "BYTES_LIMIT", 100)
-    assert "embeddings.npy of " in program("run", embeddings_bundle, "--embeddings", "states.npz")[2]
+    assert "embeddings.npy has " in program("run", embeddings_bundle, "--embeddings", "states.npz")[2]

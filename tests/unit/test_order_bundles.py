@@ -124,7 +124,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"order": {"groups": [[0], [1, 4]], "two_heads": True}}, f"vocab_size {CODES} is not twice codebook_size {CODES}"),
     ({"order": None}, "preset strict, groups: the bundle draws one token after another"),
     ({"row_end": CODES}, "`row_end` is not allowed in a bundle with `order`"),
-    ({"sizes": [{"name": "16x16", "rows": 4, "columns": 4}]}, "`sizes` is for raster order"),
+    ({"sizes": [{"name": "16x16", "rows": 4, "columns": 4}]}, "`sizes` is not allowed"),
 ]
 
 
