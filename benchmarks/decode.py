@@ -97,7 +97,7 @@ def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int
     manifest = pipeline.bundle.manifest
     engine: Engine = getattr(pipeline.engines, graph)
     past = manifest.condition.prefix + manifest.codes_per_image // 2
-    cache = engine.new_cache(rows, past + NODES[-1])
+    cache = engine.make_cache(rows, past + NODES[-1])
     rng = np.random.default_rng(0)
     hidden: DeviceArray | None = None
 
@@ -115,7 +115,7 @@ def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int
 
     if graph == "drafter":
         target = pipeline.engines.target
-        target_cache = target.new_cache(rows, NODES[-1])
+        target_cache = target.make_cache(rows, NODES[-1])
         hidden = target.run(make_chain_input(NODES[-1], target, target_cache), target_cache).hidden
     while (length := int(cache.lengths[0])) < past:  # fill the cache with keys and values that the graph computes
         nodes = min(NODES[-1], past - length)

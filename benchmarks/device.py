@@ -103,7 +103,7 @@ def count_pass_operations(pipe: Any) -> dict[str, dict[str, float]]:
     from lantern_rt.runtime.device import SamplingRequest
     from lantern_rt.runtime.noise import Noise
 
-    cache = pipe.engines.target.new_cache(ROWS, PAST + 64)
+    cache = pipe.engines.target.make_cache(ROWS, PAST + 64)
     run = partial(run_target_pass, pipe, cache)
     while cache.lengths[0] < PAST:
         cache.append(run(50).new_kv, [np.arange(50)] * ROWS)
@@ -147,7 +147,7 @@ def run_target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
     from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
-    mask = np.zeros((ROWS, nodes, pipe.engines.target.padded_past_length(cache, nodes) + nodes), bool)
+    mask = np.zeros((ROWS, nodes, pipe.engines.target.compute_padded_past_length(cache, nodes) + nodes), bool)
     mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
     return pipe.engines.target.run(PassInput(positions=tokens, attention_mask=mask, tokens=tokens), cache)
 
@@ -157,7 +157,7 @@ def count_cache_copies(pipe: Any) -> dict[str, float]:
 
     The KV cache of Emu3-8B has 2.2 GB. It would have 8.9 GB if keys and values were copied for every query head.
     """
-    output = run_target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
+    output = run_target_pass(pipe, pipe.engines.target.make_cache(ROWS, PAST), 2)
     with null_cuda.count_cuda_operations() as ops:
         _ = output.logits.value
     kernels = null_cuda.count_kernel_launches(ops)
@@ -170,7 +170,7 @@ def measure_memory(bundle: Path) -> dict[str, float]:
 
     with null_cuda.count_cuda_operations() as opened:
         pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
-        references = [pipe.engines.drafter, pipe.engines.target.new_cache(ROWS, 256)]  # keeps both in memory
+        references = [pipe.engines.drafter, pipe.engines.target.make_cache(ROWS, 256)]  # keeps both in memory
     with null_cuda.count_cuda_operations() as decoding:
         for _ in islice(pipe.stream(class_ids=1, method=METHODS[-1], cfg_scale=7.5, top_k=1000), WARM):
             del references[:]

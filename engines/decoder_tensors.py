@@ -10,7 +10,7 @@ from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..errors import BundleError
 from ..runtime.engine import Floats, HiddenStateView, PassInput
 from .contracts import Array, DTypes, TensorSpec
-from .graph_writer import choose_column_parts
+from .graph_writer import choose_column_part_shape
 from .kv_cache import BaseKVCache
 
 _FLOATS = ("float32", "float16")
@@ -19,7 +19,9 @@ _FLOATS = ("float32", "float16")
 _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
-def decoder_tensors(spec: DecoderSpec | DrafterSpec, is_drafter: bool) -> tuple[list[TensorSpec], list[TensorSpec]]:
+def declare_host_tensors(
+    spec: DecoderSpec | DrafterSpec, is_drafter: bool
+) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Return declarations of the inputs and outputs of a decoder graph of a bundle; keys and values come last.
 
     Args:
@@ -59,7 +61,7 @@ def declare_device_tensors(
     """
     hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
     states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
-    cache: tuple[int | None, ...] = (None, None, *choose_column_parts(spec.num_kv_heads * spec.head_dim))
+    cache: tuple[int | None, ...] = (None, None, *choose_column_part_shape(spec.num_kv_heads * spec.head_dim))
     write: tuple[int | None, ...] = (None, None, 1, 3)  # [rows, nodes, 1, 3]: row, column and first part of each node
     if capacity is not None:
         cache = (None, spec.num_kv_heads, capacity, spec.head_dim)

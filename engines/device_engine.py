@@ -192,17 +192,17 @@ class DeviceEngine(ABC):
         self._pool = CachePool(device, len(self._past), STORAGE_DTYPES.get(dtype, dtype), width, num_cache_heads)
 
     @abstractmethod
-    def new_cache(self, rows: int, capacity: int) -> DeviceCache:
+    def make_cache(self, rows: int, capacity: int) -> DeviceCache:
         """Create an empty cache whose memory on the device is allocated for `capacity` entries per row."""
 
     @abstractmethod
-    def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
+    def compute_padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
         """Return the number of nodes, with padding, of a pass over `num_nodes` nodes per row.
 
         Raises: EngineError: the engine does not support a pass of this size.
         """
 
-    def padded_past_length(self, cache: Cache, nodes: int) -> int:
+    def compute_padded_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the number of cache columns in a pass's attention mask: the length of the longest row, rounded up.
 
         Args:
@@ -213,7 +213,7 @@ class DeviceEngine(ABC):
             EngineError: the engine does not support a pass of this size.
         """
         device_cache = DeviceCache.require_instance(cache)
-        self.padded_node_count(device_cache, nodes)  # raises early if the pass is too large
+        self.compute_padded_node_count(device_cache, nodes)  # raises early if the pass is too large
         return device_cache.past_length()
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
@@ -224,7 +224,7 @@ class DeviceEngine(ABC):
         device_cache = DeviceCache.require_instance(cache)
         device_cache.run_queued_pass()  # the previous pass: its inputs are replaced below
         check_past_length(batch, device_cache)
-        padded = self.padded_node_count(device_cache, batch.positions.shape[1])
+        padded = self.compute_padded_node_count(device_cache, batch.positions.shape[1])
         feeds = {**device_cache.encode_pass_inputs(batch, padded), **self._build_token_inputs(batch, padded)}
         bound_pass, block_handle = self._bind_pass(device_cache, batch, feeds)
         device_cache.bound_pass = bound_pass

@@ -32,7 +32,7 @@ from ..inputs import convert_read_errors
 from .columns import write_mask_unpacking
 from .contracts import TensorSpec
 from .decoder_tensors import declare_device_tensors, get_hidden_dtype
-from .graph_writer import DecoderGraphWriter, GraphWriter, choose_column_parts
+from .graph_writer import DecoderGraphWriter, GraphWriter, choose_column_part_shape
 from .kv_cache import round_up
 
 # Numbers that attention adds to the scores of masked columns; finite, as the softmax of infinities is NaN.
@@ -94,7 +94,7 @@ def make_device_graph(
             With a number, the nodes of a row are written to consecutive columns, and `write [rows]` is the first of
             these columns. `seen` may cover fewer columns. Caches are `[rows, num_kv_heads, capacity, head_dim]`.
             With None, `write [rows, nodes, 1, 3]` is row, column and part index 0 of each node. `seen` covers all
-            columns. Caches are `[rows, columns, parts, part]`, with the sizes of `choose_column_parts`.
+            columns. Caches are `[rows, columns, parts, part]`, with the sizes of `choose_column_part_shape`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
         use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.
 
@@ -139,7 +139,7 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         self.capacity = capacity
         self.max_nodes = max_nodes
         self.use_multi_head_op = use_multi_head_op and self.half
-        self.parts = choose_column_parts(spec.num_kv_heads * spec.head_dim)
+        self.parts = choose_column_part_shape(spec.num_kv_heads * spec.head_dim)
         self.decoded_weights: dict[str, str] = {}
         # TensorRT supports the operator Attention in float16 only. Other types use MatMul and Softmax.
         self.has_matmul_attention = basic_ops_only or (capacity is not None and not self.half)

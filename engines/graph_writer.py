@@ -409,7 +409,7 @@ class DecoderGraphWriter(ABC):
         return self.graph.cast(x, self.dtype, name) if self.half else x
 
 
-def choose_column_parts(column_width: int) -> tuple[int, int]:
+def choose_column_part_shape(column_width: int) -> tuple[int, int]:
     """Divide a column of `column_width` numbers into parts that a graph writes separately.
 
     Parts make writing faster, because ScatterND on CUDA runs one thread per index. A thread that copied a whole column

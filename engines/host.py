@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import EngineError, RequestError
 from ..inputs import format_error, format_value, make_install_command
 from .gpu import find_gpu
-from .system import check_thread_limit, read_host_memory
+from .system import check_thread_count, read_meminfo_field
 
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -113,7 +113,7 @@ def choose_thread_count(threads: int | None) -> int:
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")
     count = threads or count_usable_cores()
-    check_thread_limit(count)
+    check_thread_count(count)
     return count
 
 
@@ -134,7 +134,7 @@ def available_memory() -> int:
     """
     import psutil
 
-    free = [read_host_memory("available")]
+    free = [read_meminfo_field("available")]
     with suppress(ImportError, AttributeError, psutil.Error):  # systems without resource limits or /proc
         import resource
 

@@ -62,12 +62,12 @@ class BundleEngines:
         self._bundle = bundle
         self.threads = choose_thread_count(threads)
         self.backend, drafter_backend, self.image_backend = (
-            engine_folder.manifest.backend if engine_folder else f"onnxruntime-{providers.provider_for(role)}"
+            engine_folder.manifest.backend if engine_folder else f"onnxruntime-{providers.get_provider(role)}"
             for role in ("target", "drafter", IMAGE_DECODER)
         )
         check_matmul_support(bundle, self.backend, drafter_backend)
         if drafter_backend != self.backend:
-            self.backend += f",drafter={providers.provider_for('drafter')}"
+            self.backend += f",drafter={providers.get_provider('drafter')}"
         self.on_cpu = engine_folder is None and providers.main_provider == DEFAULT_PROVIDER
         spec = bundle.manifest.target
         # With int8, sums of integers are exact. With integer weights, matmuls round activations to 8 bits. For both,
@@ -78,7 +78,7 @@ class BundleEngines:
         profiles = target.profiles if target else ()
         max_nodes = max((profile.nodes[2] for profile in profiles), default=_UNLIMITED)
         # A draft node takes up to two nodes of a pass if an end-of-row token may follow it.
-        self.max_nodes = max_nodes // bundle.manifest.layout().max_pass_nodes(1)
+        self.max_nodes = max_nodes // bundle.manifest.layout().count_max_nodes_per_pass(1)
         self.max_rows = max((profile.rows[2] for profile in profiles), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None

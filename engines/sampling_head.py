@@ -12,7 +12,7 @@ import numpy as np
 
 from ..methods import Sampling
 from .contracts import TensorSpec
-from .graph_writer import GraphWriter, choose_column_parts
+from .graph_writer import GraphWriter, choose_column_part_shape
 
 FILTERED_OUT = -1e30  # score of excluded tokens; finite, as TopK of some providers does not accept infinity
 
@@ -70,7 +70,7 @@ class SamplingHead(NamedTuple):
             cfg_scale: guidance scales, float32 `[images, nodes, 1]`.
             temperature, top_p: sampling settings, float32 `[images, 1, 1]`.
             noise: noise table, float32 `[groups, positions, parts, part]`. A position of a group has a number for each
-                token, divided into parts as `choose_column_parts` says.
+                token, divided into parts as `choose_column_part_shape` says.
             noise_ids: index of the noise of each node in the flattened axes `groups` and `positions`, int32
                 `[images, nodes]`.
 
@@ -82,7 +82,7 @@ class SamplingHead(NamedTuple):
         unconditional = graph.op("Gather", flat, "unconditional")
         difference = graph.op("Sub", graph.op("Gather", flat, "conditional"), unconditional)
         guided = graph.op("Add", graph.op("Mul", difference, "cfg_scale"), unconditional)
-        values = self._write_filters(graph, graph.op("Div", guided, "temperature"))
+        values = self._write_logit_filters(graph, graph.op("Div", guided, "temperature"))
         if self.add_noise:
             noise = graph.op("Reshape", "noise", graph.int_vector(-1, self.vocab_size))
             values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
@@ -103,12 +103,12 @@ class SamplingHead(NamedTuple):
         ]
         if self.add_noise:
             inputs.append(
-                TensorSpec("noise", ("float32",), ("groups", "positions", *choose_column_parts(self.vocab_size)))
+                TensorSpec("noise", ("float32",), ("groups", "positions", *choose_column_part_shape(self.vocab_size)))
             )
             inputs.append(TensorSpec("noise_ids", ("int32",), nodes))
         return inputs, [TensorSpec("drawn", ("float32",), (2, *nodes, self.num_best))]
 
-    def _write_filters(self, graph: GraphWriter, scaled_logits: str) -> str:
+    def _write_logit_filters(self, graph: GraphWriter, scaled_logits: str) -> str:
         """Write ops that set the logits of excluded tokens to `FILTERED_OUT`, and return the name of the result."""
         if not (self.top_k or self.has_top_p):
             return scaled_logits

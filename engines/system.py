@@ -9,7 +9,7 @@ import time
 from ..errors import EngineError
 
 
-def check_thread_limit(count: int) -> None:
+def check_thread_count(count: int) -> None:
     """Check that `count` threads, including the calling thread, can run at once, by starting them.
 
     The check is necessary because ONNX Runtime and other libraries hang if they cannot start a thread.
@@ -33,7 +33,7 @@ def check_thread_limit(count: int) -> None:
                 time.sleep(0.0001)
 
 
-def read_host_memory(field: str) -> int:
+def read_meminfo_field(field: str) -> int:
     """Return a field of `psutil.virtual_memory()`, such as `available`, in bytes.
 
     On a host without /proc, psutil fails, and the size of the physical memory is returned instead.

@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..bundle.manifest import DrafterSpec, Manifest
-from ..engines.columns import CacheColumnMap, pad_nodes, padded_node_count
+from ..engines.columns import CacheColumnMap, compute_padded_node_count, pad_nodes
 from ..engines.contracts import Progress
 from ..engines.device_graph import make_device_graph
-from ..engines.graph_writer import choose_column_parts
+from ..engines.graph_writer import choose_column_part_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
 from ..errors import BundleError
 from ..inputs import convert_read_errors, format_value
 from ..runtime.engine import PassInput
-from .checkpoints.deferred import compute_tensor, defer_tensor
+from .checkpoints.deferred import compute_deferred_tensor, defer_tensor
 from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
@@ -171,7 +171,7 @@ def _uses_int8_matmul(weight_name: str, graph_file: GraphFile | None) -> bool:
 def _convert_weight(weight_name: str, weight: Tensor, graph_file: GraphFile | None, dtype: torch.dtype) -> Tensor:
     stored = _find_weight_name(weight_name, graph_file)
     if graph_file is None or stored is None:
-        return compute_tensor(weight).float().to(dtype)
+        return compute_deferred_tensor(weight).float().to(dtype)
     storage = graph_file.storage_types[stored]
     return fake_quantize(weight, storage, stored in graph_file.matrix_names, graph_file.compute_type).to(dtype)
 
@@ -275,9 +275,9 @@ class DeviceGraphSession:
             inputs.get("input_embeds"),
             inputs.get("target_hidden"),
         )
-        feeds = make_device_inputs(batch, cache, padded_node_count(nodes))
+        feeds = make_device_inputs(batch, cache, compute_padded_node_count(nodes))
         for name in [name for name in inputs if name.startswith("past_")]:
-            parts = choose_column_parts(heads * width)
+            parts = choose_column_part_shape(heads * width)
             feeds[name] = np.zeros((rows, cache.num_columns, *parts), np.float32)
             feeds[name][:, num_columns] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, *parts)
         outputs = self._session.run(feeds)

@@ -112,7 +112,7 @@ def _run_forward_passes(
         "tree": make_tree_mask(_TREE),
     }
     for rows in sorted({min(rows, built_graph.profiles[0].rows[2]) for rows in _ROWS}):
-        cache = engine.new_cache(rows, prefix + 8)
+        cache = engine.make_cache(rows, prefix + 8)
         columns = CacheColumnMap(np.zeros(rows, np.int64), capacity, capacity)
         entry = (rows, spec.num_kv_heads, capacity, spec.head_dim)
         past = {name: np.zeros(entry, dtype) for name, dtype in session.dtypes.items() if name.startswith("past")}
@@ -122,7 +122,7 @@ def _run_forward_passes(
             codes = rng.integers(0, bundle.manifest.codebook_size, (rows, nodes))
             states = rng.standard_normal((rows, nodes, spec.hidden_size), np.float32) if table is None else table[codes]
             positions = np.tile(start + node_mask.sum(1) - 1, (rows, 1))
-            length = engine.padded_past_length(cache, nodes)
+            length = engine.compute_padded_past_length(cache, nodes)
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask

@@ -22,7 +22,7 @@ from onnx import NodeProto, helper
 from torch import Tensor, nn
 
 from ..engines.contracts import Progress
-from .checkpoints.deferred import compute_tensor
+from .checkpoints.deferred import compute_deferred_tensor
 from .compare import run_torch_module
 from .graph.graph_file import GraphFile
 from .graph.graphs import Graph
@@ -130,7 +130,7 @@ def _make_quantize_nodes(
 
 def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
     """Replace a kernel in `graph_file.weights` by integers and scales, and return the node that dequantizes them."""
-    weight = compute_tensor(graph_file.weights.pop(kernel_name)).float()  # [outputs, inputs, height, width]
+    weight = compute_deferred_tensor(graph_file.weights.pop(kernel_name)).float()  # [outputs, inputs, height, width]
     del graph_file.storage_types[kernel_name]
     integers, scales = quantize(weight.flatten(1).T, "columns")
     graph_file.weights[f"{kernel_name}.int8"] = integers.T.reshape(weight.shape).contiguous()
@@ -155,7 +155,7 @@ def _round_kernel_and_bias(graph_file: GraphFile, kernel_name: str, bias_name: s
     Returns:
         The step to whose multiples the inputs must be rounded, a power of two.
     """
-    weight, added = (compute_tensor(graph_file.weights[name]).float() for name in (kernel_name, bias_name))
+    weight, added = (compute_deferred_tensor(graph_file.weights[name]).float() for name in (kernel_name, bias_name))
     bits = int(_EXACT_BITS - log2(weight[0].numel()) / 2)
     step = 2.0 ** (ceil(log2(max_input or 1.0)) - (bits - bits // 2))
     smallest = torch.maximum(weight.abs().amax((1, 2, 3)) / 2 ** (bits // 2), added.abs() / (step * 2**_EXACT_BITS))
@@ -195,14 +195,14 @@ def _fold_resize_into_conv(graph_file: GraphFile, conv_node: NodeProto) -> list[
     """
     _, kernel, bias = conv_node.input
     (output,) = conv_node.output
-    quarters = [compute_tensor(graph_file.weights[kernel]).float()]
+    quarters = [compute_deferred_tensor(graph_file.weights[kernel]).float()]
     # One kernel for each of the four copies of a pixel: taps that read the same original pixel are added.
     for axis in (2, 3):
         taps = [part.chunk(3, axis) for part in quarters]
         pairs = [pair for a, b, c in taps for pair in ((a + b, c), (a, b + c))]
         quarters = [torch.cat(pair, axis) for pair in pairs]
     graph_file.weights[kernel] = torch.cat(quarters)
-    graph_file.weights[bias] = compute_tensor(graph_file.weights[bias]).repeat(4)
+    graph_file.weights[bias] = compute_deferred_tensor(graph_file.weights[bias]).repeat(4)
     next(attribute for attribute in conv_node.attribute if attribute.name == "kernel_shape").ints[:] = [2, 2]
     conv_node.output[0] = f"{kernel}.corners"
     cut = {"first": [1, 1], "end": [-1, -1], "axes": [2, 3]}

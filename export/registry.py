@@ -99,7 +99,7 @@ def read_family_checkpoints(
     """
     family = check_family_options(family_name, options)
     from .checkpoints import lora
-    from .checkpoints.files import convert_to_checkpoint_error
+    from .checkpoints.files import wrap_reader_errors
     from .checkpoints.folders import Checkpoint
     from .checkpoints.hub import fetch_checkpoint
 
@@ -115,7 +115,7 @@ def read_family_checkpoints(
         progress("reading checkpoints", 0, 0)
         return family.read_model(Checkpoint(path, progress=progress, adapters=adapters), **arguments)
 
-    model = convert_to_checkpoint_error(read_target)(target)
+    model = wrap_reader_errors(read_target)(target)
     manifest_fields = {**model.manifest_fields, "family": family_name}
     if cfg_scale is not None:
         manifest_fields["sampling"] = manifest_fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})

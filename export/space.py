@@ -75,7 +75,7 @@ def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], preci
         options: paths or hub references of checkpoints, by name of the option of `export`.
         precision: precision of the target.
     """
-    from .checkpoints.hub import fetch_checkpoint, measure_download
+    from .checkpoints.hub import fetch_checkpoint, measure_download_size
 
     download_bytes = target = 0
     for role in _CHECKPOINTS:
@@ -84,7 +84,7 @@ def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], preci
             patterns: tuple[Collection[str], ...] = (
                 (family.download_patterns, family.optional_files) if role == "target" else ()
             )
-            size, missing = measure_download(source, *patterns)
+            size, missing = measure_download_size(source, *patterns)
             download_bytes += missing
             target = size if role == "target" else target
     stored = 4

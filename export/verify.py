@@ -26,7 +26,7 @@ from ..engines.engine_folder import EngineFolder
 from ..engines.gpu import find_gpu
 from ..errors import BundleError, CheckpointError, ParityError
 from ..inputs import convert_read_errors, format_value
-from .checkpoints.deferred import compute_tensor
+from .checkpoints.deferred import compute_deferred_tensor
 from .compare import CaseResult, compare_graph_with_module, compare_graph_with_onnx_reference, run_torch_module
 from .compare_engines import compare_engines
 from .graph.graph_file import GraphFile
@@ -315,7 +315,7 @@ def _select_checkpoint_fields(manifest_fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _compare_arrays(bundle: Bundle, model: BundleContents, report: VerificationReport, progress: Progress) -> None:
-    embeddings = compute_tensor(model.code_embeddings).float().numpy()
+    embeddings = compute_deferred_tensor(model.code_embeddings).float().numpy()
     report.add_tensor_result(
         "code_embeddings", "rows", measure_max_difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT
     )

@@ -21,11 +21,11 @@ from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, M
 from ..engines.contracts import Progress
 from ..errors import CheckpointError
 from ..output.files import check_new_folder, write_folder_atomically
-from .checkpoints.deferred import list_concatenated_parts
+from .checkpoints.deferred import list_concatenated_tensors
 from .checkpoints.hub import find_hub_reference
 from .convolutions import CALIBRATION, measure_activation_ranges, quantize_convolutions
 from .graph.graph_file import GraphFile
-from .graph.graphs import Graph, convert_to_float16, plan_graph
+from .graph.graphs import Graph, convert_to_float16, make_graph_file
 from .graph.precision import Precisions, iter_float32_chunks, resolve_storage_type
 from .model import BundleContents
 from .neighbours import compute_neighbour_table
@@ -73,7 +73,7 @@ def export_model(
     graph_files: dict[str, GraphFile] = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))
-        graph_files[graph.role] = plan_graph(graph, precisions.choose_storage_rule(graph.role))
+        graph_files[graph.role] = make_graph_file(graph, precisions.choose_storage_rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
     size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
     check_disk_and_memory(output, sum(file.weight_bytes for file in graph_files.values()) + size, head_bytes=size)
@@ -157,7 +157,7 @@ def _write_embedding_table(path: Path, table: Tensor, try_float16: bool) -> None
         table: the table, which may be deferred.
         try_float16: whether to store float16 if this loses nothing; otherwise float32 is stored.
     """
-    parts = list_concatenated_parts(table)
+    parts = list_concatenated_tensors(table)
     half = try_float16 and all(
         resolve_storage_type(path.name, part, "float16", "lossless") == "float16" for part in parts
     )

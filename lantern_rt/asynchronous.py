@@ -102,7 +102,7 @@ class AsyncPipeline:
 
         loading = ThreadPoolExecutor(1, "lantern-rt-loading")
         try:
-            return await _run_in_thread(loading, load_pipeline, AsyncPipeline._close_unused)
+            return await _run_in_thread(loading, load_pipeline, AsyncPipeline._close_unused_pipeline)
         finally:
             loading.shutdown(wait=False)
 
@@ -135,7 +135,7 @@ class AsyncPipeline:
             executor.shutdown()  # waits for requests that are being checked
         self.service.close(drain)
 
-    def _close_unused(self) -> None:
+    def _close_unused_pipeline(self) -> None:
         """Close a pipeline that was loaded for a cancelled task and has no requests."""
         self._stop_service(drain=False)
         self.pipeline.close()

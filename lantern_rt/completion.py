@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from .bundle.manifest import Manifest, explain_unsupported
+from .bundle.manifest import Manifest, explain_unsupported_method
 from .errors import BundleError, RequestError, TreeError
 from .inputs import check_int, describe_validation_error, format_value
 from .methods import (
@@ -22,7 +22,7 @@ from .methods import (
     RelaxedMethod,
     TreeMethod,
 )
-from .runtime.tree import StaticTree
+from .runtime.tree import StaticTreeShape
 from .runtime.tree_names import parse_tree
 
 C = TypeVar("C", bound=FrozenModel)
@@ -44,8 +44,8 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
             needs.
         TreeError: the draft tree does not exist, or has more children per node than the codebook has entries.
     """
-    completed = _complete_method(manifest, method)
-    if problem := explain_unsupported(manifest, completed):
+    completed = _fill_in_method_defaults(manifest, method)
+    if problem := explain_unsupported_method(manifest, completed):
         *others, last = list_supported_methods(manifest, METHODS)
         remedy = f"use method {', '.join(others)} or {last}"
         raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
@@ -55,7 +55,7 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
     return completed
 
 
-def check_method(method: str) -> MethodConfig:
+def parse_method_config(method: str) -> MethodConfig:
     """Parse and check a method string without a bundle; missing parameters get the defaults of the method.
 
     Raises:
@@ -74,7 +74,11 @@ def check_method(method: str) -> MethodConfig:
 
 def list_supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[str]:
     """Return the method strings in `methods` that a bundle supports."""
-    return [method for method in methods if explain_unsupported(manifest, _complete_method(manifest, method)) is None]
+    return [
+        method
+        for method in methods
+        if explain_unsupported_method(manifest, _fill_in_method_defaults(manifest, method)) is None
+    ]
 
 
 def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
@@ -130,7 +134,7 @@ def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
         raise RequestError(**describe_validation_error(error)) from error
 
 
-def _complete_method(manifest: Manifest, method: Any) -> MethodConfig:
+def _fill_in_method_defaults(manifest: Manifest, method: Any) -> MethodConfig:
     """Fill in missing parameters of a method, without checking that the bundle supports the method."""
     if isinstance(method, MethodConfig):
         name = method.method
@@ -196,7 +200,7 @@ def _check_draft_tree(manifest: Manifest, tree_name: str, is_default: bool) -> N
             ) from error
         raise
     # Siblings are different tokens, so a node cannot have more children than the codebook has entries.
-    max_children = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
+    max_children = max(map(len, shape.children)) if isinstance(shape, StaticTreeShape) else 0
     if max_children > manifest.codebook_size:
         expected = f"at most codebook_size {manifest.codebook_size}"
         raise TreeError(field="tree", found=f"a node with {max_children} children", expected=expected)

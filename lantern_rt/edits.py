@@ -309,13 +309,13 @@ def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> st
         The name of the image size; None if the bundle has a single image size.
     """
 
-    def measure_difference_from_image(size: Size) -> tuple[float, float]:
+    def measure_size_difference(size: Size) -> tuple[float, float]:
         """Return the differences of aspect ratio and area between a size and the image, as logarithms."""
         # Differences of logarithms compare ratios, so twice and half the size are equally far.
         log_width, log_height = np.log(manifest.size_in_pixels(size)) - np.log(size_in_pixels)
         return round(abs(log_width - log_height), 3), abs(log_width + log_height)
 
-    return min(manifest.sizes, key=measure_difference_from_image).name if manifest.sizes else None
+    return min(manifest.sizes, key=measure_size_difference).name if manifest.sizes else None
 
 
 def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:

@@ -94,7 +94,7 @@ def estimate_image_memory(
     rows = 2 if settings.sampling.uses_guidance else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_MIN_NODES, count_draft_nodes(settings.method))
-    draft_tokens = manifest.layout().max_pass_nodes(nodes)
+    draft_tokens = manifest.layout().count_max_nodes_per_pass(nodes)
     # columns of the KV cache, as `DecodeSettings.count_cache_columns` counts them; caches round their length up
     columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
@@ -103,8 +103,8 @@ def estimate_image_memory(
         for role, spec in specs.items()
         if spec
     }
-    prefill = estimate_pass_memory(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
-    verification = estimate_pass_memory(manifest.target, rows, nodes, columns, itemsize)
+    prefill = estimate_forward_pass_memory(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
+    verification = estimate_forward_pass_memory(manifest.target, rows, nodes, columns, itemsize)
     # Twice, because the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}
 
@@ -182,7 +182,7 @@ def count_kv_cache_bytes(spec: DecoderSpec | DrafterSpec, num_rows: int, cache_l
     return 2 * spec.num_layers * cache_length * num_rows * spec.num_kv_heads * spec.head_dim * itemsize
 
 
-def estimate_pass_memory(
+def estimate_forward_pass_memory(
     spec: DecoderSpec | DrafterSpec, num_rows: int, num_nodes: int, past_length: int, itemsize: int
 ) -> int:
     """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.

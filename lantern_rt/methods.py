@@ -168,7 +168,7 @@ SAMPLING = {
 
 
 class MethodRequirements(NamedTuple):
-    """Parts that a bundle must have for a decoding method, as `bundle.manifest.explain_unsupported` checks.
+    """Parts that a bundle must have for a decoding method, as `bundle.manifest.explain_unsupported_method` checks.
 
     Args:
         drafters: names of the drafters that the method can use for draft trees, `heads` or `eagle`. The bundle must
@@ -190,12 +190,12 @@ class MethodConfig(FrozenModel, strict=True):
 
     Attributes:
         method: name of the method.
-        measures_distance: whether statistics include `realised_tvd`, the total variation distance from the target's
+        measures_tvd: whether statistics include `realised_tvd`, the total variation distance from the target's
             distribution.
     """
 
     method: str
-    measures_distance: ClassVar[bool] = True
+    measures_tvd: ClassVar[bool] = True
 
     @property
     def requirements(self) -> MethodRequirements:
@@ -368,7 +368,7 @@ class RowParallel(MethodConfig):
     """
 
     method: Literal["rows"] = "rows"
-    measures_distance: ClassVar[bool] = False  # measuring would take another forward pass over the whole image
+    measures_tvd: ClassVar[bool] = False  # measuring would take another forward pass over the whole image
     window: Window = 6
     drafts: Annotated[int, Field(ge=0, le=16, description="Tokens drafted ahead in every row, 0 .. 16.")] = 0
 

@@ -30,12 +30,12 @@ from .inputs import check_int
 from .memory import compute_max_images
 from .methods import Autoregressive, SpeculativeJacobi
 from .options import GenerationOptions, ImageSource, Options
-from .output.images import attach_recipe, convert_pixels_to_image, grey_out_cells, make_blank_image
+from .output.images import attach_recipe, convert_pixels_to_image, grey_out_undecoded_cells, make_blank_image
 from .output.progress import show_progress_bars
 from .prepared import PreparedRequest, load_model, make_decode_settings
 from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import GenerationSettings, Request, check_request, resolve_settings
-from .results import Ints, Result, StreamState, StreamStep, build_recipe_fields, build_result
+from .results import Ints, Result, StreamStep, StreamStepBuilder, build_recipe_fields, build_result
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
 
@@ -383,7 +383,7 @@ class Pipeline:
     def _generate_steps(self, request: PreparedRequest) -> Generator[StreamStep, None, None]:
         images = request.images
         settings = request.settings
-        state = StreamState(len(images), request.plan.layout.num_codes)
+        state = StreamStepBuilder(len(images), request.plan.layout.num_codes)
         decode_image = partial(self.decode_image, images, settings)
         max_images = min(len(images), request.max_images)
         for step in decode(request.model(), request.plan, request.prompts(), request.seeds, max_images):
@@ -410,7 +410,7 @@ class Pipeline:
         Raises:
             RequestError: the pipeline was closed, or the bundle has no image decoder.
         """
-        self.bundle.check_makes_images()
+        self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
         edit = images[image_index].edit
@@ -426,5 +426,5 @@ class Pipeline:
         if edit is not None:
             image = edit.blend_with_original(image)
         if not known.all():
-            return grey_out_cells(image, known.reshape(size.rows, size.columns))
+            return grey_out_undecoded_cells(image, known.reshape(size.rows, size.columns))
         return attach_recipe(image, build_recipe_fields(self.bundle, settings, images[image_index]))

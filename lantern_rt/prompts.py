@@ -254,7 +254,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     Args:
         request: request of the text.
         manifest: manifest of a bundle with a `source`.
-        size: size of the new images, the result of `Size.with_source`.
+        size: size of the new images, the result of `Size.with_source_image`.
         source: source image. Its codes may be computed later, because the request has placeholders for them.
     """
     spec = manifest.source
@@ -263,14 +263,14 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     assert request.token_ids is not None
     assert first is not None
     text, uncond = request.token_ids
-    source_size = source.size.with_source()
+    source_size = source.size.with_source_image()
     cells = np.arange(source_size.codes)
     num_following = len(spec.after) + len(text)  # number of ids between the codes of the source and the new image
     distance = num_following + max(source_size.rows, source_size.columns)
     step_back = manifest.target.max_positions  # adding this to a position moves the position back by 1
     source_positions = (source_size.first_position or 0) + step_back * distance + cells
 
-    def compute_positions_before(count: int, distance: int) -> NDArray[np.int64]:
+    def compute_positions_before_image(count: int, distance: int) -> NDArray[np.int64]:
         """Return the positions of `count` tokens, with `distance` ids between the last token and the first code."""
         moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
@@ -279,9 +279,9 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
     position_ids = np.concatenate(
         [
-            compute_positions_before(len(spec.before), distance),
+            compute_positions_before_image(len(spec.before), distance),
             source_positions,
-            compute_positions_before(num_following, 0),
+            compute_positions_before_image(num_following, 0),
         ]
     )
     return replace(
@@ -289,7 +289,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
         condition_inputs={**request.condition_inputs, "token_ids": ids[None]},
         attention_masks=(np.ones(len(ids), np.bool_), request.attention_masks[1]),
         token_ids=(ids, uncond),
-        position_ids=(position_ids, compute_positions_before(len(uncond), 0)),
+        position_ids=(position_ids, compute_positions_before_image(len(uncond), 0)),
         edit=source,
     )
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from .bundle.manifest import Manifest, Size
-from .completion import check_method, resolve_method, validate_model
+from .completion import parse_method_config, resolve_method, validate_model
 from .edits import check_supports_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
 from .inputs import check_int, format_value
@@ -69,7 +69,7 @@ class GenerationSettings:
     def image_size(self, manifest: Manifest) -> Size:
         """Return the entry of the image size in the manifest, adapted to source images."""
         size = manifest.size(self.size)
-        return size.with_source() if self.has_source_image else size
+        return size.with_source_image() if self.has_source_image else size
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings that are not None, by their public names, as a JSON object."""
@@ -205,7 +205,7 @@ def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **option
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
     _check_seeds(seed, num_prompts, check_int("num_images", num_images, 1, 1, IMAGES_LIMIT))
-    return check_method(options["method"]) if "method" in options else None
+    return parse_method_config(options["method"]) if "method" in options else None
 
 
 def _find_preset_method(manifest: Manifest, quality: str) -> MethodConfig:

@@ -152,7 +152,7 @@ def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageR
     return file.getvalue()
 
 
-class StreamState:
+class StreamStepBuilder:
     """Tokens generated so far for the images of a request.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .prepared import PreparedRequest
-from .results import StreamState, StreamStep
+from .results import StreamStep, StreamStepBuilder
 from .runtime import state
 from .runtime.statistics import EngineTimer, Statistics, summarize_decode
 
@@ -37,7 +37,9 @@ class ServiceRequest:
     has_ended: bool = False  # whether the listener has received the last step or an error, or the request was cancelled
 
     def __post_init__(self) -> None:
-        self.stream_state = StreamState(len(self.prepared_request.images), self.prepared_request.plan.layout.num_codes)
+        self.stream_state = StreamStepBuilder(
+            len(self.prepared_request.images), self.prepared_request.plan.layout.num_codes
+        )
 
     @property
     def is_waiting(self) -> bool:

@@ -99,7 +99,7 @@ class BatchScheduler:
         Returns:
             The pass; None if no sequence is waiting or active.
         """
-        queued = self._select_waiting_by_batch(num_callers, max_caller_images)
+        queued = self._select_waiting_sequences_by_batch(num_callers, max_caller_images)
         free = self._max_images - self.num_active_images
         callers: dict[int, set[str]] = {}
         joining: dict[int, list[ImageSequence]] = {}
@@ -128,7 +128,9 @@ class BatchScheduler:
             # A sequence that has joined has its first token.
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
-    def _select_waiting_by_batch(self, num_callers: int, max_caller_images: int) -> dict[int, list[ImageSequence]]:
+    def _select_waiting_sequences_by_batch(
+        self, num_callers: int, max_caller_images: int
+    ) -> dict[int, list[ImageSequence]]:
         """Return, by batch index, the waiting sequences of each batch in the order in which the sequences join."""
         active = [sequence for batch in self._batches for sequence in batch.active_sequences]
         running = Counter(map(self._find_caller, active))

@@ -185,7 +185,7 @@ def verify_tree_relaxed(
                 nearest_codes = relaxation.neighbors[token, : relaxation.k + 1]
                 p = _compute_published_residual(p, q, token, nearest_codes if len(aggregation_set) else aggregation_set)
             else:
-                p = residual_distribution(p, q, token, aggregation_set)
+                p = compute_residual_distribution(p, q, token, aggregation_set)
             if q is not None and child != siblings[-1]:
                 # Siblings were sampled without replacement, so the next one came from q without this token.
                 q = q.copy()
@@ -196,7 +196,7 @@ def verify_tree_relaxed(
     return Acceptance(path, None, tvd, None, relaxed_nodes, accepted_p)
 
 
-def residual_distribution(
+def compute_residual_distribution(
     p: Probabilities, q: Probabilities | None, token: int, aggregation_set: Codes
 ) -> Probabilities:
     """Return the residual distribution, from which a token is sampled after `token` was rejected.

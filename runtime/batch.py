@@ -94,7 +94,7 @@ class Batch:
         if not self.active_sequences:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # see `add`
-            drafts, num_nodes = self._draft()
+            drafts, num_nodes = self._make_drafts()
             layouts = {sequence: drafts[sequence].make_pass_layout() for sequence in self.active_sequences}
             pass_output = self._verify_drafts(layouts, num_nodes)
             outputs = {
@@ -106,7 +106,7 @@ class Batch:
             self._sample_tokens(pass_output, drafts, outputs)
             steps: list[SequenceStep] = []
             commits: list[CommittedTokens] = []
-            # Nodes to append to the cache for each batch row. A failed sequence appends none, and `_commit` removes it.
+            # Nodes to append to the cache for each row. A failed sequence appends none; `_commit_tokens` removes it.
             row_nodes = [_NO_NODES] * self.num_rows
             for sequence, output in outputs.items():
                 draft = drafts[sequence]
@@ -123,9 +123,9 @@ class Batch:
                 commits.append(CommittedTokens(sequence, tokens, nodes, output.rows, pass_output.hidden, output, draft))
                 steps.append(step)
             assert self._cache is not None
-            # This must come before `_commit`, which removes the cache rows of finished sequences.
+            # This must come before `_commit_tokens`, which removes the cache rows of finished sequences.
             self.target_timer.append_to_cache(self._cache, pass_output.new_kv, row_nodes)
-            self._commit(commits)
+            self._commit_tokens(commits)
         return steps
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
@@ -137,8 +137,8 @@ class Batch:
         target = self.model.target
         prefixes = PrefixBatch([row for sequence in sequences for row in sequence.rows])
         lengths = prefixes.lengths
-        cache = target.new_cache(len(lengths), max(sequence.num_cache_columns for sequence in sequences))
-        pass_output = self.target_timer.run_pass(target, prefixes.build_prefill(target, cache), cache)
+        cache = target.make_cache(len(lengths), max(sequence.num_cache_columns for sequence in sequences))
+        pass_output = self.target_timer.run_pass(target, prefixes.build_prefill_input(target, cache), cache)
         # Rows are padded at their end, so the last prefix node of a row has index length - 1. [rows, 1, vocab_size]
         last_logits = pass_output.logits[np.arange(len(lengths)), lengths - 1][:, None]
         steps: list[SequenceStep] = []
@@ -160,7 +160,7 @@ class Batch:
             commits.append(CommittedTokens(sequence, codes, nodes, rows, pass_output.hidden, output))
         self.target_timer.append_to_cache(cache, pass_output.new_kv, [np.arange(length) for length in lengths])
         self._add_prefilled(sequences, cache)
-        self._commit(commits)
+        self._commit_tokens(commits)
         return steps
 
     def _add_prefilled(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
@@ -173,7 +173,7 @@ class Batch:
         self.active_sequences += sequences
         self._update_rows()
 
-    def _draft(self) -> tuple[dict[ImageSequence, Draft], int]:
+    def _make_drafts(self) -> tuple[dict[ImageSequence, Draft], int]:
         """Make a draft for every active sequence, with one call of each drafter for all its sequences.
 
         Returns:
@@ -183,7 +183,8 @@ class Batch:
         num_nodes = 0
         for drafter, sequences in self._drafters.drafters_with_sequences:
             num_nodes = max(
-                num_nodes, *(drafter.min_nodes_per_pass(sequence, len(self.active_sequences)) for sequence in sequences)
+                num_nodes,
+                *(drafter.count_min_nodes_per_pass(sequence, len(self.active_sequences)) for sequence in sequences),
             )
             drafts.update(zip(sequences, drafter.draft(sequences), strict=True))
         return drafts, num_nodes
@@ -194,7 +195,7 @@ class Batch:
         target = self.model.target
         num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
         placed = ((self._rows[sequence], layout) for sequence, layout in layouts.items())
-        batch = self._prefixes.build_pass(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
+        batch = self._prefixes.build_pass_input(target, self._cache, placed, num_nodes, self.model.num_positions - 1)
         return self.target_timer.run_pass(target, batch, self._cache)
 
     def _make_target_output(
@@ -273,11 +274,11 @@ class Batch:
                 device_outputs.append((output, part))
         best = logits.sample_top_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
-            output.store_choices(sampled_nodes, codes[:, 0])
+            output.store_chosen_codes(sampled_nodes, codes[:, 0])
             if not np.isfinite(scores).all():  # NaN in the logits; the error prevents that the codes are used
                 output.sequence.error = make_invalid_logits_error()
 
-    def _commit(self, commits: Sequence[CommittedTokens]) -> None:
+    def _commit_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         """Send the committed tokens to the drafters and the callback, then remove finished and failed sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
         for drafter, sequences in self._drafters.drafters_with_sequences:

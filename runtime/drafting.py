@@ -130,7 +130,7 @@ class Drafter:
         """Return a draft for every sequence of this drafter."""
         raise TypeError(f"{type(self).__name__} makes no drafts")
 
-    def min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
+    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the number of nodes to which a smaller pass is padded, so that the shapes of passes repeat.
 
         Args:

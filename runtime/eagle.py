@@ -25,16 +25,23 @@ from .engine import Floats, Ints
 from .sampling import Probabilities, compute_distribution, find_top_codes, make_invalid_logits_error, process_logits
 from .state import ImageSequence, LoadedModel
 from .statistics import EngineTimer
-from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal_distribution
+from .tree import (
+    DraftTree,
+    DynamicTreeBuilder,
+    DynamicTreeShape,
+    StaticTreeBuilder,
+    StaticTreeShape,
+    no_proposal_distribution,
+)
 from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
 
-def _count_max_draft_slots(shape: StaticTree | DynamicTree) -> int:
+def _count_max_draft_slots(shape: StaticTreeShape | DynamicTreeShape) -> int:
     """Return the maximum number of draft tokens that the drafter processes for one tree."""
     return (
         max(shape.num_nodes, shape.depth * shape.branching_factor)
-        if isinstance(shape, DynamicTree)
+        if isinstance(shape, DynamicTreeShape)
         else shape.num_nodes
     )
 
@@ -78,7 +85,7 @@ class EagleDrafter(TreeDrafter):
         root_tokens = self.slots.root_tokens()
         level = self.slots.run_pending_tokens()
         committed = self.slots.cache.lengths.copy()
-        if isinstance(self.shape, StaticTree):
+        if isinstance(self.shape, StaticTreeShape):
             trees = self._draft_static_trees(self.shape, root_tokens, level)
         else:
             trees = self._draft_dynamic_trees(self.shape, root_tokens, level)
@@ -142,7 +149,7 @@ class EagleDrafter(TreeDrafter):
                 best.append(find_top_codes(np.zeros_like(guided), count))
         return best
 
-    def _draft_static_trees(self, shape: StaticTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
+    def _draft_static_trees(self, shape: StaticTreeShape, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
         """Draft a tree of fixed shape for every sequence of this drafter.
 
         Args:
@@ -176,7 +183,9 @@ class EagleDrafter(TreeDrafter):
             trees.append(builder.build(proposal, sequence.greedy))
         return trees
 
-    def _draft_dynamic_trees(self, shape: DynamicTree, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
+    def _draft_dynamic_trees(
+        self, shape: DynamicTreeShape, root_tokens: Ints, level: TreeLevelOutput
+    ) -> list[DraftTree]:
         """Draft a tree along the most probable paths for every sequence of this drafter.
 
         Args:
@@ -205,7 +214,7 @@ class EagleDrafter(TreeDrafter):
 
 
 def _compute_child_distribution(
-    shape: StaticTree,
+    shape: StaticTreeShape,
     levels: list[TreeLevelOutput],
     rows_by_depth: list[Ints],
     next_code_index: int,

@@ -244,7 +244,9 @@ class EagleRunner:
             attention_mask[row, :slots, start : start + drafted] = ancestor_mask[self.sequence_of_row[row], :, :drafted]
         roots = [(sequence.raster_layout, len(sequence.codes) - 1) for sequence in self.sequences]
         # Number of positions from the root to the codes at `depth`, end-of-row tokens included, [sequences].
-        below = np.array([raster.token_position(root + depth) - raster.token_position(root) for raster, root in roots])
+        below = np.array(
+            [raster.find_token_position(root + depth) - raster.find_token_position(root) for raster, root in roots]
+        )
         # Slot p reads token p + 1 at position p. So the root, which is the last committed token, has slot `base - 1`.
         positions = np.repeat((base + below[self.sequence_of_row] + position_offset - 1)[:, None], padded, 1)
         output = self._run_pass(codes, states, positions, attention_mask)
@@ -254,9 +256,10 @@ class EagleRunner:
     def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
         """Add sequences, and append empty cache rows for these sequences."""
         columns = max(
-            sequence.num_cache_columns + sequence.layout.max_pass_nodes(self.max_draft_slots) for sequence in sequences
+            sequence.num_cache_columns + sequence.layout.count_max_nodes_per_pass(self.max_draft_slots)
+            for sequence in sequences
         )
-        cache = self.engine.new_cache(sum(len(sequence.rows) for sequence in sequences), columns)
+        cache = self.engine.make_cache(sum(len(sequence.rows) for sequence in sequences), columns)
         if self._cache is None:
             self._cache = cache
         else:

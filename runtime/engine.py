@@ -82,7 +82,7 @@ class PassInput(NamedTuple):
 
     positions: Ints  # int64 `[rows, nodes]`
     # Bool `[rows, nodes, past_length + nodes]`, True where a node attends. The columns of the cache come first;
-    # `past_length` is the result of the engine's `padded_past_length`. Every node attends at least to itself.
+    # `past_length` is the result of the engine's `compute_padded_past_length`. Every node attends at least to itself.
     attention_mask: Bools
     tokens: Ints | None = None  # int64 `[rows, nodes]`
     embeds: Floats | None = None  # embeddings of prefixes, float32 `[rows, nodes, hidden_size]`
@@ -137,10 +137,10 @@ class Cache(Protocol):
 class Engine(Protocol):
     """Executable decoder model: a target or a drafter."""
 
-    def new_cache(self, num_rows: int, capacity: int) -> Cache:
+    def make_cache(self, num_rows: int, capacity: int) -> Cache:
         """Return an empty cache for `num_rows` batch rows of at most `capacity` entries each."""
 
-    def padded_past_length(self, cache: Cache, num_nodes: int) -> int:
+    def compute_padded_past_length(self, cache: Cache, num_nodes: int) -> int:
         """Return the number of cache columns that a pass over `num_nodes` new nodes will read.
 
         The number is at least the length of the longest row. An engine may round it up, so that shapes repeat and the

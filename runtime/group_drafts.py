@@ -29,7 +29,7 @@ class GroupDraft:
 
     def __post_init__(self) -> None:
         self.first_code_index = len(self.sequence.codes)
-        group = self.group_layout.find_group(self.first_code_index)
+        group = self.group_layout.find_group_index(self.first_code_index)
         self._layout = self.group_layout.lay_out_groups(range(group, group + 1), self.sequence.codes)
         self.tokens = self._layout.tokens
         self.tree_structure = make_chain([0] * len(self.group_layout.groups[group])).tree_structure

@@ -70,34 +70,36 @@ class GroupLayout:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
         return values[self.cells]  # type: ignore[return-value]
 
-    def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells]:
+    def place_codes(self, codes: Sequence[int], num_known_codes_before: int) -> tuple[Ints, CodesWithCells]:
         """Return the new codes in raster order up to the first unknown cell, and all new codes with their cells.
 
         Args:
             codes: all codes that are known now, in generation order.
-            num_known_before: number of codes that were known before.
+            num_known_codes_before: number of codes that were known before.
         """
         image = np.zeros(self.num_codes, np.int64)
         image[self.cells[: len(codes)]] = codes
-        complete = slice(self.count_cells_before_gap(num_known_before), self.count_cells_before_gap(len(codes)))
+        complete = slice(
+            self.count_leading_known_cells(num_known_codes_before), self.count_leading_known_cells(len(codes))
+        )
         return image[complete], CodesWithCells(
-            self.cells[num_known_before : len(codes)], np.array(codes[num_known_before:], np.int64)
+            self.cells[num_known_codes_before : len(codes)], np.array(codes[num_known_codes_before:], np.int64)
         )
 
-    def count_cells_before_gap(self, num_known_codes: int) -> int:
+    def count_leading_known_cells(self, num_known_codes: int) -> int:
         """Return the number of cells before the first unknown cell, if the first `num_known_codes` codes are known."""
         return int(np.searchsorted(self._completing_code_indices, num_known_codes))
 
-    def codes_sampled_together(self, code_index: int) -> range:
+    def find_codes_sampled_together(self, code_index: int) -> range:
         """Return the indices of all codes of the group that contains a code."""
-        group = self.find_group(code_index)
+        group = self.find_group_index(code_index)
         return range(self.group_starts[group], self.group_starts[group + 1])
 
-    def find_group(self, code_index: int) -> int:
+    def find_group_index(self, code_index: int) -> int:
         """Return the index of the group that contains a code."""
         return bisect_right(self.group_starts, code_index) - 1
 
-    def token_position(self, code_index: int) -> int:
+    def find_token_position(self, code_index: int) -> int:
         """Return `code_index`, because the guidance schedule counts codes and not cells."""
         return code_index
 
@@ -152,7 +154,7 @@ class GroupLayout:
             yield self.lay_out_groups(range(first, end), codes)
             first = end
 
-    def max_pass_nodes(self, num_draft_nodes: int) -> int:
+    def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
         """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
 
@@ -166,7 +168,7 @@ class TwoHeadLayout(GroupLayout):
     def lay_out_prefix_end(self) -> PassLayout:
         """Return the layout of the last prefix node; both heads of this node give logits for the first code."""
         layout = super().lay_out_prefix_end()
-        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, np.array([[0, 1]]))
+        return TwoHeadPassLayout(layout.tokens, layout.positions, layout.ancestor_mask, np.array([[0, 1]]))
 
     def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
         """Return the layout of a pass that generates groups, with one node for each cell of the previous groups.
@@ -182,14 +184,14 @@ class TwoHeadLayout(GroupLayout):
             pairs += self._find_logit_pairs(group, first)
             first += self.count_group_nodes(group)
         logit_pairs = np.array(pairs, np.int64)
-        return TwoHeadPass(layout.tokens, layout.positions, layout.ancestor_mask, logit_pairs)
+        return TwoHeadPassLayout(layout.tokens, layout.positions, layout.ancestor_mask, logit_pairs)
 
     def count_group_nodes(self, group: int) -> int:
         """Return the number of pass nodes that generate a group: the number of cells of the previous group."""
         return len(self.groups[group - 1])
 
     def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
-        """Yield the indices of the two logits for each cell of a group, in the form of `TwoHeadPass.logit_pairs`.
+        """Yield the indices of the two logits for each cell of a group, in the form of `TwoHeadPassLayout.logit_pairs`.
 
         Args:
             group: index of the group.
@@ -208,7 +210,7 @@ class TwoHeadLayout(GroupLayout):
 
 
 @dataclass(eq=False)
-class TwoHeadPass(PassLayout):
+class TwoHeadPassLayout(PassLayout):
     """Nodes of a forward pass of a target with two output heads: logits for two cells after each node."""
 
     nodes_match_draft: ClassVar[bool] = False
@@ -269,4 +271,4 @@ class GroupNoise(Noise):
 
     def discard_noise_before(self, position: int) -> None:
         """Delete the stored noise of all cells before the first unknown cell, if `position` codes are known."""
-        super().discard_noise_before(self._layout.count_cells_before_gap(position))
+        super().discard_noise_before(self._layout.count_leading_known_cells(position))

@@ -75,7 +75,7 @@ def _compute_scales(sampling: Sampling, layout: ImageLayout) -> Floats:
     scales = np.full(num_codes, final, np.float32)
     token = 0  # counts end-of-row tokens, too, so the scale may fall twice between two codes
     for code in range(num_codes if scale > final else 0):
-        while token <= layout.token_position(code):
+        while token <= layout.find_token_position(code):
             scale = max(final, scale * (1 - 4 * (token + 2) / num_codes))
             token += 1
         scales[code] = scale

@@ -27,7 +27,14 @@ from .engine import Floats, Ints
 from .heads import DraftHeads
 from .sampling import Probabilities, compute_distribution, find_top_codes, process_logits
 from .state import ImageSequence
-from .tree import DraftTree, DynamicTree, DynamicTreeBuilder, StaticTree, StaticTreeBuilder, no_proposal_distribution
+from .tree import (
+    DraftTree,
+    DynamicTreeBuilder,
+    DynamicTreeShape,
+    StaticTreeBuilder,
+    StaticTreeShape,
+    no_proposal_distribution,
+)
 from .tree_drafts import TreeDrafter, make_chain
 from .tree_names import parse_tree
 
@@ -68,7 +75,7 @@ class HeadDrafter(TreeDrafter):
                 trees.append(make_chain(sequence.codes[-1:]))
         return trees
 
-    def min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
+    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Choose the window size for the number of images, and return the number of nodes of the window.
 
         A smaller pass is padded to this number.
@@ -144,7 +151,7 @@ class DraftHeadState:
         shape = parse_tree(method.tree)
         return (
             self._draft_static_tree(shape, max_depth)
-            if isinstance(shape, StaticTree)
+            if isinstance(shape, StaticTreeShape)
             else self._draft_dynamic_tree(shape, max_depth)
         )
 
@@ -157,7 +164,7 @@ class DraftHeadState:
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
             return self.heads.predict_logits(
-                previous_codes, self.sequence.raster_layout.code_above(position), self.context
+                previous_codes, self.sequence.raster_layout.find_code_index_above(position), self.context
             )
         if len(previous_codes) == 1 and previous_codes[0] == unaccepted.previous_code:
             return unaccepted.logits[None]  # the correction would be 0
@@ -197,7 +204,7 @@ class DraftHeadState:
         # Each node is the parent of the next node. The root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
 
-    def _draft_static_tree(self, shape: StaticTree, max_depth: int) -> DraftTree:
+    def _draft_static_tree(self, shape: StaticTreeShape, max_depth: int) -> DraftTree:
         """Draft a tree of fixed shape, cut off after `max_depth` levels."""
         builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
         first = len(self.sequence.codes)
@@ -213,7 +220,7 @@ class DraftHeadState:
         )
         return builder.build(proposal, self.sequence.sampling.greedy)
 
-    def _draft_dynamic_tree(self, shape: DynamicTree, max_depth: int) -> DraftTree:
+    def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
         """Draft a tree along the most probable paths, with at most `max_depth` levels."""
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
@@ -237,7 +244,9 @@ def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: 
     return compute_distribution(levels[node][0], sampling)
 
 
-def _compute_tree_proposal(shape: StaticTree, levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
+def _compute_tree_proposal(
+    shape: StaticTreeShape, levels: Sequence[Floats], sampling: Sampling, node: int
+) -> Probabilities:
     """Compute the distribution from which the children of a tree node were sampled.
 
     Args:

@@ -61,7 +61,7 @@ class JacobiDrafter(TreeDrafter):
             trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
         return trees
 
-    def min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
+    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Choose the window size for the number of images, and return the number of nodes of the window.
 
         A smaller pass is padded to this number.
@@ -124,7 +124,7 @@ class JacobiWindow:
         del self.codes[length:], self.proposals[length:]
         while len(self.codes) < length:
             before = [*committed_tokens, *preserved_tokens, *self.codes]  # its length is the next code index
-            self.codes.append(before[self.layout.left_or_upper_neighbor(len(before))])
+            self.codes.append(before[self.layout.find_left_or_upper_neighbor(len(before))])
             self.proposals.append(None)
         proposals = [*[None] * self.num_preserved_tokens, *self.proposals]
         return make_chain(

@@ -95,25 +95,25 @@ class ImageLayout(Protocol):
     def to_generation_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
 
-    def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells | None]:
+    def place_codes(self, codes: Sequence[int], num_known_codes_before: int) -> tuple[Ints, CodesWithCells | None]:
         """Return the new codes in raster order up to the first unknown cell, and all new codes with their cells.
 
         Args:
             codes: all codes that are known now, in generation order.
-            num_known_before: number of codes that were known before.
+            num_known_codes_before: number of codes that were known before.
 
         Returns:
             Codes of consecutive cells, int64 `[count]`: from the first cell that was unknown before, up to the
             first cell that is unknown now. Then all new codes with their cells; None if these would be the same codes.
         """
 
-    def codes_sampled_together(self, code_index: int) -> range:
+    def find_codes_sampled_together(self, code_index: int) -> range:
         """Return the indices of all codes that are sampled together with a code, this code included.
 
         Codes that are sampled together do not depend on each other.
         """
 
-    def token_position(self, code_index: int) -> int:
+    def find_token_position(self, code_index: int) -> int:
         """Return the position of a code's token, from 0 at the first token; drafts may extend past the last code."""
 
     def lay_out_prefix_end(self) -> PassLayout:
@@ -127,5 +127,5 @@ class ImageLayout(Protocol):
             max_nodes: maximum number of nodes of a pass; a pass has at least one group of codes.
         """
 
-    def max_pass_nodes(self, num_draft_nodes: int) -> int:
+    def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
         """Return the maximum number of pass nodes of a draft with this number of nodes."""

@@ -69,7 +69,7 @@ def compute_likelihood(
         part = np.arange(first, first + logits.shape[1])
         first += len(part)
         # Codes that are sampled together do not depend on each other, so only the codes before the group count.
-        preceding_codes = [codes[: layout.codes_sampled_together(code).start] for code in part.tolist()]
+        preceding_codes = [codes[: layout.find_codes_sampled_together(code).start] for code in part.tolist()]
         guided = guidance.mix_logits(apply_repetition_penalty(logits, preceding_codes, sampling), part)
         probabilities = softmax(apply_temperature(guided, sampling))  # [codes, vocab_size]
         # The minimum 1e-300 keeps the logarithm finite if a probability is 0 by underflow.
@@ -115,7 +115,7 @@ def recompute_logits(
     (last,) = deque(compute_sequence_logits(model, layout, rows, preceding_codes, timer), maxlen=1)
     # The last pass ends with the codes that are sampled together with `code_index`. So a negative index counts from the
     # end of these codes.
-    logits = last[:, [code_index - layout.codes_sampled_together(code_index).stop]]
+    logits = last[:, [code_index - layout.find_codes_sampled_together(code_index).stop]]
     return sequence.guidance.mix_logits(
         apply_repetition_penalty(logits, [preceding_codes], sequence.sampling), [code_index]
     )
@@ -145,7 +145,7 @@ def compute_sequence_logits(
         yield pass_layout.logits(logits, slice(None), slice(None))
 
 
-def compute_sequence_states(
+def compute_sequence_hidden_states(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints]
 ) -> list[Floats]:
     """Return the target's hidden states for the prefix and the tokens of each batch row.
@@ -186,15 +186,15 @@ def _run_passes_over_codes(
     prefixes = PrefixBatch(rows)
     parts = [*zip(*(layout.lay_out_known_codes(known, MAX_PASS_NODES) for known in codes), strict=True)]
     counts = [len(layouts[0].tokens) for layouts in parts]
-    cache = target.new_cache(len(rows), int(prefixes.lengths.max()) + sum(counts) + MIN_NODES)
-    output = timer.run_pass(target, prefixes.build_prefill(target, cache), cache)
+    cache = target.make_cache(len(rows), int(prefixes.lengths.max()) + sum(counts) + MIN_NODES)
+    output = timer.run_pass(target, prefixes.build_prefill_input(target, cache), cache)
     timer.append_to_cache(cache, output.new_kv, [np.arange(length) for length in prefixes.lengths])
     yield output, prefixes.lengths, [None] * len(codes)
     # With one array in `codes`, all rows belong to the same image. Otherwise every row belongs to a separate image.
     rows_of = [slice(None)] if len(codes) == 1 else [slice(row, row + 1) for row in range(len(rows))]
     for layouts, count in zip(parts, counts, strict=True):
         placed = zip(rows_of, layouts, strict=True)
-        batch = prefixes.build_pass(target, cache, placed, count, model.num_positions - 1)
+        batch = prefixes.build_pass_input(target, cache, placed, count, model.num_positions - 1)
         output = timer.run_pass(target, batch, cache)
         timer.append_to_cache(cache, output.new_kv, [np.arange(count)] * len(rows))
         yield output, np.full(len(rows), count), layouts

@@ -67,7 +67,7 @@ def build_committed_mask(
         Mask, bool `[rows, num_nodes, past_length + num_nodes]`, False in the columns of new nodes, which the caller
         fills; number of cache columns, `past_length`.
     """
-    past_length = engine.padded_past_length(cache, num_nodes)
+    past_length = engine.compute_padded_past_length(cache, num_nodes)
     attention_mask = np.zeros((len(lengths), num_nodes, past_length + num_nodes), bool)
     for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
         row_mask[:, :length] = True  # committed entries fill the first columns of a row
@@ -94,13 +94,13 @@ class PrefixBatch:
         self.padding = padding if padding.any() else padding[:, :0]
         self._first_positions = np.array([row.first_code_position for row in rows], np.int64)[:, None]
 
-    def build_prefill(self, engine: Engine, cache: Cache) -> PassInput:
+    def build_prefill_input(self, engine: Engine, cache: Cache) -> PassInput:
         """Return the input of a pass over all prefixes with an empty cache; shorter rows repeat their last node."""
         nodes = max(MIN_NODES, *self.lengths.tolist())
         embeds = [row.embeds for row in self._rows]
         # [rows, nodes, hidden_size]
         padded = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in embeds])
-        past_length = engine.padded_past_length(cache, nodes)
+        past_length = engine.compute_padded_past_length(cache, nodes)
         attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = build_prefill_mask(
             ~stack_padding_masks([~row.is_real_token for row in self._rows]), nodes
@@ -108,7 +108,7 @@ class PrefixBatch:
         positions = np.stack([row.node_positions(nodes) for row in self._rows])
         return PassInput(positions, attention_mask, embeds=padded)
 
-    def build_pass(
+    def build_pass_input(
         self,
         engine: Engine,
         cache: Cache,

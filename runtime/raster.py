@@ -39,7 +39,7 @@ class RasterLayout:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the cache, end-of-row tokens included."""
-        return self.token_position(self.num_codes - 1) + 1
+        return self.find_token_position(self.num_codes - 1) + 1
 
     def noise(self, seed: int) -> Noise:
         """Return the random numbers of the image with the given seed, 0 .. 2^64 - 1."""
@@ -49,24 +49,24 @@ class RasterLayout:
         """Return the values of cells `[cells]` unchanged, because raster order is the generation order."""
         return values
 
-    def place_codes(self, codes: Sequence[int], num_known_before: int) -> tuple[Ints, CodesWithCells | None]:
+    def place_codes(self, codes: Sequence[int], num_known_codes_before: int) -> tuple[Ints, CodesWithCells | None]:
         """Return the new codes, and None because raster order leaves no gaps between known cells.
 
         Args:
             codes: all codes that are known, in generation order.
-            num_known_before: number of codes that were known before.
+            num_known_codes_before: number of codes that were known before.
         """
-        return np.array(codes[num_known_before:], np.int64), None
+        return np.array(codes[num_known_codes_before:], np.int64), None
 
-    def codes_sampled_together(self, code_index: int) -> range:
+    def find_codes_sampled_together(self, code_index: int) -> range:
         """Return a range of this code alone, because every code depends on the code before it."""
         return range(code_index, code_index + 1)
 
-    def token_position(self, code_index: int) -> int:
+    def find_token_position(self, code_index: int) -> int:
         """Return the position of a code's token in the image, from 0; drafts may extend past the last code."""
         return code_index
 
-    def code_above(self, code_index: int) -> int:
+    def find_code_index_above(self, code_index: int) -> int:
         """Return the code index of the cell above in the same grid, or a negative number in the first row of a grid."""
         first_codes = self.num_first_grid_codes
         if code_index < first_codes:
@@ -74,7 +74,7 @@ class RasterLayout:
         above = code_index - self.columns
         return above if above >= first_codes else -1
 
-    def left_or_upper_neighbor(self, code_index: int) -> int:
+    def find_left_or_upper_neighbor(self, code_index: int) -> int:
         """Return the code index of the cell to the left or, in the first column, of the cell above."""
         return code_index - (self.columns if code_index % self.columns == 0 and code_index >= self.columns else 1)
 
@@ -100,7 +100,7 @@ class RasterLayout:
         """Return the codes unchanged, because this layout has no end-of-row tokens."""
         return codes
 
-    def max_pass_nodes(self, num_draft_nodes: int) -> int:
+    def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
         """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
 
@@ -111,7 +111,7 @@ class RowEndLayout(RasterLayout):
 
     row_end: int  # token id of the end-of-row token
 
-    def token_position(self, code_index: int) -> int:
+    def find_token_position(self, code_index: int) -> int:
         """Return the position of a code's token, after the end-of-row tokens of earlier rows."""
         return code_index + min(code_index, self.num_codes - 1) // self.columns
 
@@ -130,7 +130,7 @@ class RowEndLayout(RasterLayout):
         positions = (codes + ends_before)[draft_nodes]
         tokens[end_nodes] = self.row_end
         positions[end_nodes] += 1
-        return RowEndPass(tokens, positions, ancestor_mask, draft_nodes, sampling_nodes)
+        return RowEndPassLayout(tokens, positions, ancestor_mask, draft_nodes, sampling_nodes)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
         """Yield the layouts of causal passes over known codes and their end-of-row tokens.
@@ -151,7 +151,7 @@ class RowEndLayout(RasterLayout):
             nodes = np.arange(count)
             # The code before an end-of-row token predicts no code; the end-of-row token does.
             sampling_nodes = np.flatnonzero(~follows[part])
-            yield RowEndPass(tokens[part], start + nodes, np.tri(count, dtype=bool), nodes, sampling_nodes)
+            yield RowEndPassLayout(tokens[part], start + nodes, np.tri(count, dtype=bool), nodes, sampling_nodes)
 
     def row_end_token_after(self, code_index: int) -> int | None:
         """Return the end-of-row token after the last code of a row; None after other codes."""
@@ -169,13 +169,13 @@ class RowEndLayout(RasterLayout):
         begins = (numbers % self.columns == 0) & (numbers > 0) & (numbers < self.num_codes)
         return np.insert(codes, np.flatnonzero(begins), self.row_end)
 
-    def max_pass_nodes(self, num_draft_nodes: int) -> int:
+    def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
         """Return twice the number of draft nodes, because an end-of-row token may follow each node."""
         return 2 * num_draft_nodes
 
 
 @dataclass(eq=False)
-class RowEndPass(PassLayout):
+class RowEndPassLayout(PassLayout):
     """Nodes of a forward pass: the nodes of a draft, with end-of-row tokens after the nodes that end a row."""
 
     nodes_match_draft: ClassVar[bool] = False

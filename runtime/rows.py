@@ -136,7 +136,7 @@ class TokenGrid:
         self._drafts = dict(self._preserved)
         self._extend_row(0)
 
-    def next_pass(self) -> GridPass:
+    def plan_next_pass(self) -> GridPass:
         """Return the next pass, over the newest tokens and the draft tokens of every row whose context is complete."""
         nodes: list[GridNode] = []
         lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
@@ -251,7 +251,7 @@ class TokenGrid:
 
 
 @dataclass(eq=False)
-class RowParallelPass(PassLayout):
+class RowParallelPassLayout(PassLayout):
     """Nodes of several grid rows in a forward pass, which do not attend to all cached tokens."""
 
     past_mask: Bools  # whether each node attends to each cached token of the image, bool `[nodes, entries]`
@@ -291,7 +291,7 @@ class RowParallelDraft:
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
         # All nodes attend to the codes before the grid, which come first in the cache: [nodes, entries].
         past_mask = np.pad(past_mask, ((0, 0), (self.num_codes_before_grid, 0)), constant_values=True)
-        return RowParallelPass(
+        return RowParallelPassLayout(
             self.tokens, self.num_codes_before_grid + tree_structure.depths, tree_structure.ancestor_mask, past_mask
         )
 
@@ -351,7 +351,7 @@ class RowParallelDrafter(Drafter):
                 drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
                 grid = self._get_grid(sequence)
-                drafts.append(RowParallelDraft(sequence, grid, grid.next_pass()))
+                drafts.append(RowParallelDraft(sequence, grid, grid.plan_next_pass()))
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:

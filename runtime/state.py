@@ -127,7 +127,7 @@ class DecodeSettings:
         Args:
             prefix_length: number of tokens of the prefix, padding included.
         """
-        return prefix_length + self.layout.num_tokens + self.layout.max_pass_nodes(self.max_nodes) + 2
+        return prefix_length + self.layout.num_tokens + self.layout.count_max_nodes_per_pass(self.max_nodes) + 2
 
 
 @dataclass(eq=False)

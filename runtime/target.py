@@ -151,10 +151,10 @@ class TargetOutput:
             if not self.sequence.greedy:
                 size = guided.shape[1]
                 noise = np.concatenate([self.noise.gumbel(self.next_code_indices[node], 1, size) for node in nodes])
-            self.store_choices(nodes, choose_codes(guided, noise, self.sampling))
+            self.store_chosen_codes(nodes, choose_codes(guided, noise, self.sampling))
         return np.array([self._choices[node] for node in nodes], np.int64)
 
-    def store_choices(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
+    def store_chosen_codes(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
         """Store tokens that were sampled elsewhere, on a device or together with other sequences.
 
         Args:
@@ -241,7 +241,7 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
         for i, output in enumerate(outputs):
             part = slice(i * nodes, (i + 1) * nodes)
             block = LogitBlock(0, guided[part], None if noise is None else noise[part], margins[part])
-            output.store_choices(range(nodes), codes[part], block)
+            output.store_chosen_codes(range(nodes), codes[part], block)
 
 
 def _sampling_group_key(output: TargetOutput) -> tuple[int, int, Sampling]:

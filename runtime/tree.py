@@ -1,6 +1,6 @@
 """Draft trees: shapes of trees, builders, and trees of draft tokens. Node 0 is the root, the last committed token.
 
-A `StaticTree` is a shape that is fixed before drafting. A `DynamicTree` (EAGLE-2) only limits the size of the shape. A
+A `StaticTreeShape` is fixed before drafting. A `DynamicTreeShape` (EAGLE-2) only limits the size of the shape. A
 `DraftTree` contains the draft tokens.
 """
 
@@ -30,7 +30,7 @@ def _check_size(noun: str, size: int, limit: int) -> None:
 
 
 @dataclass(frozen=True)
-class StaticTree:
+class StaticTreeShape:
     """Fixed shape of a draft tree.
 
     Nodes below the root are numbered from 1, sorted by depth and then by path.
@@ -98,7 +98,7 @@ class StaticTree:
 
 
 @dataclass(frozen=True)
-class DynamicTree:
+class DynamicTreeShape:
     """Size limits of an EAGLE-2 tree, which grows along the most probable paths.
 
     Raises:
@@ -223,7 +223,7 @@ class StaticTreeBuilder:
         root: token of the root.
     """
 
-    def __init__(self, shape: StaticTree, root: int) -> None:
+    def __init__(self, shape: StaticTreeShape, root: int) -> None:
         self.shape = shape
         self.tokens = np.zeros(shape.num_nodes, np.int64)
         self.has_token = np.zeros(shape.num_nodes, bool)

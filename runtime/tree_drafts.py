@@ -131,7 +131,7 @@ class TreeDrafter(Drafter):
         """
         return [make_preserved_chain(sequence, self.max_nodes) for sequence in sequences]
 
-    def min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
+    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the number of nodes of the largest draft of a sequence.
 
         Smaller passes are padded to this number, so that all passes have the same shape.

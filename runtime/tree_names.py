@@ -6,7 +6,7 @@ import re
 
 from ..errors import TreeError
 from ..inputs import format_value
-from .tree import DynamicTree, StaticTree
+from .tree import DynamicTreeShape, StaticTreeShape
 
 
 def _parse_child_counts(child_counts: str) -> tuple[tuple[int, ...], ...]:
@@ -33,7 +33,7 @@ PUBLISHED_TREES = {
 }
 
 
-def parse_tree(tree_name: str) -> StaticTree | DynamicTree:
+def parse_tree(tree_name: str) -> StaticTreeShape | DynamicTreeShape:
     """Return the tree shape that a name specifies.
 
     Args:
@@ -46,15 +46,15 @@ def parse_tree(tree_name: str) -> StaticTree | DynamicTree:
         TreeError: the name is unknown, or the tree is not valid.
     """
     if tree_name in PUBLISHED_TREES:
-        return StaticTree(PUBLISHED_TREES[tree_name])
+        return StaticTreeShape(PUBLISHED_TREES[tree_name])
     if match := re.fullmatch(r"chain-(\d{1,2})", tree_name):
         # Every node of a chain is the first child of its parent, so its path is (0, ..., 0).
-        return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)))
+        return StaticTreeShape(tuple((0,) * n for n in range(1, int(match[1]) + 1)))
     if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", tree_name):
-        return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10))
+        return DynamicTreeShape(int(match[1]), int(match[2] or 5), int(match[3] or 10))
     if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", tree_name):
         try:
-            return StaticTree(_parse_child_counts(match[1][1:]))
+            return StaticTreeShape(_parse_child_counts(match[1][1:]))
         except ValueError as error:
             expected = "one digit (0 .. 9, a .. z) a level for each node of the level above"
             raise TreeError(field="tree", found=format_value(tree_name), expected=expected) from error

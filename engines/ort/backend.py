@@ -33,7 +33,7 @@ class OrtGraphLoader:
         self._providers = providers
         for name in {providers.main_provider, *providers.graph_providers.values()}:
             check_provider(name)
-        names = {providers.provider_for(role) for role in ("target", "drafter")}
+        names = {providers.get_provider(role) for role in ("target", "drafter")}
         self._devices = {name: OrtDevice(name) for name in names if PROVIDERS[name].memory_device != "cpu"}
 
     def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
@@ -45,7 +45,7 @@ class OrtGraphLoader:
             code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for the target; None for the drafter.
         """
         path = self._bundle.path(role)
-        provider = self._providers.provider_for(role)
+        provider = self._providers.get_provider(role)
         if provider in self._devices:
             manifest = self._bundle.manifest
             # A pass has at most the nodes of a whole sequence and a draft. This is a tighter limit than the size of the
@@ -64,7 +64,7 @@ class OrtGraphLoader:
             inputs: declarations of all inputs.
             outputs: declarations of the outputs, in the order in which the function returns them.
         """
-        provider = self._providers.provider_for(role)
+        provider = self._providers.get_provider(role)
         if role in PROVIDERS[provider].cpu_only_graphs:
             provider = DEFAULT_PROVIDER
         return GraphSession(self._bundle.path(role), inputs, outputs, self._threads, provider).run_and_check

@@ -19,9 +19,9 @@ import numpy as np
 
 from ...runtime.device import SamplingRequest
 from ...runtime.engine import Floats, Ints
-from ..columns import padded_node_count
+from ..columns import compute_padded_node_count
 from ..contracts import Array, ExecutableGraph, TensorView
-from ..graph_writer import choose_column_parts
+from ..graph_writer import choose_column_part_shape
 from ..kv_cache import round_up
 from ..sampling_head import FILTERED_OUT, SamplingHead
 from .device import OrtDevice
@@ -113,7 +113,7 @@ class BoundForwardPass:
         graph: decoder to run.
         device: device that the decoder runs on.
         feeds: inputs by name: arrays, for which device memory is allocated, or values on the device.
-        device_values: caches and outputs by name, values on the device.
+        device_tensors: caches and outputs by name, values on the device.
         capture_graph: whether the pass and its sampling graphs may be recorded.
 
     Attributes:
@@ -127,24 +127,24 @@ class BoundForwardPass:
         graph: ExecutableGraph,
         device: OrtDevice,
         feeds: Mapping[str, Any],
-        device_values: Mapping[str, Any],
+        device_tensors: Mapping[str, Any],
         capture_graph: bool,
     ) -> None:
         self.device = device
-        self.outputs = device_values
+        self.outputs = device_tensors
         self._capture_graph = capture_graph
         self.output_owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
         self._queued_inputs: list[tuple[Mapping[str, Any], object]] = []
         rows, self._nodes = feeds["token_ids"].shape
-        arrays = _select_arrays(feeds)
+        arrays = _select_host_arrays(feeds)
         self._sampler_offset = UploadBuffer.count_bytes(*arrays.values())  # inputs of sampling follow in the buffer
         # A sampling graph has up to four inputs with a number per node, and two with a number per row.
-        per_node = np.zeros((rows, padded_node_count(self._nodes)), np.int32)
+        per_node = np.zeros((rows, compute_padded_node_count(self._nodes)), np.int32)
         size = 4 * UploadBuffer.count_bytes(per_node) + 2 * UploadBuffer.count_bytes(per_node[:, 0])
         self._buffer = UploadBuffer(device, self._sampler_offset + size)
         self._inputs = self._buffer.allocate_tensors(arrays)
-        self._run = graph.bind_tensors({**feeds, **self._inputs, **device_values}, capture_graph)
+        self._run = graph.bind_tensors({**feeds, **self._inputs, **device_tensors}, capture_graph)
 
     def queue_inputs(self, feeds: Mapping[str, Any], input_owner: object = None) -> None:
         """Store the inputs of the next run, which `run_queued_pass` or `sample` starts.
@@ -206,7 +206,7 @@ class BoundForwardPass:
         if (
             sampler is None or sampler.noise_table is not noise_table
         ):  # a larger noise table may have replaced the table
-            inputs = self._buffer.allocate_tensors(_select_arrays(feeds), self._sampler_offset)
+            inputs = self._buffer.allocate_tensors(_select_host_arrays(feeds), self._sampler_offset)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}
             run = self.device.get_helper_graph(head, head.write_graph, allow_graph_capture=True).bind_tensors(
@@ -219,7 +219,7 @@ class BoundForwardPass:
         return sampler
 
 
-def _select_arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
+def _select_host_arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
     return {name: value for name, value in feeds.items() if isinstance(value, np.ndarray)}
 
 
@@ -230,7 +230,7 @@ class CacheBlock:
     Attributes:
         shape: number of batch rows, number of columns, and shape of a column. If heads are stored separately, the
             number of columns is the sum over all heads.
-        device_values: OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with
+        device_tensors: OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with
             all of these if heads are stored separately.
         bound_passes: bound passes. A key is the shape of a pass, followed by its number among passes of this shape.
         is_reusable: whether other caches may use the block later. False: the block may contain NaN, which masks do not
@@ -238,7 +238,7 @@ class CacheBlock:
     """
 
     shape: tuple[int, ...]
-    device_values: list[Any]
+    device_tensors: list[Any]
     bound_passes: dict[tuple[int, ...], BoundForwardPass] = field(default_factory=dict)
     is_reusable: bool = True
 
@@ -262,7 +262,7 @@ class CachePool:
         self.device = device
         self._tensors = num_tensors
         self._dtype = dtype
-        self._column = (column_width,) if num_cache_heads else choose_column_parts(column_width)
+        self._column = (column_width,) if num_cache_heads else choose_column_part_shape(column_width)
         self._heads = num_cache_heads
         self._unused: OrderedDict[int, CacheBlock] = OrderedDict()  # the block released first comes first
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
@@ -287,18 +287,18 @@ class CachePool:
         return handle
 
     def get_block_tensors(self, block: CacheBlock) -> list[Any]:
-        """Return all tensors of a block, in the order of `CacheBlock.device_values`.
+        """Return all tensors of a block, in the order of `CacheBlock.device_tensors`.
 
         If heads are stored separately, the tensors are views `[rows, heads, columns, width]` of one OrtValue.
         """
         if self._heads is None:
-            return block.device_values
+            return block.device_tensors
         rows, lines, width = block.shape
         size = [rows, self._heads, lines // self._heads, width]
         bytes_each = prod(size) * np.dtype(self._dtype).itemsize
         # One OrtValue contains all tensors, one after another.
         starts = [number * bytes_each for number in range(self._tensors)]
-        return [TensorView(value, start, size, self._dtype) for value in block.device_values for start in starts]
+        return [TensorView(value, start, size, self._dtype) for value in block.device_tensors for start in starts]
 
     def gather_rows(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
         """Copy rows of other blocks to a block.
@@ -307,8 +307,8 @@ class CachePool:
             sources: blocks, and the rows to copy from each, in the order of the rows of `target`.
             target: block to overwrite, with as many rows as are copied.
         """
-        for i, value in enumerate(target.device_values):
-            rows_of = [(block.device_values[i], rows) for block, rows in sources]
+        for i, value in enumerate(target.device_tensors):
+            rows_of = [(block.device_tensors[i], rows) for block, rows in sources]
             self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)
 
     def move_entries(self, block: CacheBlock, sources: Ints, targets: Ints, column_offsets: Ints) -> None:
@@ -325,7 +325,7 @@ class CachePool:
         offsets[..., 0] = np.arange(self._tensors)[:, None]
         offsets[..., 2] = column_offsets
         first_sources, first_targets = (np.pad(entries, ((0, 0), (1, 0))) for entries in (sources, targets))
-        for value in block.device_values:
+        for value in block.device_tensors:
             self.device.move_vectors(value, first_sources, first_targets, offsets.reshape(-1, 3))
 
     def get_bound_pass(

@@ -15,13 +15,13 @@ import numpy as np
 from ...runtime.device import SamplingRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP_SIZE, Noise
-from ..columns import padded_node_count
+from ..columns import compute_padded_node_count
 from ..contracts import Array, TensorSpec
 from ..gpu import find_gpu
-from ..graph_writer import GraphWriter, choose_column_parts
+from ..graph_writer import GraphWriter, choose_column_part_shape
 from ..host import count_usable_cores, import_onnxruntime
 from ..sampling_head import SamplingHead
-from .providers import DEVICE_LOCKS, find_provider
+from .providers import DEVICE_LOCKS, find_available_provider
 from .session import GraphSession
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -41,7 +41,7 @@ class OrtDevice:
     """
 
     def __init__(self, provider: str) -> None:
-        chosen = find_provider(provider, import_onnxruntime())
+        chosen = find_available_provider(provider, import_onnxruntime())
         self.provider = provider
         self.name = chosen.memory_device
         self.basic_ops_only = chosen.basic_ops_only
@@ -243,7 +243,7 @@ class OrtDevice:
             nodes_per_row: number of nodes per row of the pass, with padding.
             requests: nodes and sampling settings of each image.
         """
-        nodes = padded_node_count(max(len(request.positions) for request in requests))
+        nodes = compute_padded_node_count(max(len(request.positions) for request in requests))
         logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # [conditional or unconditional, images, nodes]
         guidance_scales = np.ones((len(requests), nodes, 1), np.float32)
         numbers = np.ones((2, len(requests), 1, 1), np.float32)  # temperature and top-p of each image
@@ -314,7 +314,7 @@ class NoiseTable:
             if request.noise is not None:
                 needed |= {(request.noise.seed, group): request.noise for group, _ in request_places}
         if len(needed) > len(self._indices) + len(self._free):
-            self._allocate_groups(max(_MIN_GROUPS, 2 * len(needed)))
+            self._allocate_noise_groups(max(_MIN_GROUPS, 2 * len(needed)))
         # The groups in use move to the end. The first key is then the least recently used group, to be replaced first.
         self._indices |= {key: self._indices.pop(key) for key in needed if key in self._indices}
         for key in [key for key in needed if key not in self._indices]:
@@ -332,9 +332,9 @@ class NoiseTable:
                 row[: len(indices)] = indices
         return ids
 
-    def _allocate_groups(self, num_groups: int) -> None:
+    def _allocate_noise_groups(self, num_groups: int) -> None:
         """Allocate an empty table for `num_groups` groups, in place of the previous table."""
-        self.value = self.device.zeros((num_groups, GROUP_SIZE, *choose_column_parts(self.vocab_size)), "float32")
+        self.value = self.device.zeros((num_groups, GROUP_SIZE, *choose_column_part_shape(self.vocab_size)), "float32")
         self._indices = {}
         self._free = list(range(num_groups))
 

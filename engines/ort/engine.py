@@ -12,9 +12,9 @@ import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
-from ..columns import padded_node_count
+from ..columns import compute_padded_node_count
 from ..contracts import Array
-from ..decoder_tensors import build_graph_inputs, check_past_length, decoder_tensors, find_kv_dtype
+from ..decoder_tensors import build_graph_inputs, check_past_length, declare_host_tensors, find_kv_dtype
 from ..device_engine import DeviceCache, DeviceEngine
 from ..device_graph import make_device_graph
 from ..kv_cache import BaseKVCache, KVCache
@@ -45,19 +45,19 @@ class OrtEngine:
         provider: str = DEFAULT_PROVIDER,
     ) -> None:
         self.spec = spec
-        inputs, outputs = decoder_tensors(spec, is_drafter=code_embeddings is None)
+        inputs, outputs = declare_host_tensors(spec, is_drafter=code_embeddings is None)
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
         self._embedding_table = code_embeddings
         self._checked_shapes: set[tuple[int, ...]] = set()  # attention mask shapes whose outputs were checked
 
-    def new_cache(self, rows: int, capacity: int) -> Cache:
+    def make_cache(self, rows: int, capacity: int) -> Cache:
         """Create an empty cache for `rows` batch rows of at most `capacity` entries each."""
         spec = self.spec
         return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
-    def padded_past_length(self, cache: Cache, nodes: int) -> int:
+    def compute_padded_past_length(self, cache: Cache, nodes: int) -> int:
         """Return the number of cache columns in a pass's attention mask: the length of the longest row, rounded up.
 
         Rounding up makes the sums of a row independent of the other rows of the batch, as `COLUMN_STEP` explains.
@@ -145,8 +145,8 @@ class OrtDeviceEngine(DeviceEngine):
         )
         super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, num_cache_heads=None)
 
-    def new_cache(self, rows: int, capacity: int) -> DeviceCache:
+    def make_cache(self, rows: int, capacity: int) -> DeviceCache:
         return DeviceCache(self._pool, rows, capacity)
 
-    def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
-        return padded_node_count(num_nodes)
+    def compute_padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
+        return compute_padded_node_count(num_nodes)

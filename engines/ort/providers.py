@@ -129,7 +129,7 @@ class ProviderChoice(NamedTuple):
     main_provider: str = AUTO
     graph_providers: Mapping[str, str] = MappingProxyType({})
 
-    def provider_for(self, role: str) -> str:
+    def get_provider(self, role: str) -> str:
         """Return the name of the provider for the graph `role`, such as `target`."""
         return self.graph_providers.get(role, self.main_provider)
 
@@ -181,7 +181,7 @@ _registered: set[tuple[Any, str]] = set()
 _lock = threading.Lock()
 
 
-def find_provider(name: str, runtime: Any) -> Provider:
+def find_available_provider(name: str, runtime: Any) -> Provider:
     """Return a provider by name, after checking that ONNX Runtime can use it.
 
     Args:

@@ -24,8 +24,8 @@ from .providers import (
     DEFAULT_PROVIDER,
     PROVIDERS,
     check_node_assignment,
+    find_available_provider,
     find_plugin_devices,
-    find_provider,
     get_device_lock,
 )
 
@@ -270,7 +270,7 @@ def load_session(
         BundleError: the file is damaged.
     """
     runtime = import_onnxruntime()
-    chosen = find_provider(provider, runtime)
+    chosen = find_available_provider(provider, runtime)
     # The dynamic linker does not find the libraries in the packages of CUDA and cuDNN, so they are loaded here. If this
     # fails, `check_node_assignment` raises an error.
     if chosen.extra_library:
@@ -321,7 +321,7 @@ def check_provider(name: str) -> None:
 
     Raises: EngineError: the provider is not installed, its device does not work, or it cannot run a convolution.
     """
-    provider = find_provider(name, import_onnxruntime())
+    provider = find_available_provider(name, import_onnxruntime())
     if provider.memory_device == "cpu":
         return
     graph = GraphWriter()

@@ -169,7 +169,7 @@ def build_engine_file(
     errors = _ErrorCollector()
     timings = None
     if backend != RTX:  # TensorRT-RTX does not time kernels during builds
-        timings = timing_cache_path(library.__version__)
+        timings = get_timing_cache_path(library.__version__)
     monitor = make_progress_monitor(library, f"building {graph.stem}", progress)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
     for inputs in profile_bounds:
@@ -208,7 +208,7 @@ def build_engine_file(
     return file
 
 
-def timing_cache_path(library_version: str) -> str | None:
+def get_timing_cache_path(library_version: str) -> str | None:
     """Return the path of the timing cache, in which TensorRT keeps the measured times of kernels on this GPU.
 
     Polygraphy locks the file, so that several builds may use the file at once. None: there is no cache folder.

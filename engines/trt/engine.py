@@ -8,7 +8,7 @@ import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Floats
-from ..columns import padded_node_count
+from ..columns import compute_padded_node_count
 from ..contracts import Array, TensorSpec
 from ..decoder_tensors import declare_device_tensors
 from ..device_engine import DeviceCache, DeviceEngine
@@ -42,23 +42,25 @@ class TensorRTEngine(DeviceEngine):
         dtype = np.dtype(executable.dtypes["hidden_states"]).name
         super().__init__(executable, inputs, spec, code_embeddings, device, dtype, num_cache_heads=spec.num_kv_heads)
 
-    def new_cache(self, rows: int, capacity: int) -> DeviceCache:
-        self._executable.check_profile_size("rows", rows)
+    def make_cache(self, rows: int, capacity: int) -> DeviceCache:
+        self._executable.check_axis_fits_profile("rows", rows)
         # The profile may have fewer columns than the capacity: the nodes of the last pass come last, and no later pass
         # reads their columns.
-        self._executable.check_profile_size("columns", capacity - self._max_nodes() - 2)
+        self._executable.check_axis_fits_profile("columns", capacity - self._max_nodes() - 2)
         return DeviceCache(self._pool, rows, capacity, self._columns)
 
-    def padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
+    def compute_padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
         for name, size in (
             ("rows", len(cache.lengths)),
             ("nodes", num_nodes),
             ("columns", cache.count_attended_columns(num_nodes)),
         ):
-            self._executable.check_profile_size(name, size)
+            self._executable.check_axis_fits_profile(name, size)
         # Padding nodes, too, must fit the profile and the columns after the longest row.
         return min(
-            padded_node_count(num_nodes), self._max_nodes(), cache.num_columns - int(cache.lengths.max(initial=0))
+            compute_padded_node_count(num_nodes),
+            self._max_nodes(),
+            cache.num_columns - int(cache.lengths.max(initial=0)),
         )
 
     def _max_nodes(self) -> int:

@@ -184,7 +184,7 @@ class TensorRTExecutable:
     def _make_tensor_error(self, name: str, actual: str, expected: str) -> EngineError:
         return self.make_mismatch_error(f"tensor `{name}`: {actual}", expected)
 
-    def check_profile_size(self, axis_name: str, size: int) -> None:
+    def check_axis_fits_profile(self, axis_name: str, size: int) -> None:
         """Check that a profile of the engine supports a size of a forward pass.
 
         Args:
@@ -218,13 +218,13 @@ class TensorRTExecutable:
             self._errors.clear()
             context = self._get_context(profile)
             if self._last_binding.pop(profile, None) is not binding:
-                self._set_tensors(context, tensors)
+                self._set_tensor_addresses(context, tensors)
             self._require_success(context.execute_async_v3(CUDA_STREAM), "run this engine")
             self._last_binding[profile] = binding  # not reached after an exception, when tensors may be set in part
 
         return run
 
-    def _set_tensors(self, context: Any, values: Mapping[str, Any]) -> None:
+    def _set_tensor_addresses(self, context: Any, values: Mapping[str, Any]) -> None:
         shapes = {name: tuple(values[name].shape()) for name in (*self._inputs, *self._outputs)}
         for name in self._inputs:
             self._require_success(

@@ -51,7 +51,7 @@ def defer_tensor(compute_values: Callable[[], Tensor], shape: Sequence[int], dty
     return _DeferredTensor(compute_values, shape, dtype)
 
 
-def compute_tensor(tensor: Tensor) -> Tensor:
+def compute_deferred_tensor(tensor: Tensor) -> Tensor:
     """Compute a deferred tensor; return any other tensor unchanged."""
     made: Tensor = _resolve_deferred_value(tensor).detach()
     return made
@@ -60,7 +60,7 @@ def compute_tensor(tensor: Tensor) -> Tensor:
 def defer_permutation(tensor: Tensor, axes: Sequence[int]) -> Tensor:
     """Return a deferred permutation of a tensor's axes."""
     return defer_tensor(
-        lambda: compute_tensor(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype
+        lambda: compute_deferred_tensor(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype
     )
 
 
@@ -73,13 +73,13 @@ def defer_concatenation(source_tensors: Sequence[Tensor]) -> Tensor:
     """Return a deferred concatenation along axis 0 of tensors of one dtype."""
     shape = (sum(len(part) for part in source_tensors), *source_tensors[0].shape[1:])
     tensor = _DeferredTensor(
-        lambda: torch.cat([compute_tensor(part) for part in source_tensors]), shape, source_tensors[0].dtype
+        lambda: torch.cat([compute_deferred_tensor(part) for part in source_tensors]), shape, source_tensors[0].dtype
     )
     tensor.source_tensors = source_tensors
     return tensor
 
 
-def list_concatenated_parts(tensor: Tensor) -> Sequence[Tensor]:
+def list_concatenated_tensors(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors of which `tensor` is the deferred concatenation, or `[tensor]` for any other tensor."""
     return (tensor.source_tensors if isinstance(tensor, _DeferredTensor) else ()) or [tensor]
 

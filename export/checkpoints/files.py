@@ -55,7 +55,7 @@ _TYPES |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
-def convert_to_checkpoint_error(reader: Reader) -> Reader:
+def wrap_reader_errors(reader: Reader) -> Reader:
     """Return a reader that raises CheckpointError for every failure and suppresses warnings of libraries.
 
     Args:
@@ -70,13 +70,13 @@ def convert_to_checkpoint_error(reader: Reader) -> Reader:
             convert_read_errors(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
-            _reject_pointer_or_web_page(path)
+            _reject_lfs_pointer_or_web_page(path)
             return reader(*args, **kwargs)
 
     return cast(Reader, run_reader)
 
 
-def _reject_pointer_or_web_page(path: Path) -> None:
+def _reject_lfs_pointer_or_web_page(path: Path) -> None:
     if path.is_file():
         with open_regular_file(path) as file:
             start = file.read(64)
@@ -203,7 +203,7 @@ class Config:
                 raise self.make_error(name, expected=f"{size}, as in the weights")
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_config(path: Path) -> Config:
     """Read a configuration from a JSON file. Raises: CheckpointError."""
     try:
@@ -223,13 +223,13 @@ def _reject_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
     """Read a UTF-8 text file of at most `max_bytes` bytes. Raises: CheckpointError."""
     return read_regular_file(path, max_bytes).decode("utf-8")
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_tokenizer(
     path: Path, vocab_size: int, required_ids: Mapping[str, int] | None = None, tokenizer_json: bytes | None = None
 ) -> Tokenizer:
@@ -265,7 +265,7 @@ def read_tokenizer(
     return tokenizer
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_weights(
     path: Path,
     progress: Callable[[int], None] = lambda size: None,
@@ -307,7 +307,7 @@ def read_weights(
             raise make_file_error(path, found=format_value(name), expected="names of weights")
     names = {
         plain: name
-        for plain, name in strip_wrapper_names(path, {name: name for name in content}).items()
+        for plain, name in strip_wrapper_prefixes(path, {name: name for name in content}).items()
         if name_filter(plain)
     }
     weights = {name: content[name] for name in names.values()}
@@ -334,7 +334,7 @@ def read_weights(
     return {plain: weights[name].detach() for plain, name in names.items()}
 
 
-def strip_wrapper_names(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
+def strip_wrapper_prefixes(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
     """Remove the parts that wrapper modules (such as DataParallel) add to the names of weights.
 
     Args:

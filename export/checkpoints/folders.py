@@ -28,7 +28,7 @@ from .files import (
     make_file_error,
     read_config,
     read_weights,
-    strip_wrapper_names,
+    strip_wrapper_prefixes,
 )
 from .lora import LoraAdapter
 
@@ -84,7 +84,7 @@ class Checkpoint:
             problem: description of the fault.
             parts: other fields of `LanternError`.
         """
-        return make_file_error(self.path, self.name_in_files(name) if name else "", problem, **parts)
+        return make_file_error(self.path, self.get_stored_name(name) if name else "", problem, **parts)
 
     def read_config_file(self, name: str = "config.json") -> Config:
         """Read a configuration file of the folder. Raises: CheckpointError."""
@@ -177,7 +177,7 @@ class Checkpoint:
             adapter.merge(self.weights, name_filter)
             self.sources += adapter.sources
 
-    def name_in_files(self, name: str) -> str:
+    def get_stored_name(self, name: str) -> str:
         """Return the name that a weight has in the files.
 
         Args:
@@ -221,7 +221,7 @@ class Checkpoint:
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
         return Checkpoint(self.path, self.role, weights=weights, prefix=self.prefix + prefix)
 
-    def load_strict(self, module: nn.Module) -> None:
+    def load_module_weights(self, module: nn.Module) -> None:
         """Load all weights into a module, which must have the same names and shapes.
 
         The weights are not copied and keep the dtype of the checkpoint.
@@ -231,14 +231,14 @@ class Checkpoint:
         """
         wanted = module.state_dict()
         weights = self.weights
-        problems = _describe_differences(wanted.keys(), weights.keys(), self.name_in_files)
+        problems = _describe_differences(wanted.keys(), weights.keys(), self.get_stored_name)
         problems += [
-            f"{self.name_in_files(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
+            f"{self.get_stored_name(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
             for name, value in wanted.items()
             if name in weights and weights[name].shape != value.shape
         ][:SHOWN]
         problems += [
-            f"{self.name_in_files(name)} holds {_describe_dtype(weights[name])}, expected {_describe_dtype(value)}"
+            f"{self.get_stored_name(name)} holds {_describe_dtype(weights[name])}, expected {_describe_dtype(value)}"
             for name, value in wanted.items()
             if name in weights and weights[name].is_floating_point() != value.is_floating_point()
         ][:SHOWN]
@@ -275,7 +275,7 @@ def read_weight_index(path: Path) -> dict[str, list[str]]:
     shards: dict[str, list[str]] = {}
     if not isinstance(weight_map, dict) or not weight_map:
         raise config.make_error("weight_map", expected="the name of a file for every weight")
-    for weight, name in strip_wrapper_names(path, weight_map).items():
+    for weight, name in strip_wrapper_prefixes(path, weight_map).items():
         if not isinstance(name, str) or not re.fullmatch(PLAIN_NAME, name):
             raise make_file_error(
                 path, format_value(weight), found=format_value(name), expected="the name of a file in its folder"

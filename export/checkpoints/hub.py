@@ -73,7 +73,7 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
     return folder / (file or "")
 
 
-def measure_download(
+def measure_download_size(
     source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
 ) -> tuple[int, int]:
     """Measure how large a checkpoint on the hub is, and how much of it a download would fetch.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...inputs import format_value
-from .deferred import compute_tensor, defer_tensor
-from .files import Weights, convert_to_checkpoint_error, format_names, make_file_error, read_config, read_weights
+from .deferred import compute_deferred_tensor, defer_tensor
+from .files import Weights, format_names, make_file_error, read_config, read_weights, wrap_reader_errors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -126,7 +126,7 @@ def split_folder_and_scale(text: str) -> tuple[str, float]:
     return folder, scale
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_adapter(folder: Path, scale: float) -> LoraAdapter:
     """Read the adapter in a folder that PEFT saved.
 
@@ -173,4 +173,4 @@ def _strip_model_prefix(name: str) -> str:
 
 
 def _add_low_rank_product(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
-    return (compute_tensor(weight).float() + factor * (lora_b.float() @ lora_a.float())).to(weight.dtype)
+    return (compute_deferred_tensor(weight).float() + factor * (lora_b.float() @ lora_a.float())).to(weight.dtype)

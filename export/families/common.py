@@ -14,7 +14,7 @@ from ...bundle.order import GroupOrderSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
-from ..checkpoints.deferred import list_concatenated_parts
+from ..checkpoints.deferred import list_concatenated_tensors
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
 from ..graph.graphs import Graph, make_target_graph, name_test_cases
@@ -79,7 +79,7 @@ def build_image_model(
             raise CheckpointError(field="vq", found=f"{vq.config.num_codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
-    graphs = [make_target_graph(decoder, list_concatenated_parts(code_embeddings)[0])]
+    graphs = [make_target_graph(decoder, list_concatenated_tensors(code_embeddings)[0])]
     drafter_spec = None
     if drafter is not None:
         sources = [*sources, *drafter.sources]

@@ -61,7 +61,7 @@ class ChameleonTarget:
     max_image_tokens: int = 0
     has_position_limit: bool = True
 
-    def load_components(self) -> tuple[Decoder, Tensor, PromptCondition]:
+    def load_decoder_and_condition(self) -> tuple[Decoder, Tensor, PromptCondition]:
         """Read the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the prompt condition.
 
         Raises:
@@ -106,7 +106,7 @@ class ChameleonTarget:
         Raises:
             CheckpointError: a file is missing or damaged, or the drafter is of another target.
         """
-        decoder, embeddings, condition = self.load_components()
+        decoder, embeddings, condition = self.load_decoder_and_condition()
         offset = self.code_token_ids.start
         loaded_drafter = None
         if drafter is not None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, normalizers
 
 from ...bundle.manifest import Size
 from ...inputs import format_value, require_library, split_lines
-from ..checkpoints.files import Config, convert_to_checkpoint_error, make_file_error, read_text
+from ..checkpoints.files import Config, make_file_error, read_text, wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 
 START = "<|extra_203|>"
@@ -114,7 +114,7 @@ def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
     return range(first, first + count)
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[str]) -> bytes:
     """Convert a tiktoken file to the content of a `tokenizer.json`.
 

@@ -31,7 +31,7 @@ from .common import build_image_model, check_grid_rows
 _CELL = 16  # pixels per cell along each side, in the published image tokenizers
 
 
-class PublishedSize(NamedTuple):
+class PublishedModelSize(NamedTuple):
     """Sizes of a published model.
 
     Args:
@@ -50,11 +50,11 @@ class PublishedSize(NamedTuple):
 
 
 MODELS = (
-    PublishedSize(12, 768, 12, (16, 24)),  # GPT-B
-    PublishedSize(24, 1024, 16, (16, 24)),  # GPT-L
-    PublishedSize(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
-    PublishedSize(48, 1536, 24, (24,)),  # GPT-XXL
-    PublishedSize(24, 3200, 32, (24,)),  # GPT-3B
+    PublishedModelSize(12, 768, 12, (16, 24)),  # GPT-B
+    PublishedModelSize(24, 1024, 16, (16, 24)),  # GPT-L
+    PublishedModelSize(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
+    PublishedModelSize(48, 1536, 24, (24,)),  # GPT-XXL
+    PublishedModelSize(24, 3200, 32, (24,)),  # GPT-3B
 )
 
 
@@ -73,7 +73,7 @@ class LlamaGenVariant(NamedTuple):
     config_fields: Collection[str] = ()
     extra_weights: Collection[str] = ()
     weight_names: Mapping[str, str] = {}
-    published_sizes: Sequence[PublishedSize] = MODELS
+    published_sizes: Sequence[PublishedModelSize] = MODELS
     two_heads: bool = False
 
 
@@ -261,7 +261,7 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
             values.reject_unknown_fields(config_fields)
     names = checkpoint.weights.keys()
     if "embed.weight" not in names or not {"classes", "captions.uncond"} & names:
-        first = ", ".join(sorted(map(checkpoint.name_in_files, names))[:3])
+        first = ", ".join(sorted(map(checkpoint.get_stored_name, names))[:3])
         contents = f"no class or caption embeddings with tok_embeddings, but {first}"
         raise checkpoint.make_error(found=contents, expected="a LlamaGen transformer")
     return values, is_lantern_layout
@@ -298,7 +298,7 @@ def _check_feed_forward_width(checkpoint: Checkpoint, config: Config) -> None:
             )
 
 
-def _choose_num_heads(checkpoint: Checkpoint, config: Config, published_size: PublishedSize | None) -> int:
+def _choose_num_heads(checkpoint: Checkpoint, config: Config, published_size: PublishedModelSize | None) -> int:
     if heads := config.get_integer("num_attention_heads"):
         return heads
     if published_size:
@@ -317,7 +317,7 @@ def _choose_grid_rows(
     prefix_length: int,
     is_class_conditional: bool,
     grid: int | None,
-    published_size: PublishedSize | None,
+    published_size: PublishedModelSize | None,
 ) -> int:
     """Return the number of grid rows.
 

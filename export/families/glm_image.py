@@ -30,7 +30,7 @@ from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size, SourceImageSpec
 from ...inputs import format_value
 from ...methods import Sampling
-from ..checkpoints.deferred import compute_tensor, defer_tensor
+from ..checkpoints.deferred import compute_deferred_tensor, defer_tensor
 from ..checkpoints.files import Config, make_file_error, read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
@@ -92,10 +92,10 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
     pairs = list_image_grids(square_rows)
     # The weights tell whether there are biases.
     values = {name: value for name, value in text.values.items() if name != "attention_bias"}
-    longest = max(math.prod(compute_first_grid(*pair)) + math.prod(pair) for pair in pairs)
+    longest = max(math.prod(compute_first_grid_shape(*pair)) + math.prod(pair) for pair in pairs)
     sizes = make_decoder_config(checkpoint, replace(text, values=values), codes, square_rows, max_image_tokens=longest)
     sections, rotary_dim = _read_rotary_sections(text, sizes.head_dim)
-    grids = tuple((*compute_first_grid(*pair), *pair) for pair in pairs)
+    grids = tuple((*compute_first_grid_shape(*pair), *pair) for pair in pairs)
     prefix = min(sizes.prefix, MAX_PROMPT)
     sizes = replace(sizes, prefix=prefix, rotary="grids", grids=grids, rope_sections=sections)
     _reorder_query_key_rows(checkpoint, sizes, rotary_dim)
@@ -140,7 +140,7 @@ def list_image_grids(square_rows: int) -> list[tuple[int, int]]:
     return [*pairs, *_DEFAULT_GRIDS] if square_rows == _GRID else pairs
 
 
-def compute_first_grid(rows: int, columns: int) -> tuple[int, int]:
+def compute_first_grid_shape(rows: int, columns: int) -> tuple[int, int]:
     """Return rows and columns of the small grid for an image of `rows` x `columns` cells.
 
     The formula is that of the published processor.
@@ -235,7 +235,7 @@ def _reorder_query_key_rows(checkpoint: Checkpoint, config: DecoderConfig, rotar
 
 
 def _permute_rows(weight: Tensor, permutation: Tensor) -> Tensor:
-    return defer_tensor(lambda: compute_tensor(weight)[permutation], weight.shape, weight.dtype)
+    return defer_tensor(lambda: compute_deferred_tensor(weight)[permutation], weight.shape, weight.dtype)
 
 
 def _make_prompt_layout(
@@ -244,7 +244,7 @@ def _make_prompt_layout(
     """Return the layout of prompts, and the image sizes with the tokens that end their prompts."""
     sizes: list[Size] = []
     for number, (rows, columns) in enumerate(grid_shapes):
-        small = compute_first_grid(rows, columns)
+        small = compute_first_grid_shape(rows, columns)
         grids = (f"<sop>{rows} {columns}<eop>", f"<sop>{small[0]} {small[1]}<eop>")
         (first, *tokens), second = (tokenizer.encode(text, add_special_tokens=False).ids for text in grids)
         if first != tokenizer.token_to_id("<sop>"):

@@ -71,7 +71,7 @@ class _CheckpointLayout(Protocol):
     vision_config: Config
     cfg_scale: float
 
-    def list_aligner_layers(self, num_layers: int) -> list[str]:
+    def list_aligner_layer_names(self, num_layers: int) -> list[str]:
         """Return the names of the aligner's layers after the prefix `aligner`.
 
         Args:
@@ -104,7 +104,7 @@ class _TransformersLayout:
         self.generation = target.read_config_file("generation_config.json")
         self.cfg_scale = self.generation.get_number("guidance_scale", _CFG_SCALE)
 
-    def list_aligner_layers(self, num_layers: int) -> list[str]:
+    def list_aligner_layer_names(self, num_layers: int) -> list[str]:
         return ["fc1", *(f"hidden_layers.{i}" for i in range(num_layers - 1))]
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
@@ -143,7 +143,7 @@ class _DeepSeekLayout:
         self.processor = target.read_config_file(_PROCESSOR) if has_processor else replace(config, values={})
         self.processor.check_value("sft_format", "deepseek", None)
 
-    def list_aligner_layers(self, num_layers: int) -> list[str]:
+    def list_aligner_layer_names(self, num_layers: int) -> list[str]:
         return [str(2 * i) for i in range(num_layers)]  # an activation function is between two layers
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
@@ -224,7 +224,7 @@ def _compute_code_embeddings(raw_embeddings: Tensor, aligner: Checkpoint, layout
         aligner: weights of the aligner.
         layout: layout of the folder.
     """
-    layers = layout.list_aligner_layers(len(aligner.weights) // 2)
+    layers = layout.list_aligner_layer_names(len(aligner.weights) // 2)
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if not layers or aligner.weights.keys() != wanted:
         raise aligner.make_error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))

@@ -71,7 +71,7 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
         count_max_image_tokens(patches, _PATCH),
         has_position_limit=False,  # the published program computes rotations for all positions
     )
-    decoder, embeddings, condition = model.load_components()
+    decoder, embeddings, condition = model.load_decoder_and_condition()
     row_end = names[ROW_END]
     return build_image_model(
         decoder=decoder,

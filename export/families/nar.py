@@ -16,14 +16,14 @@ from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
 from ..graph.conditions import ClassCondition
 from ..model import BundleContents
-from .common_llamagen import LlamaGenVariant, PublishedSize, build_llamagen_model, read_llamagen_transformer
+from .common_llamagen import LlamaGenVariant, PublishedModelSize, build_llamagen_model, read_llamagen_transformer
 
 MODELS = (
-    PublishedSize(12, 768, 12, (16,)),  # GPT-B
-    PublishedSize(18, 1024, 16, (16,)),  # GPT-M
-    PublishedSize(24, 1024, 16, (16,)),  # GPT-L
-    PublishedSize(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
-    PublishedSize(48, 1536, 24, (16,)),  # GPT-XXL
+    PublishedModelSize(12, 768, 12, (16,)),  # GPT-B
+    PublishedModelSize(18, 1024, 16, (16,)),  # GPT-M
+    PublishedModelSize(24, 1024, 16, (16,)),  # GPT-L
+    PublishedModelSize(36, 1280, 20, (16,), (16, 32)),  # GPT-XL
+    PublishedModelSize(48, 1536, 24, (16,)),  # GPT-XXL
 )
 _VARIANT = LlamaGenVariant(
     config_fields=("medusa_attention_num",),

@@ -181,11 +181,13 @@ def make_token_condition(
         for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
     ]
 
-    def write_lookup(ops: ExportGraphWriter) -> None:
+    def write_embedding_lookup(ops: ExportGraphWriter) -> None:
         for source, result in zip(inputs, outputs, strict=True):
             ops.op("Gather", ops.add_weight("table.weight", embeddings), source.name, name=result.name)
 
-    graph = Graph("condition", TokenCondition(embeddings), inputs, outputs, name_test_cases(*cases), write_lookup)
+    graph = Graph(
+        "condition", TokenCondition(embeddings), inputs, outputs, name_test_cases(*cases), write_embedding_lookup
+    )
     return PromptCondition(
         ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, tokenizer_json or tokenizer_path.read_bytes()
     )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...engines.graph_writer import DecoderGraphWriter
-from ..checkpoints.deferred import compute_tensor, defer_tensor
+from ..checkpoints.deferred import compute_deferred_tensor, defer_tensor
 from ..models.decoder import HEAD_EPSILON, LayerStack
 from .onnx_ops import MAX_INT8_ACTIVATION, ExportGraphWriter
 
@@ -103,7 +103,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
             return weight
         factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
         rows = factors.repeat_interleave(config.head_dim).view(-1, *[1] * (weight.ndim - 1))
-        return defer_tensor(lambda: compute_tensor(weight).float() * rows, weight.shape, torch.float32)
+        return defer_tensor(lambda: compute_deferred_tensor(weight).float() * rows, weight.shape, torch.float32)
 
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
         x = x if addend is None else self.graph.op("Add", x, addend)
@@ -270,9 +270,9 @@ class CPUDecoderWriter(DecoderGraphWriter):
         bias = self.weights.get(f"{layer_name}.attention.qkv.bias", torch.zeros(1))
 
         def compute_value_units() -> Tensor:
-            rows = compute_tensor(projection)[-math.prod(shape) :].float()
-            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * compute_tensor(norm), dim=1)
-            largest += compute_tensor(bias)[-len(rows) :].float().abs()
+            rows = compute_deferred_tensor(projection)[-math.prod(shape) :].float()
+            largest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * compute_deferred_tensor(norm), dim=1)
+            largest += compute_deferred_tensor(bias)[-len(rows) :].float().abs()
             return torch.exp2(torch.ceil(torch.log2(largest.clamp(1e-30) / max_steps))).view(shape)
 
         step = ops.add_weight(f"{layer_name}.value_units", defer_tensor(compute_value_units, shape, torch.float32))
@@ -303,7 +303,9 @@ def write_rms_norm(
     scaled = ops.op("Mul", normed, scale, name=None if cast else output_name)
     scaled = ops.cast(scaled, "float16" if ops.is_float16 else "float32", output_name) if cast else scaled
     if ops.int8_matmul:  # a normalised number is at most sqrt(width) times its weight, which gives a fixed step
-        ops.steps[scaled] = compute_tensor(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
+        ops.steps[scaled] = (
+            compute_deferred_tensor(weight).float().abs().max() * len(weight) ** 0.5 / MAX_INT8_ACTIVATION
+        )
     return scaled
 
 

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from ...engines.graph_writer import TYPES
-from ..checkpoints.deferred import compute_tensor
+from ..checkpoints.deferred import compute_deferred_tensor
 from .onnx_ops import BLOCK_OPSET
 from .precision import (
     MAX_INTEGER,
@@ -152,7 +152,7 @@ class GraphFile:
         weight = self.weights[name]
         kind = self.storage_types.get(name)
         if kind is None:
-            yield np.ascontiguousarray(compute_tensor(weight).numpy()).tobytes()
+            yield np.ascontiguousarray(compute_deferred_tensor(weight).numpy()).tobytes()
         elif kind in ("float32", "float16", "bfloat16"):
             for chunk in iter_float32_chunks(weight):
                 yield _to_bytes(chunk, kind)

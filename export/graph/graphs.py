@@ -71,15 +71,15 @@ class Graph:
 def convert_to_float16(graph: Graph) -> Graph:
     """Convert a decoder's graph to float16 inputs, weights and outputs; norms and logits stay float32."""
 
-    def convert_values(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    def convert_specs_to_float16(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
 
-    inputs = convert_values(graph.inputs)
-    outputs = convert_values(graph.outputs)
+    inputs = convert_specs_to_float16(graph.inputs)
+    outputs = convert_specs_to_float16(graph.outputs)
     return replace(graph, inputs=inputs, outputs=outputs, compute_type="float16", tolerance=HALF_TOLERANCE)
 
 
-def plan_graph(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
+def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
     """Return a description of the ONNX file to write for a graph: nodes, weights and storage types.
 
     No file is written, and no weight is read.
@@ -118,7 +118,7 @@ def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") 
     Returns:
         Paths of the files.
     """
-    return plan_graph(graph, storage_rule).write(folder / f"{graph.role}.onnx")
+    return make_graph_file(graph, storage_rule).write(folder / f"{graph.role}.onnx")
 
 
 def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
@@ -201,7 +201,7 @@ def _iter_decoder_cases(
     max_nodes = _MAX_CASE_NUMBERS // max(len(past_inputs) * math.prod(heads), config.num_logits)
     prefix = max(2, min(config.prefix, _MAX_CASE_NODES, max_nodes))
 
-    def make_case(name: str, past_lengths: list[int], node_mask: NDArray[np.bool_]) -> tuple[str, Arrays]:
+    def make_test_case(name: str, past_lengths: list[int], node_mask: NDArray[np.bool_]) -> tuple[str, Arrays]:
         """Make a test case.
 
         Args:
@@ -227,13 +227,13 @@ def _iter_decoder_cases(
 
     tree = make_tree_mask((-1, 0, 0, 1, 1, 2, 3))
     causal = np.tri(prefix, dtype=bool)
-    yield make_case("prefill", [0, 0], causal)
-    yield make_case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
-    yield make_case("tree", [prefix + 2] * 2, tree)
-    yield make_case("three rows, causal", [prefix + 1, 1, prefix], causal)
-    yield make_case("rows of different length", [prefix, prefix + 4], tree)
+    yield make_test_case("prefill", [0, 0], causal)
+    yield make_test_case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
+    yield make_test_case("tree", [prefix + 2] * 2, tree)
+    yield make_test_case("three rows, causal", [prefix + 1, 1, prefix], causal)
+    yield make_test_case("rows of different length", [prefix, prefix + 4], tree)
     if config.rotary == "grids":
-        name, values = make_case("positions moved back", [prefix, 0], tree)
+        name, values = make_test_case("positions moved back", [prefix, 0], tree)
         values["position_ids"] += config.num_rope_positions * np.arange(len(tree))
         yield name, values
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...bundle.manifest import Precision
 from ...engines.host import describe_processor
 from ...errors import CheckpointError, RequestError
-from ..checkpoints.deferred import compute_tensor
+from ..checkpoints.deferred import compute_deferred_tensor
 from .onnx_ops import MAX_INT8_ACTIVATION
 
 # `int8` and `int4` have a scale for each block along the input axis and are dequantized before the product. `columns`
@@ -206,7 +206,7 @@ def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tenso
         weight: the weight, which may be deferred.
         row_multiple: number, such as a block size, that divides the number of rows of every chunk but the last.
     """
-    weight = compute_tensor(weight)
+    weight = compute_deferred_tensor(weight)
     if weight.ndim == 0:
         yield weight.float()
         return
@@ -259,7 +259,7 @@ def fake_quantize(
         is_matrix: whether the weight belongs to a linear layer; other weights are never integers.
         compute_type: type to whose precision the scales are rounded.
     """
-    weight = compute_tensor(weight)
+    weight = compute_deferred_tensor(weight)
     if storage_type == "float32" or (storage_type in MAX_INTEGER and not is_matrix):
         return weight.float()
     result = weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...engines.contracts import Progress
 from ..checkpoints.deferred import skip_weight_allocation
-from ..checkpoints.files import convert_to_checkpoint_error
+from ..checkpoints.files import wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import CPUDecoderWriter
 from ..graph.graphs import Arrays, Graph, make_decoder_graph
@@ -82,7 +82,7 @@ class LoadedDrafter(NamedTuple):
     target_sha256: str | None = None
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_drafter(
     folder: Path,
     target_decoder: Decoder,
@@ -139,7 +139,7 @@ def read_drafter(
         head = nn.Linear(drafter_config.hidden_size, drafter_config.vocab_size, bias=False)
         drafter = EagleDrafter(drafter_config, head, "fc.bias" in weights, num_tokens)
     weights["head.weight"] = target_decoder.head.weight
-    checkpoint.load_strict(drafter)
+    checkpoint.load_module_weights(drafter)
     training = config.get("training")  # `train-drafter` writes this field
     target_sha256 = training.get("target_sha256") if isinstance(training, Mapping) else None
     return LoadedDrafter(

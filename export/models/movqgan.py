@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
-from ..checkpoints.files import convert_to_checkpoint_error, make_file_error
+from ..checkpoints.files import make_file_error, wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 from ..progress import ignore_progress
 from .llamagen_vq import ConvStack, LlamaGenVQ, ResidualBlock, VQTokenizerConfig, make_group_norm
@@ -145,7 +145,7 @@ class Emu3VQ(MoVQ):
         self.decoder = _VideoDecoder(config, num_doublings)
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
     """Read a MoVQGAN from its file.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...engines.contracts import Progress
 from ...inputs import format_error, require_library, reraise_error_of_signal_handler
 from ..checkpoints.deferred import skip_weight_allocation
-from ..checkpoints.files import Config, convert_to_checkpoint_error, format_names, make_file_error, read_tokenizer
+from ..checkpoints.files import Config, format_names, make_file_error, read_tokenizer, wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import ExportGraphWriter
@@ -41,7 +41,7 @@ class LoadedTextEncoder(NamedTuple):
     sources: list[tuple[str, Path]]
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = ignore_progress) -> LoadedTextEncoder:
     """Read the text encoder of a folder such as flan-t5-xl, which may contain a whole T5 or only the encoder.
 
@@ -102,7 +102,7 @@ def _read_t5_encoder(checkpoint: Checkpoint, config: Config) -> Any:
         raise config.make_error(found=format_error(error), expected="the configuration of a T5") from error
     finally:
         logger.setLevel(level)
-    weights.load_strict(encoder)
+    weights.load_module_weights(encoder)
     return encoder
 
 

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from ...engines.contracts import Progress
 from ...inputs import format_error
 from ..checkpoints.deferred import skip_weight_allocation
-from ..checkpoints.files import Config, convert_to_checkpoint_error, make_file_error, read_text
+from ..checkpoints.files import Config, make_file_error, read_text, wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 from ..progress import ignore_progress
 from .llamagen_vq import NORM_GROUPS, LlamaGenVQ, VQTokenizerConfig
@@ -28,7 +28,7 @@ _VQGAN_PATTERNS = (
 )
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_llamagen_vq(
     path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
@@ -96,7 +96,7 @@ def load_vq_tokenizer(
     checkpoint.rename_weights({"codebook": CODEBOOK})
     numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
     checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # small enough to copy
-    checkpoint.load_strict(vq)
+    checkpoint.load_module_weights(vq)
     return vq
 
 
@@ -114,7 +114,7 @@ class LoadedVQGAN(NamedTuple):
     sources: list[tuple[str, Path]]
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
     """Read an image tokenizer in the layout of taming-transformers.
 

@@ -35,7 +35,7 @@ from ..inputs import (
     split_lines,
 )
 from ..runtime.heads import DraftHeads, draft_head_shapes
-from .hub import HUB, fetch_bundle, list_allowed_link_folders
+from .hub import HUB, fetch_bundle, list_allowed_link_targets
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, compute_sha256
 from .onnx_scan import list_external_files
 
@@ -74,7 +74,7 @@ class Bundle:
             raise BundleError(f"no file `{file_role}`", field=f"bundle {self.folder}", expected=expected)
         return self.folder / entry.path
 
-    def check_makes_images(self) -> None:
+    def check_has_image_decoder(self) -> None:
         """Raise RequestError if the bundle has no image decoder."""
         if not self.manifest.makes_images:
             problem = f"bundle {self.manifest.name} has no image decoder"
@@ -141,7 +141,7 @@ class Bundle:
             return split_lines(read_regular_file(self.path("prompts"), _MANIFEST_LIMIT).decode())
 
 
-def list_embedded_names() -> list[str]:
+def list_embedded_bundle_names() -> list[str]:
     """Return the names of the bundles that are installed with this package."""
     return sorted(file.parent.name for file in EMBEDDED.glob(f"*/{MANIFEST_FILE}"))
 
@@ -171,7 +171,7 @@ def open_bundle(
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
-    list_files = partial(_list_manifest_files, digest=digest)
+    list_files = partial(_list_files_in_manifest, digest=digest)
     folder = (
         fetch_bundle(name, MANIFEST_FILE, list_files) if name.startswith(HUB) else _find_bundle_folder(path_or_name)
     )
@@ -181,15 +181,15 @@ def open_bundle(
     done = 0
     total = sum(manifest.files[role].bytes for role in hashed)
 
-    def add_hashed_bytes(size: int) -> None:
+    def report_hashed_bytes(size: int) -> None:
         nonlocal done
         done += size
         if progress:
             progress(done, total)
 
-    add_hashed_bytes(0)
+    report_hashed_bytes(0)
     for role, entry in manifest.files.items():
-        _check_file(folder, role, entry, add_hashed_bytes if role in hashed else None)
+        _check_file(folder, role, entry, report_hashed_bytes if role in hashed else None)
     listed_files = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
@@ -204,7 +204,7 @@ def open_bundle(
 
 def _find_bundle_folder(path_or_name: str | Path) -> Path:
     """Return the folder of the embedded bundle with a name, or the folder at a path."""
-    names = list_embedded_names()
+    names = list_embedded_bundle_names()
     if isinstance(path_or_name, str) and path_or_name in names:
         return EMBEDDED / path_or_name
     folder = Path(path_or_name)
@@ -221,7 +221,7 @@ def _find_bundle_folder(path_or_name: str | Path) -> Path:
     raise BundleError(field=field, found=actual, expected=expected, remedy=remedy)
 
 
-def _list_manifest_files(folder: Path, digest: str | None) -> list[str]:
+def _list_files_in_manifest(folder: Path, digest: str | None) -> list[str]:
     """Return the paths of all files that `bundle.json` lists; `digest` is the sha256 of `bundle.json`, if known."""
     manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder, digest))
     for role, entry in manifest.files.items():
@@ -292,7 +292,7 @@ def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callab
     path = folder / entry.path
     try:
         real = path.resolve(strict=True)
-        if not any(real.is_relative_to(root.resolve()) for root in list_allowed_link_folders(folder)):
+        if not any(real.is_relative_to(root.resolve()) for root in list_allowed_link_targets(folder)):
             raise _make_file_error(path, "a link that leaves the bundle's folder", "a file in it")
         if not real.is_file():
             raise _make_file_error(path, "a folder or device", "a file")

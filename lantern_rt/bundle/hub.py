@@ -105,7 +105,7 @@ def download_files(repository: str, file_names: Iterable[str], revision: str | N
     """
     from huggingface_hub import hf_hub_download
 
-    _install_digest_check()
+    _install_download_digest_check()
     for name in file_names:
         path = Path(_run_interruptibly(partial(hf_hub_download, repository, name, revision=revision)))
         folder = path.parents[name.count("/")]
@@ -133,7 +133,7 @@ def _run_interruptibly(function: Callable[[], str]) -> str:
     return result.result()
 
 
-def _install_digest_check() -> None:
+def _install_download_digest_check() -> None:
     """Make the network client of `huggingface_hub` drop invalid digests in response headers.
 
     The library names cache files by these digests, so an invalid digest could name a file outside the cache.
@@ -145,12 +145,12 @@ def _install_digest_check() -> None:
         return
     create_client = _http._GLOBAL_CLIENT_FACTORY  # A program may have set another; this has no public name.
 
-    def create_checking_client() -> Any:
+    def create_digest_checking_client() -> Any:
         client = create_client()
         client.event_hooks["response"].append(_drop_invalid_headers)
         return client
 
-    set_client_factory(create_checking_client)
+    set_client_factory(create_digest_checking_client)
 
 
 def _drop_invalid_headers(response: Any) -> None:
@@ -159,7 +159,7 @@ def _drop_invalid_headers(response: Any) -> None:
             del response.headers[name]
 
 
-def list_allowed_link_folders(folder: Path) -> list[Path]:
+def list_allowed_link_targets(folder: Path) -> list[Path]:
     """Return the folders to which links in a bundle may point: the bundle's folder and folders of the hub's cache."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]

@@ -169,7 +169,7 @@ class Size(FrozenModel):
     first_position: Count | None = None
     source_tokens: tuple[TokenId, ...] = ()
 
-    def with_source(self) -> Size:
+    def with_source_image(self) -> Size:
         """Return this size for images that are generated from a source image. These images have no first grid."""
         first = (self.first_position or 0) + self.first_codes
         return self.model_copy(update={"tokens": self.source_tokens, "first_grid": None, "first_position": first})
@@ -377,7 +377,7 @@ class Manifest(FrozenModel):
         """Raise ValueError if `order` does not match the image, or the bundle has parts that need raster order."""
         if self.order is None:
             return
-        self.order.check_cells(self.codes_per_image, self.grid_columns)
+        self.order.check_covers_all_cells(self.codes_per_image, self.grid_columns)
         parts = {"drafter": self.drafter, "heads": self.heads, "row_end": self.row_end, "sizes": self.sizes or None}
         if unfit := [name for name, part in parts.items() if part is not None]:
             raise ValueError(f"`{unfit[0]}` is not allowed in a bundle with `order`")
@@ -388,7 +388,7 @@ class Manifest(FrozenModel):
 
     def _check_preset(self, quality: Quality, method: Method) -> None:
         """Raise ValueError if the bundle does not support a method of a preset."""
-        if problem := explain_unsupported(self, method):
+        if problem := explain_unsupported_method(self, method):
             raise ValueError(f"preset {quality}, {method}: the bundle {problem}")
         if quality == "strict" and not method.exact:
             raise ValueError(f"preset strict, {method}, is not exact")
@@ -483,7 +483,7 @@ class Manifest(FrozenModel):
         return "vq_encoder" in self.files and self.source is None
 
 
-def explain_unsupported(manifest: Manifest, method: MethodConfig) -> str | None:
+def explain_unsupported_method(manifest: Manifest, method: MethodConfig) -> str | None:
     """Return the reason why a bundle cannot run a decoding method; None: the bundle can run the method.
 
     The reason completes a sentence that begins with `bundle NAME`, such as `bundle scenes has no drafter ...`.

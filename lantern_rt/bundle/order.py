@@ -59,7 +59,7 @@ class GroupOrderSpec(FrozenModel):
             return TwoHeadLayout(self.groups, codebook_size, columns)
         return GroupLayout(self.groups, codebook_size)
 
-    def check_cells(self, num_cells: int, columns: int) -> None:
+    def check_covers_all_cells(self, num_cells: int, columns: int) -> None:
         """Raise ValueError unless the groups contain every cell of the image once.
 
         With two heads, the neighbours of a cell must be in the group before the cell's group.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from .. import __version__
-from ..bundle.files import list_embedded_names
+from ..bundle.files import list_embedded_bundle_names
 from ..engines.doctor import make_host_report
 from ..output.tables import format_text_table
 from .console import print_json, print_text
@@ -24,7 +24,11 @@ def doctor(json: JsonOption = False) -> None:
     are problems.
     """
     report = make_host_report()
-    facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(list_embedded_names()) or "none embedded"}
+    facts = {
+        "lantern-rt": __version__,
+        **report.facts,
+        "bundles": ", ".join(list_embedded_bundle_names()) or "none embedded",
+    }
     if json:
         print_json({"facts": facts, "problems": report.problems})
     else:

@@ -113,14 +113,14 @@ def edit(
         opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count * tries, **options
     )
 
-    def contains_any_candidate(image_index: int, path: Path) -> bool:
+    def contains_image_of_any_try(image_index: int, path: Path) -> bool:
         candidates = request.images[image_index * tries : (image_index + 1) * tries]
         return any(
             png_contains_image(path, opened, replace(request, images=[candidate]), 1) for candidate in candidates
         )
 
     outputs = choose_output_paths(
-        output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, contains_any_candidate
+        output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, contains_image_of_any_try
     )
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")

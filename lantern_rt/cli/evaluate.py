@@ -131,9 +131,9 @@ def evaluate(
     prompt_set = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(prompt_set.items))
     if features is not None or agreement is not None or reference is not None:
-        opened.check_makes_images()
-    feature_graph = _open_feature_graph(features, opened, threads)
-    agreement_graph = None if agreement is None else _open_agreement_graph(agreement, prompt_set, opened, threads)
+        opened.check_has_image_decoder()
+    feature_graph = _open_feature_model(features, opened, threads)
+    agreement_graph = None if agreement is None else _open_agreement_model(agreement, prompt_set, opened, threads)
     reference_features = None if reference is None else _compute_reference_features(reference, feature_graph, manifest)
     pipeline = options.load_pipeline(opened)
     with show_progress() as progress:
@@ -154,7 +154,7 @@ def evaluate(
         _write_presets(opened, choose_presets(report, manifest))
 
 
-def _open_feature_graph(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:
+def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:
     """Open the ONNX graph that computes image features.
 
     Args:
@@ -170,7 +170,7 @@ def _open_feature_graph(path: Path | None, bundle: Bundle, threads: int | None) 
     return EncoderFeatureModel(bundle, threads) if bundle.manifest.can_edit_images else None
 
 
-def _open_agreement_graph(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> PromptAgreementModel:
+def _open_agreement_model(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> PromptAgreementModel:
     if prompts.input_kind != "prompts":
         problem = f"bundle {bundle.manifest.name} takes {prompts.input_kind}, not prompts"
         raise RequestError(problem, field="agreement", remedy="leave it out")

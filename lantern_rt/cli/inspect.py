@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.files import Bundle, list_embedded_names
+from ..bundle.files import Bundle, list_embedded_bundle_names
 from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
 from ..errors import RequestError
 from .console import Facts, print_json, print_sections, print_text, show_progress
@@ -34,7 +34,7 @@ def inspect(
 
     With --json, print the whole manifest of the bundle or engine folder.
     """
-    if bundle not in list_embedded_names() and is_engine_folder(bundle):
+    if bundle not in list_embedded_bundle_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
         with show_progress(announce_tasks=False) as progress:
             progress("checking the engine files")

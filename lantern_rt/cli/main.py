@@ -22,7 +22,7 @@ from contextlib import suppress
 import typer
 
 from ..bundle import DOWNLOAD_THREAD
-from ..engines.system import check_thread_limit
+from ..engines.system import check_thread_count
 from ..errors import EngineError, LanternError
 from .app import PROGRAM, app
 from .console import print_stderr
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(sys, name) is None:  # closed; the next file opened must not get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
-        check_thread_limit(min(os.cpu_count() or 1, 64))  # the number of threads that NumPy starts
+        check_thread_count(min(os.cpu_count() or 1, 64))  # the number of threads that NumPy starts
     except EngineError:  # too few threads: OpenBLAS would raise SIGINT, PyTorch's OpenMP would exit
         for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
             os.environ.setdefault(name, "1")

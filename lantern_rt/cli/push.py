@@ -49,7 +49,7 @@ def push(
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_named_bundle(bundle)
     if images:
-        opened.check_makes_images()
+        opened.check_has_image_decoder()
     samples = [_read_sample_image(path, opened) for path in images or ()]
     create_repository(repository, private=True)  # before images are generated
     if opened.manifest.makes_images:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from ..bundle.files import Bundle, list_embedded_names
+from ..bundle.files import Bundle, list_embedded_bundle_names
 from ..engines.precisions import INTEGER_WEIGHTS
 from ..errors import BundleError, LanternError, RequestError
 from ..inputs import format_value
@@ -46,7 +46,9 @@ def read_recorded_request(
     """
     recipe = read_replay_recipe(png_path, options)
     place: str | Path | None = bundle_name
-    if bundle_name is None and recipe.bundle in list_embedded_names():  # a name in a file is never used as a path
+    if (
+        bundle_name is None and recipe.bundle in list_embedded_bundle_names()
+    ):  # a name in a file is never used as a path
         place = recipe.bundle
     elif bundle_name is None and recipe.bundle in load_published_models():
         place = find_cached_bundle(recipe.bundle)

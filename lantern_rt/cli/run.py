@@ -235,12 +235,12 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
     print_json({"images": images, "stats": stats})
 
 
-def _split_arguments(arguments: list[str], has_subject_option: bool) -> tuple[str | None, list[str]]:
+def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
     """Split the arguments into the bundle and the prompts.
 
     Args:
         arguments: arguments of the user, such as `scenes "a red cube"`.
-        has_subject_option: whether an option such as --class-id selects the images. Then a single word is the name
+        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name
             of a bundle, even if the bundle does not exist.
 
     Returns:
@@ -250,7 +250,7 @@ def _split_arguments(arguments: list[str], has_subject_option: bool) -> tuple[st
         RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
     """
     bundle = None
-    if arguments and (_is_bundle(arguments[0]) or (has_subject_option and " " not in arguments[0].strip())):
+    if arguments and (_is_bundle(arguments[0]) or (has_input_option and " " not in arguments[0].strip())):
         bundle, *arguments = arguments
     single = [argument for argument in arguments if " " not in argument.strip()]
     if len(arguments) > 1 and single:
@@ -261,13 +261,13 @@ def _split_arguments(arguments: list[str], has_subject_option: bool) -> tuple[st
 
 
 def _is_bundle(argument: str) -> bool:
-    from ..bundle.files import MANIFEST_FILE, list_embedded_names
+    from ..bundle.files import MANIFEST_FILE, list_embedded_bundle_names
     from ..bundle.hub import HUB
     from ..published import load_published_models
 
     with suppress(OSError, ValueError):  # too long for a path
         return (
-            argument in list_embedded_names()
+            argument in list_embedded_bundle_names()
             or argument in load_published_models()
             or argument.startswith(HUB)
             or (argument != "" and (Path(argument) / MANIFEST_FILE).is_file())

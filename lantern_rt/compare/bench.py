@@ -92,7 +92,7 @@ def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
         "tokens_per_forward_pass_interval": {"low": passes["low"], "high": passes["high"]},
         "drafter_passes_per_target_pass": sum(s.drafter_passes for s in stats) / sum(s.target_passes for s in stats),
         "share": share | {"text_and_images": 1 - sum(share.values())},
-        "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs) if method.measures_distance else None,
+        "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs) if method.measures_tvd else None,
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,

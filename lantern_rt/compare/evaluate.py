@@ -89,7 +89,7 @@ def evaluate_methods(
         run_methods_in_turns(pipeline, methods, requests, with_likelihoods=False, progress=progress, total_images=count)
     )
     runs_by_method = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
-    compared_runs = _score_differing_runs(pipeline, runs_by_method, requests, progress)
+    compared_runs = _compute_likelihoods_of_differing_runs(pipeline, runs_by_method, requests, progress)
     drawn = compared_runs if manifest.makes_images else {}
     images = {label: [image for run in method_runs for image in run.images] for label, method_runs in drawn.items()}
     metrics = _estimate_metrics(list(compared_runs.values()), num_seeds)
@@ -137,7 +137,7 @@ def _compute_features(
     return sets
 
 
-def _score_differing_runs(
+def _compute_likelihoods_of_differing_runs(
     pipeline: Pipeline,
     runs_by_method: Mapping[str, list[MethodRun]],
     requests: Sequence[dict[str, Any]],
@@ -166,7 +166,7 @@ def _make_method_reports(
 
     Args:
         runs_by_method: runs by label, plain decoding first.
-        compared_runs: result of `_score_differing_runs`.
+        compared_runs: result of `_compute_likelihoods_of_differing_runs`.
         metrics: for each metric, the estimates of all methods in `compared_runs`.
         num_seeds: number of images per prompt.
     """
@@ -291,7 +291,7 @@ def _make_reliability_notes(
         num_prompts: number of prompts.
         num_images: number of images per method.
         num_features: number of features per image; None: no features were computed.
-        compared_runs: result of `_score_differing_runs`.
+        compared_runs: result of `_compute_likelihoods_of_differing_runs`.
     """
     notes = []
     if num_prompts < ENOUGH_PROMPTS:
@@ -307,6 +307,6 @@ def _make_reliability_notes(
     notes += [
         f"{label}: TVD covers relaxed acceptance only; the deviation of this method is not measured."
         for label, runs in compared_runs.items()
-        if not runs[-1].settings.method.measures_distance
+        if not runs[-1].settings.method.measures_tvd
     ]
     return notes

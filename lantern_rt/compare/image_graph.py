@@ -169,11 +169,11 @@ class OnnxImageModel(ABC):
                 raise self._make_error(f"failed on {shapes} ({format_error(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
                 raise self._make_error("returned NaN or infinity")
-            parts.append(self._extract_image_rows(values, len(images[batch])))
+            parts.append(self._extract_vector_per_image(values, len(images[batch])))
         return np.concatenate(parts)
 
     @abstractmethod
-    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+    def _extract_vector_per_image(self, values: Floats, num_images: int) -> Floats:
         """Return one row per image from the graph's output for `num_images` images.
 
         Raises:
@@ -213,7 +213,7 @@ class ImageFeatureModel(OnnxImageModel):
         """Return the features of images that have the same size, float64 `[images, features]`."""
         return self._run_batches(images, output_name=self.output_name)
 
-    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+    def _extract_vector_per_image(self, values: Floats, num_images: int) -> Floats:
         if values.ndim not in (2, 3, 4) or len(values) != num_images:
             expected = "[n, features], [n, tokens, features] or [n, features, h, w]"
             raise self._make_error(found=f"an output {list(values.shape)} of {num_images} images", expected=expected)
@@ -267,8 +267,8 @@ class EncoderFeatureModel(ImageFeatureModel):
         super().__init__(bundle.path("vq_encoder"), Preprocessing(image_mean=half, image_std=half), threads)
         self.facts["name"] = "VQ encoder features"
 
-    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
-        super()._extract_image_rows(values, num_images)  # Checks the shape.
+    def _extract_vector_per_image(self, values: Floats, num_images: int) -> Floats:
+        super()._extract_vector_per_image(values, num_images)  # Checks the shape.
         height = values.shape[2] // 2
         width = values.shape[3] // 2
         quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
@@ -334,7 +334,7 @@ class PromptAgreementModel(OnnxImageModel):
             agreement[indices] = self._run_batches([images[i] for i in indices], texts)
         return agreement
 
-    def _extract_image_rows(self, values: Floats, num_images: int) -> Floats:
+    def _extract_vector_per_image(self, values: Floats, num_images: int) -> Floats:
         if values.shape not in ((num_images,), (num_images, num_images)):
             raise self._make_error(
                 found=f"an output {list(values.shape)} of {num_images} images", expected="[n] or [n, n]"

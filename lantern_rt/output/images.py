@@ -53,7 +53,7 @@ def make_blank_image(width: int, height: int) -> Image.Image:
     return Image.new("RGB", (width, height), GREY)
 
 
-def grey_out_cells(image: Image.Image, decoded_cells: NDArray[np.bool_]) -> Image.Image:
+def grey_out_undecoded_cells(image: Image.Image, decoded_cells: NDArray[np.bool_]) -> Image.Image:
     """Return a copy of an image that is grey in all cells where `decoded_cells [rows, columns]` is False."""
     pixels = np.array(image)
     row, column = (

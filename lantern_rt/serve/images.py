@@ -119,7 +119,7 @@ class _RequestHandler:
             raise _make_too_large_error(max_size)
         with state.body_memory.reserve((record.key_name or record.client, kind), size):
             parsed_body = await self._read_body(max_size)
-            requests = state.resolve_requests(parsed_body.generation_requests)
+            requests = state.adapt_requests_to_bundles(parsed_body.generation_requests)
             request = requests[0]
             self._quality = request.quality or ""
             backend = state.find_backend(request.model)

@@ -280,7 +280,7 @@ class ServerState:
             raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
-    def resolve_requests(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+    def adapt_requests_to_bundles(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
         """Check requests, and return them with all defaults set.
 
         If `ServerLimits.mapped_sizes` contains the size in a request, the mapped size replaces it.

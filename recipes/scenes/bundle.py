@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
 from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.graph.precision import parse_precisions
@@ -196,7 +196,7 @@ def write_scenes_bundle(
 def _read_drafter(folder: Path, decoder: Decoder, round_weights: bool) -> LoadedDrafter:
     """Read the drafter in a folder and round its weights like the target's."""
     loaded = read_drafter(folder, decoder)
-    weights = {name: compute_tensor(weight) for name, weight in loaded.drafter.state_dict().items()}
+    weights = {name: compute_deferred_tensor(weight) for name, weight in loaded.drafter.state_dict().items()}
     loaded.drafter.load_state_dict(weights, assign=True)
     if round_weights:
         _round_to_float16(loaded.drafter)

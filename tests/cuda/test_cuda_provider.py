@@ -62,11 +62,11 @@ def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
     the cache to 100 entries again.
     """
     target = pipe.engines.target
-    cache = target.new_cache(2, PAST_LENGTH + 16)
+    cache = target.make_cache(2, PAST_LENGTH + 16)
 
     def run_pass(nodes: int = 16, num_appended: int = 3, length: int = PAST_LENGTH) -> None:
         past_length = int(cache.lengths[0])
-        mask = np.zeros((2, nodes, target.padded_past_length(cache, nodes) + nodes), bool)
+        mask = np.zeros((2, nodes, target.compute_padded_past_length(cache, nodes) + nodes), bool)
         mask[:, :, :past_length] = True
         mask[:, :, -nodes:] = np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)
@@ -106,10 +106,10 @@ def test_a_forward_pass_with_a_recorded_shape_is_a_single_graph_launch(pipe: Pip
 
 def test_the_kv_cache_of_a_new_image_reuses_the_memory_block_of_a_released_kv_cache(pipe: Pipeline) -> None:
     target = pipe.engines.target
-    cache = target.new_cache(2, PAST_LENGTH)
+    cache = target.make_cache(2, PAST_LENGTH)
     block = cache.block_handle.block
     del cache
-    assert target.new_cache(2, PAST_LENGTH).block_handle.block is block
+    assert target.make_cache(2, PAST_LENGTH).block_handle.block is block
 
 
 def count_step_operations(pipe: Pipeline, method: str, num_warm_ups: int = 12) -> null_cuda.Operations:

@@ -114,8 +114,8 @@ def test_logits_and_hidden_states_on_a_device_agree_with_the_cpu_up_to_rounding(
     embeds = np.stack([prompt.cond.embeds[:6], prompt.uncond.embeds[:6]])
     outputs = []
     for engine in (device_pipe.engines.target, cpu_pipe.engines.target):
-        cache = engine.new_cache(2, 32)
-        mask = np.zeros((2, 6, engine.padded_past_length(cache, 6) + 6), bool)
+        cache = engine.make_cache(2, 32)
+        mask = np.zeros((2, 6, engine.compute_padded_past_length(cache, 6) + 6), bool)
         mask[:, :, -6:] = np.tri(6)
         output = engine.run(PassInput(np.tile(np.arange(6), (2, 1)), mask, embeds=embeds), cache)
         outputs.append((output.logits[:, :6], output.hidden[:, :6]))

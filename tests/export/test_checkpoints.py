@@ -27,7 +27,7 @@ from torch import nn
 
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.families.common_llamagen import LlamaGenTransformer, LlamaGenVariant, PublishedSize
+from lantern_rt.export.families.common_llamagen import LlamaGenTransformer, LlamaGenVariant, PublishedModelSize
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
@@ -137,7 +137,7 @@ def test_the_grid_size_is_read_from_the_weights_or_the_configuration_or_is_an_ar
 
 def test_the_number_of_heads_and_the_grid_of_a_published_model_need_no_options(tmp_path: Path) -> None:
     config_without_block_size = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
-    variant = LlamaGenVariant(published_sizes=(PublishedSize(3, 64, 8, (24,)),))  # layers, width, heads, grids
+    variant = LlamaGenVariant(published_sizes=(PublishedModelSize(3, 64, 8, (24,)),))  # layers, width, heads, grids
     sizes = read_llamagen_transformer(C2I, config=config_without_block_size, variant=variant).decoder.config
     assert (sizes.num_heads, sizes.grid) == (8, 24)
 

@@ -21,7 +21,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.export.compare import compare_graph_with_module
 from lantern_rt.export.convolutions import measure_activation_ranges, quantize_convolutions
 from lantern_rt.export.families.common import make_vq_graphs
-from lantern_rt.export.graph.graphs import Graph, plan_graph
+from lantern_rt.export.graph.graphs import Graph, make_graph_file
 from lantern_rt.export.measures import measure_image_difference
 from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq, read_vqgan
 
@@ -49,7 +49,7 @@ def test_images_of_an_int8_decoder_are_near_float32_images_and_independent_of_th
     graph = make_image_decoder(family)
     path = tmp_path / "vq_decoder.onnx"
     scale_down_residuals(graph.module.state_dict())
-    plan = plan_graph(graph)
+    plan = make_graph_file(graph)
     quantize_convolutions(plan, measure_activation_ranges(graph, 96))
     plan.write(path)
     mean_levels, psnr = measure_image_difference(compare_graph_with_module(graph, path, [*graph.test_cases]))
@@ -74,7 +74,7 @@ def test_images_of_an_int8_decoder_are_near_float32_images_and_independent_of_th
 
 def test_onnx_runtime_fuses_every_int8_convolution(tmp_path: Path) -> None:
     graph = make_image_decoder("llamagen")
-    plan = plan_graph(graph)
+    plan = make_graph_file(graph)
     quantize_convolutions(plan, measure_activation_ranges(graph, 96))
     options: Any = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")

@@ -25,7 +25,7 @@ from shared_goldens import GoldenFamily, RowEndDecoderGolden, log_softmax, mix_g
 
 from lantern_rt import Pipeline
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families import emu35
 from lantern_rt.export.model import BundleContents
@@ -92,7 +92,9 @@ def test_queries_and_keys_are_projected_then_normalized_then_rotated() -> None:
     layer = decoder.layers[0]
     rope = decoder.rope
     normed = layer.attention_norm(torch.from_numpy(ARRAYS["cond_layer_hidden"][0, :12]))
-    qkv = (normed @ compute_tensor(layer.attention.qkv.weight).float().T).view(12, 8, 16)  # [nodes, heads, head_dim]
+    qkv = (normed @ compute_deferred_tensor(layer.attention.qkv.weight).float().T).view(
+        12, 8, 16
+    )  # [nodes, heads, head_dim]
     # The 8 heads are 4 of queries, 2 of keys and 2 of values.
     heads_and_norms = {"q": (qkv[:, :4], layer.attention.query_norm), "k": (qkv[:, 4:6], layer.attention.key_norm)}
     for part, (heads, norm) in heads_and_norms.items():

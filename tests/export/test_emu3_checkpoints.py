@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.families.common import list_grid_shapes
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
 from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_layout
@@ -50,8 +50,8 @@ def tokenizers(original_folders: tuple[Path, Path]) -> dict[str, Tokenizer]:
 def get_contents(model: BundleContents) -> tuple[Any, ...]:
     """Return manifest fields, code embeddings, codebook, and the bytes of weights by graph and name."""
     weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
-    weight_bytes = {(role, name): compute_tensor(weight).numpy().tobytes() for role, name, weight in weights}
-    code_embeddings = compute_tensor(model.code_embeddings).tolist()
+    weight_bytes = {(role, name): compute_deferred_tensor(weight).numpy().tobytes() for role, name, weight in weights}
+    code_embeddings = compute_deferred_tensor(model.code_embeddings).tolist()
     return {**model.manifest_fields}, code_embeddings, model.codebook.tolist(), weight_bytes
 
 

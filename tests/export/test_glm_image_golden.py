@@ -153,7 +153,7 @@ def test_rotary_embeddings_of_the_bundle_match_the_recorded_positions(bundle: Pa
     start = size_index * decoder.config.max_sequence_length + decoder.config.prefix - len(TRACES[run]["prompt_ids"])
     shift = decoder.config.prefix - len(TRACES[run]["prompt_ids"])
     # In the bundle, the large grids of all image sizes start at the same position.
-    shift += max(glm_image.compute_first_grid(*GRIDS[0])) - max(TRACES[run]["small_grid"])
+    shift += max(glm_image.compute_first_grid_shape(*GRIDS[0])) - max(TRACES[run]["small_grid"])
     sections = np.repeat(np.arange(3), decoder.config.rope_sections)
     angles = (position_ids[sections, :num_tokens].T + shift) * 10000.0 ** -(np.arange(5) / 5)
     rotations = decoder.rope[start : start + num_tokens].numpy()
@@ -185,7 +185,7 @@ def test_prompts_have_the_recorded_token_ids_and_grids(bundle: Path, case: dict[
 def test_grids_of_image_sizes_equal_the_grids_of_the_published_processor() -> None:
     for height, width, rows, columns, first_rows, first_columns in ARRAYS["sizes"].tolist():
         assert (height // 32, width // 32) == (rows, columns)
-        assert glm_image.compute_first_grid(rows, columns) == (first_rows, first_columns)
+        assert glm_image.compute_first_grid_shape(rows, columns) == (first_rows, first_columns)
 
 
 def test_temperature_top_k_and_top_p_give_the_recorded_probabilities() -> None:

@@ -20,7 +20,7 @@ from small_models import CONFIG, make_target, randomise_norms
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
 from lantern_rt.export.compare import run_torch_module
-from lantern_rt.export.graph.graphs import Graph, plan_graph
+from lantern_rt.export.graph.graphs import Graph, make_graph_file
 from lantern_rt.export.graph.precision import quantize, round_activations
 from lantern_rt.export.measures import measure_relative_error
 from lantern_rt.export.verify import check_graph_parity
@@ -40,7 +40,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def session(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = plan_graph(graph, "int8").write(tmp_path_factory.mktemp("int8") / "target.onnx")[0]
+    path = make_graph_file(graph, "int8").write(tmp_path_factory.mktemp("int8") / "target.onnx")[0]
     onnx.checker.check_model(path)
     return load_session(path, 2, "cpu")
 
@@ -145,7 +145,7 @@ def test_a_path_of_a_draft_tree_has_exactly_the_logits_of_a_sequence(
 
 
 def test_every_weight_is_an_input_of_exactly_one_matmul(graph: Graph, tmp_path: Path) -> None:
-    nodes = onnx.load(plan_graph(graph, "int8").write(tmp_path / "target.onnx")[0]).graph.node
+    nodes = onnx.load(make_graph_file(graph, "int8").write(tmp_path / "target.onnx")[0]).graph.node
     weights = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear" and "weight" in node.output[0]}
     multiplied_weights = [node.input[1] for node in nodes if node.op_type == "MatMul" and node.input[1] in weights]
     assert len(multiplied_weights) == len(weights) > CONFIG.num_layers
@@ -156,7 +156,7 @@ def test_onnx_runtime_runs_at_most_90_operations_per_layer(graph: Graph, tmp_pat
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3  # no warning that the file is only for this processor
-    onnxruntime.InferenceSession(plan_graph(graph, "int8").write(tmp_path / "target.onnx")[0], options)
+    onnxruntime.InferenceSession(make_graph_file(graph, "int8").write(tmp_path / "target.onnx")[0], options)
     outside_layers = 16  # embeddings, output head, and transposes of inputs and outputs
     assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 90 * CONFIG.num_layers + outside_layers
 
@@ -176,7 +176,7 @@ def test_logits_of_wide_heads_do_not_depend_on_the_number_of_masked_nodes(width:
     )
     with torch.no_grad():
         dict(target.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
-    session = load_session(plan_graph(target, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
+    session = load_session(make_graph_file(target, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
     embeds = np.random.default_rng(0).standard_normal((2, NODES, 2 * width), dtype=np.float32)
     expected = compute_chain_logits(session, embeds, [2])
     for num_masked in (64, 100, 190):
@@ -191,7 +191,7 @@ def test_embeddings_of_zeros_give_all_nodes_the_same_logits(session: Any) -> Non
 
 
 def test_the_parity_check_accepts_an_int8_graph_and_detects_changed_weights(graph: Graph, tmp_path: Path) -> None:
-    plan = plan_graph(graph, "int8")
+    plan = make_graph_file(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
     assert plan.storage_types["head.weight"] == "columns"
     assert check_graph_parity(graph, path, plan) < 0.1
@@ -207,7 +207,7 @@ def test_activations_with_outliers_have_the_precision_of_15_bits(graph: Graph, s
     inputs = {"input_embeds": outliers, "position_ids": np.tile(np.arange(NODES), (2, 1))}
     inputs["attention_mask"] = np.where(np.tri(NODES, dtype=bool), 0, HIDDEN).astype(np.float32)[None, None]
     inputs |= {name: array[:0] for name, array in make_masked_past(session).items()}
-    expected = run_torch_module(graph, inputs, plan_graph(graph, "int8"))["new_key_values.0.key"]
+    expected = run_torch_module(graph, inputs, make_graph_file(graph, "int8"))["new_key_values.0.key"]
     assert measure_relative_error(outputs["new_key_values.0.key"], expected) < 5e-4  # would be 4e-2 with 8 bits
 
 
@@ -220,9 +220,9 @@ def test_weights_are_quantized_with_a_separate_scale_for_every_output(
     assert scales.shape == (1, 5)
     assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two 8-bit products in 16 bits
     assert ((integers * scales - weight).abs() <= scales * 0.5001).all()
-    files = plan_graph(make_target(torch.bfloat16), "int8").write(tmp_path / "target.onnx")
+    files = make_graph_file(make_target(torch.bfloat16), "int8").write(tmp_path / "target.onnx")
     monkeypatch.setattr("lantern_rt.export.graph.precision.CHUNK_NUMBERS", 100)
-    files_in_chunks = plan_graph(make_target(torch.bfloat16), "int8").write(tmp_path / "target-in-chunks.onnx")
+    files_in_chunks = make_graph_file(make_target(torch.bfloat16), "int8").write(tmp_path / "target-in-chunks.onnx")
     initialisers = [[t.raw_data for t in onnx.load(path).graph.initializer] for path in (files[0], files_in_chunks[0])]
     assert initialisers[0] == initialisers[1]
 

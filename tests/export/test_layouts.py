@@ -27,7 +27,7 @@ from lantern_rt.bundle.manifest import Precision
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import DeviceGraphSession, GraphFileSession
-from lantern_rt.export.graph.graphs import Graph, convert_to_float16, make_target_graph, plan_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, convert_to_float16, make_graph_file, make_target_graph, write_graph
 from lantern_rt.export.graph.precision import StorageRule, parse_precisions
 from lantern_rt.export.measures import measure_max_difference
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -95,7 +95,7 @@ def measure_layout_difference(graph: Graph, folder: Path, rule: StorageRule = "f
         folder: folder to write the graph to.
         rule: storage of the weights.
     """
-    path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
+    path, *_ = make_graph_file(graph, rule).write(folder / f"{graph.role}.onnx")
     file_session = GraphFileSession(path, low_memory=True)
     device_session = DeviceGraphSession(graph, path, low_memory=True)
     largest = 0.0
@@ -124,7 +124,7 @@ def test_the_file_layout_and_the_device_layout_give_the_same_outputs_with_rounde
 
 def test_keys_and_values_at_masked_positions_do_not_change_the_outputs(tmp_path: Path) -> None:
     graph = GRAPHS["grid positions, interleaved pairs"]
-    path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
+    path, *_ = make_graph_file(graph, "fp32").write(tmp_path / "target.onnx")
     session = DeviceGraphSession(graph, path)
     inputs = dict(graph.test_cases["rows of different length"])
     expected = session.run(inputs)

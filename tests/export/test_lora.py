@@ -17,7 +17,7 @@ from torch import Tensor
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.checkpoints.lora import read_adapter, split_folder_and_scale
 from lantern_rt.export.model import BundleContents
 
@@ -58,7 +58,7 @@ def save_adapter(
 
 
 def list_target_weights(model: BundleContents) -> dict[str, Tensor]:
-    return {name: compute_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
+    return {name: compute_deferred_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
 
 def test_a_bundle_has_the_weights_merged_with_each_adapter_and_verify_checks_the_scales(

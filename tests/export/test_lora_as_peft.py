@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.checkpoints.lora import read_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings inside PEFT
@@ -96,7 +96,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 def merge_adapter(folder: Path) -> dict[str, Tensor]:
     weights = Model().state_dict()
     read_adapter(folder, 1.0).merge(weights, lambda name: True)
-    return {name: compute_tensor(weight) for name, weight in weights.items()}
+    return {name: compute_deferred_tensor(weight) for name, weight in weights.items()}
 
 
 def find_merge_error(folder: Path) -> CheckpointError | None:

@@ -146,8 +146,8 @@ def test_guidance_scales_of_an_image_of_768_pixels_equal_the_published_scales(st
     layout = RowEndLayout(96 * 96, 96, row_end=1)
     expected = ARRAYS[f"official_scale_{start}_24x24"]
     guidance = Guidance(Sampling(cfg_scale=start, cfg_final=4.0), layout)
-    cells = [cell for cell in range(layout.num_codes) if layout.token_position(cell) < len(expected)]
-    positions = [layout.token_position(cell) for cell in cells]
+    cells = [cell for cell in range(layout.num_codes) if layout.find_token_position(cell) < len(expected)]
+    positions = [layout.find_token_position(cell) for cell in cells]
     np.testing.assert_allclose(guidance.scales(cells), expected[positions], rtol=1e-6)
 
 

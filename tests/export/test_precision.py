@@ -16,7 +16,7 @@ from small_models import make_target
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.compare import GraphFileSession
-from lantern_rt.export.graph.graphs import convert_to_float16, plan_graph
+from lantern_rt.export.graph.graphs import convert_to_float16, make_graph_file
 from lantern_rt.export.graph.precision import (
     StorageType,
     choose_storage_type,
@@ -88,7 +88,7 @@ def test_only_matrices_of_whole_blocks_are_stored_as_integers() -> None:
 
 
 def test_int4_weights_quantize_the_matrices_of_layers_but_not_the_head_norms_and_rotary_table() -> None:
-    plan = plan_graph(make_target(torch.float32), "int4-weights")
+    plan = make_graph_file(make_target(torch.float32), "int4-weights")
     names_by_type = {
         storage_type: {name for name, other_type in plan.storage_types.items() if other_type == storage_type}
         for storage_type in plan.storage_types.values()
@@ -149,7 +149,7 @@ def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32
 @pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
 def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Path, rule: Precision) -> None:
     graph = replace(make_target(torch.bfloat16), compute_type="bfloat16")
-    plan = plan_graph(graph, rule)
+    plan = make_graph_file(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_graph_parity(graph, path, plan) < 2e-5
     types = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
@@ -162,7 +162,7 @@ def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Pa
 @pytest.mark.parametrize("rule", FLOAT32_PRECISIONS)
 def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.bfloat16)
-    plan = plan_graph(graph, rule)
+    plan = make_graph_file(graph, rule)
     expected_bytes = plan.weight_bytes
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_graph_parity(graph, path, plan) < (0.1 if rule == "int8" else 2e-5)
@@ -178,12 +178,12 @@ def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
 def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: Path, rule: Precision) -> None:
     graph = convert_to_float16(make_target(torch.bfloat16))
-    plan = plan_graph(graph, rule)
+    plan = make_graph_file(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_graph_parity(graph, path, plan) < 0.01  # checks the file layout and the device layout
     types = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
     assert types["layers.0.ffn.up.weight.scales"] == types["head.weight"] == TensorProto.FLOAT16
-    invalid_plan = plan_graph(graph, rule)
+    invalid_plan = make_graph_file(graph, rule)
     invalid_plan.weights["layers.0.ffn.up.weight"] = torch.full((64, 96), 1e6)
     with pytest.raises(CheckpointError, match="expected numbers that float16 holds"):
         invalid_plan.write(tmp_path / "invalid.onnx")
@@ -192,7 +192,7 @@ def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
 def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.float32)
-    path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
+    path = make_graph_file(graph, rule).write(tmp_path / "target.onnx")[0]
     session = GraphFileSession(path)  # uses all fusions of ONNX Runtime, like generation
     inputs = dict(list(graph.test_cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
@@ -210,7 +210,7 @@ def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path
 
 def test_onnx_runtime_fuses_dequantization_and_product_of_integer_matrices(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    path = plan_graph(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
+    path = make_graph_file(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 4

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.families.simplear import list_image_sizes
 
@@ -111,12 +111,13 @@ def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path:
     tied = read_simplear(SIMPLEAR, COSMOS, grid=4)
     untied_model = read_simplear(untied, tmp_path, grid=4)
     tied_head, untied_head = (model.graphs[0].module.state_dict()["head.weight"] for model in (tied, untied_model))
-    assert torch.equal(compute_tensor(tied_head) + 1, compute_tensor(untied_head))
+    assert torch.equal(compute_deferred_tensor(tied_head) + 1, compute_deferred_tensor(untied_head))
     for graph, untied_graph in zip(tied.graphs[1:], untied_model.graphs[1:], strict=True):
         weights = untied_graph.module.state_dict()
         stored_weights = graph.module.state_dict().items()
         assert all(
-            torch.equal(compute_tensor(weights[name]), compute_tensor(weight)) for name, weight in stored_weights
+            torch.equal(compute_deferred_tensor(weights[name]), compute_deferred_tensor(weight))
+            for name, weight in stored_weights
         )
     assert tied.manifest_fields["sampling"].repetition_penalty == 1.1  # the value in generation_config.json
 

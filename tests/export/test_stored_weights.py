@@ -12,14 +12,14 @@ from small_models import make_target
 
 from lantern_rt.bundle.weights import StoredWeights
 from lantern_rt.errors import BundleError
-from lantern_rt.export.graph.graphs import plan_graph
+from lantern_rt.export.graph.graphs import make_graph_file
 from lantern_rt.export.graph.precision import StorageRule, fake_quantize
 
 
 @pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
 def test_stored_weights_are_read_with_the_rounded_values_that_the_graph_uses(rule: StorageRule, tmp_path: Path) -> None:
     graph = make_target(torch.float32)
-    plan = plan_graph(graph, rule)
+    plan = make_graph_file(graph, rule)
     stored_weights = StoredWeights(plan.write(tmp_path / "target.onnx")[0])
     module_weights = graph.module.state_dict()
     for name in ("layers.1.attention.out.weight", "layers.2.ffn.down.weight", "head.weight"):

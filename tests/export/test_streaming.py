@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from small_models import make_target
 from torch import Tensor, nn
 
-from lantern_rt.export.checkpoints.deferred import compute_tensor, defer_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.compare import DeviceGraphSession, GraphFileSession, convert_weights
-from lantern_rt.export.graph.graphs import Graph, name_test_cases, plan_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, make_graph_file, name_test_cases, write_graph
 from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import DecoderConfig
@@ -39,7 +39,7 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
     weight = nn.Parameter(tensor, requires_grad=False)
     assert (weight.shape, weight.dtype, weight.numel(), calls) == ((2, 3), torch.float32, 6, [])
     assert (weight + 1).sum() == 21
-    assert compute_tensor(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert compute_deferred_tensor(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert len(calls) == 2
 
 
@@ -99,7 +99,7 @@ def measure_export_memory(folder: Path, rule: StorageRule) -> int:
     """Return the bytes of memory for writing a decoder of 12 layers and running the file and device layouts."""
     config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
     graph = make_target(torch.bfloat16, config)
-    plan = plan_graph(graph, rule)
+    plan = make_graph_file(graph, rule)
     inputs = list(graph.test_cases.values())[-1]
     before = measure_process_memory() or 0
     with PeakMemoryMonitor() as peak:

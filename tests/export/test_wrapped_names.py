@@ -44,7 +44,7 @@ from small_models import save_t5
 from torch import Tensor, nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.deferred import compute_tensor
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.model import BundleContents
@@ -192,9 +192,9 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
 def list_tensors(result: Any) -> Iterator[Tensor]:
     """Yield all tensors in the result of a reader."""
     if isinstance(result, Tensor):
-        yield compute_tensor(result)
+        yield compute_deferred_tensor(result)
     elif isinstance(result, nn.Module):
-        yield from map(compute_tensor, result.state_dict().values())
+        yield from map(compute_deferred_tensor, result.state_dict().values())
     elif isinstance(result, BundleContents):
         yield from list_tensors([*(graph.module for graph in result.graphs), result.code_embeddings])
     elif isinstance(result, tuple | list):

@@ -78,14 +78,14 @@ def make_filled_cache(engine: OrtDeviceEngine, first_prefix: int, codes: list[li
         codes: codes of each row.
         capacity: maximum number of entries in each row.
     """
-    cache = engine.new_cache(len(codes), capacity)
+    cache = engine.make_cache(len(codes), capacity)
     prefixes = PrefixBatch(
         [
             PrefixRow(row, np.ones(SMALL_CONFIG.prefix, bool))
             for row in PREFIXES[first_prefix : first_prefix + len(codes)]
         ]
     )
-    output = engine.run(prefixes.build_prefill(engine, cache), cache)
+    output = engine.run(prefixes.build_prefill_input(engine, cache), cache)
     cache.append(output.new_kv, [np.arange(SMALL_CONFIG.prefix)] * len(codes))
     max_length = max(map(len, codes))
     for start in range(0, max_length, 8):
@@ -155,7 +155,7 @@ def test_a_drafter_reads_the_hidden_states_of_the_target_from_device_memory(
     ]
     outputs = []
     for hidden in hidden_inputs:
-        cache_of_drafter = drafter.new_cache(2, 40)
+        cache_of_drafter = drafter.make_cache(2, 40)
         output = drafter.run(
             make_causal_pass(drafter, cache_of_drafter, [[0, 1, 2], [3, 2, 1]], hidden), cache_of_drafter
         )
@@ -258,12 +258,12 @@ def test_cache_memory_that_contained_nan_is_not_reused(target: OrtDeviceEngine) 
     cache = make_filled_cache(target, 0, [[0, 1], [1]], 40)
     cache.forbid_memory_reuse()
     discarded_block = cache.block_handle.block
-    for value in discarded_block.device_values:
+    for value in discarded_block.device_tensors:
         value.update_inplace(np.full(value.shape(), np.nan, np.float32))
     del cache
-    new_cache = make_filled_cache(target, 0, [[0, 1], [1]], 40)
-    assert new_cache.block_handle.block is not discarded_block
-    np.testing.assert_array_equal(compute_next_logits(target, new_cache, [2, 3]), expected)
+    make_cache = make_filled_cache(target, 0, [[0, 1], [1]], 40)
+    assert make_cache.block_handle.block is not discarded_block
+    np.testing.assert_array_equal(compute_next_logits(target, make_cache, [2, 3]), expected)
 
 
 def test_several_threads_can_use_the_same_device_engine(target: OrtDeviceEngine) -> None:
@@ -293,7 +293,7 @@ def test_a_pass_with_missing_inputs_or_a_wrong_kv_cache_length_is_rejected(
     target: OrtDeviceEngine, drafter: OrtDeviceEngine
 ) -> None:
     for engine, message in ((target, "either `tokens` or `embeds`"), (drafter, "`tokens` and `hidden`")):
-        cache = engine.new_cache(1, 40)
+        cache = engine.make_cache(1, 40)
         mask = np.zeros((1, 2, 64 + 2), bool)
         tokens = None if engine is target else np.zeros((1, 2), np.int64)
         with pytest.raises(ValueError, match=message):

@@ -62,7 +62,7 @@ def test_rows_with_kv_caches_of_different_lengths_agree_with_full_forward_passes
     cache = harness.prefill(4)
     harness.append_codes(cache, codes)
     assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert harness.engine.padded_past_length(cache, 2) == 128
+    assert harness.engine.compute_padded_past_length(cache, 2) == 128
     logits = compute_next_logits(harness, cache, [5, 6, 7, 8])
     for row, last_code in enumerate([5, 6, 7, 8]):
         assert_close(logits[row], harness.compute_reference_logits(row, [*codes[row], last_code])[-1])
@@ -126,7 +126,7 @@ def test_batch_rows_that_are_kept_in_a_new_order_continue_their_sequences(harnes
 
 def test_rows_of_two_kv_caches_continue_after_the_caches_are_joined(harness: DecoderHarness) -> None:
     cache = harness.prefill(2, capacity=310)
-    added_cache = harness.engine.new_cache(1, 100)
+    added_cache = harness.engine.make_cache(1, 100)
     codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
     harness.append_codes(cache, codes[:2])
     cache_of_three = harness.prefill(3)
@@ -157,11 +157,11 @@ def test_the_kv_cache_is_passed_to_onnx_runtime_without_a_copy(
 
 
 def test_the_padded_length_of_the_kv_cache_is_a_multiple_of_64_and_never_0(tiny_harness: DecoderHarness) -> None:
-    cache = tiny_harness.engine.new_cache(2, 130)
-    assert tiny_harness.engine.padded_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
+    cache = tiny_harness.engine.make_cache(2, 130)
+    assert tiny_harness.engine.compute_padded_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
-        assert tiny_harness.engine.padded_past_length(cache, 5) == past_length
+        assert tiny_harness.engine.compute_padded_past_length(cache, 5) == past_length
         assert cache.view_past_columns(past_length)[0].shape[0] == past_length
 
 
@@ -269,10 +269,10 @@ def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Pat
     rng = np.random.default_rng(6)
     ids = rng.integers(0, 48, (2, 6))
     hidden = rng.normal(size=(2, 6, 64)).astype(np.float32)
-    cache = engine.new_cache(2, 20)
+    cache = engine.make_cache(2, 20)
     logits = []
     for start in (0, 3):
-        past_length = engine.padded_past_length(cache, 3)
+        past_length = engine.compute_padded_past_length(cache, 3)
         attention_mask = np.zeros((2, 3, past_length + 3), bool)
         attention_mask[:, :, :start] = True
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
@@ -295,7 +295,7 @@ def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Pat
 
 def test_several_threads_can_use_the_same_engine_with_separate_kv_caches(tiny_harness: DecoderHarness) -> None:
     codes = [np.random.default_rng(i).integers(0, 48, 10 + 4 * i).tolist() for i in range(3)]
-    caches = [tiny_harness.engine.new_cache(1, 60) for _ in codes]
+    caches = [tiny_harness.engine.make_cache(1, 60) for _ in codes]
 
     def fill_cache(i: int) -> None:
         caches[i] = tiny_harness.prefill(1)
@@ -385,8 +385,8 @@ def test_a_longer_prefix_in_the_batch_changes_no_bit_of_the_outputs_of_a_short_p
         embeds = (
             np.random.default_rng(3).normal(size=(6, 130, WIDE_CONFIG.hidden_size)).astype(np.float32)[:rows, :nodes]
         )
-        cache = wide_harness.engine.new_cache(rows, 200)
-        past_length = wide_harness.engine.padded_past_length(cache, nodes)
+        cache = wide_harness.engine.make_cache(rows, 200)
+        past_length = wide_harness.engine.compute_padded_past_length(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))

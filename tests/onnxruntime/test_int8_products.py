@@ -69,9 +69,9 @@ def test_int8_graphs_run_on_the_cpu_unless_a_provider_is_requested_for_the_graph
     bundle = open_bundle(t2i_products_bundle)
     assert choose_providers(ProviderChoice(), bundle) == ProviderChoice("cpu")
     int8_decoder_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
-    assert choose_providers(ProviderChoice("webgpu"), int8_decoder_bundle).provider_for("vq_decoder") == "cpu"
+    assert choose_providers(ProviderChoice("webgpu"), int8_decoder_bundle).get_provider("vq_decoder") == "cpu"
     assert (
-        choose_providers(ProviderChoice("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).provider_for(
+        choose_providers(ProviderChoice("webgpu", {"vq_decoder": "cuda"}), int8_decoder_bundle).get_provider(
             "vq_decoder"
         )
         == "cuda"

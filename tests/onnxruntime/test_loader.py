@@ -99,7 +99,7 @@ def test_every_graph_of_a_bundle_loads_and_runs(bundle_folder: Path) -> None:
     assert images.shape == (2, 3, 16, 16)
     assert images.dtype == np.float32
     assert engines.drafter is engines.drafter
-    assert engines.target.new_cache(2, 5).lengths.tolist() == [0, 0]
+    assert engines.target.make_cache(2, 5).lengths.tolist() == [0, 0]
 
 
 def test_the_drafter_of_a_bundle_is_loaded_at_the_first_use(

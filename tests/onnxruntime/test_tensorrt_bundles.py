@@ -157,9 +157,9 @@ def test_a_float16_bundle_generates_with_a_float16_kv_cache(
         embeddings=(prompt_embeddings, np.ones((1, prefix), np.int64)), method="eagle:tree=chain-3", seed=1
     )
     assert result.codes[0].shape == (36,)
-    cache = pipeline.engines.target.new_cache(2, 64)
+    cache = pipeline.engines.target.make_cache(2, 64)
     assert isinstance(cache, DeviceCache)
-    assert [get_value_dtype(value) for value in cache.block_handle.block.device_values] == ["float16"]
+    assert [get_value_dtype(value) for value in cache.block_handle.block.device_tensors] == ["float16"]
 
 
 def test_row_end_tokens_halve_the_maximum_number_of_nodes_of_a_pass(

@@ -49,7 +49,7 @@ class CachePair:
 
     def device_array(self) -> np.ndarray[Any, Any]:
         """Return a view of the device memory, `[tensors, rows, heads, columns, head_dim]`."""
-        (device_value,) = self.cache.block_handle.block.device_values
+        (device_value,) = self.cache.block_handle.block.device_tensors
         array: np.ndarray[Any, Any] = device_value.numpy()
         return array.reshape(TENSORS, len(self.cache.lengths), KV_HEADS, COLUMNS, HEAD_DIM)
 
@@ -62,7 +62,7 @@ class CachePair:
         device_entries = self.device_array().copy()
         for row, start in enumerate(write.tolist()):
             device_entries[:, row, :, start : start + nodes] = new_kv[:, :, row].transpose(0, 2, 1, 3)
-        (device_value,) = self.cache.block_handle.block.device_values
+        (device_value,) = self.cache.block_handle.block.device_tensors
         device_value.update_inplace(device_entries.reshape(device_value.shape()))
         self.numpy_cache.append(list(new_kv), accepted_indices)
         self.cache.append(self.cache.written_columns, accepted_indices)
@@ -142,13 +142,13 @@ def test_the_memory_of_outputs_is_reused_only_after_the_outputs_are_released(tin
 
     outputs = [run_pass(code) for code in (3, 7, 9)]
     first_logits = [output.logits[:, :2] for output in outputs]
-    device_values = {id(output.logits.device_value) for output in outputs}
+    device_tensors = {id(output.logits.device_value) for output in outputs}
     assert np.abs(first_logits[0] - first_logits[1]).max() > 0.1
     with pytest.raises(ValueError, match="not from the last pass"):
         cache.append(outputs[0].new_kv, [np.arange(2)] * 2)
     del outputs[1]
     repeated = run_pass(7)
-    assert id(repeated.logits.device_value) in device_values
+    assert id(repeated.logits.device_value) in device_tensors
     for output, logits in zip([outputs[0], repeated, outputs[1]], first_logits, strict=True):
         np.testing.assert_array_equal(output.logits[:, :2], logits)
 
@@ -196,13 +196,15 @@ def test_padding_nodes_attend_to_the_first_column_and_no_node_attends_to_them() 
 
 def test_the_error_for_sizes_beyond_the_profiles_names_the_build_option_to_change(tiny_harness: DecoderHarness) -> None:
     engine = tiny_harness.engine
-    error = catch_error(EngineError, lambda: engine.new_cache(5, 10))
+    error = catch_error(EngineError, lambda: engine.make_cache(5, 10))
     assert (error.found, error.remedy) == ("5 rows", "rebuild with `lantern-rt build-engine tiny --max-rows 5`")
-    assert catch_error(EngineError, lambda: engine.new_cache(1, 500)).found == "474 columns of a cache"
-    cache = engine.new_cache(1, 340)
+    assert catch_error(EngineError, lambda: engine.make_cache(1, 500)).found == "474 columns of a cache"
+    cache = engine.make_cache(1, 340)
     for length, nodes, size in ((0, 25, "25 nodes in one pass"), (319, 2, "384 columns of a cache")):
         cache.lengths = np.array([length])
-        assert catch_error(EngineError, lambda nodes=nodes: engine.padded_past_length(cache, nodes)).found == size
+        assert (
+            catch_error(EngineError, lambda nodes=nodes: engine.compute_padded_past_length(cache, nodes)).found == size
+        )
 
 
 def test_a_missing_file_or_a_file_that_is_not_an_engine_is_rejected(

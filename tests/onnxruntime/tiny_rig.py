@@ -112,7 +112,7 @@ class DecoderHarness:
         """
         engine = engine or self.engine
         length = self.config.prefix
-        cache = engine.new_cache(rows, capacity)
+        cache = engine.make_cache(rows, capacity)
         output = self.run_pass(
             cache, None, np.tril(np.ones((length, length), bool)), np.tile(np.arange(length), (rows, 1)), engine
         )
@@ -133,7 +133,7 @@ class DecoderHarness:
         """
         engine = engine or self.engine
         rows, nodes = positions.shape
-        past_length = engine.padded_past_length(cache, nodes)
+        past_length = engine.compute_padded_past_length(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
         attention_mask[:, :, past_length:] = node_mask

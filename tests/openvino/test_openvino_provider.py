@@ -12,10 +12,10 @@ import pytest
 from lantern_rt import EngineError, Pipeline
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.engine import OrtEngine
-from lantern_rt.engines.ort.providers import find_provider
+from lantern_rt.engines.ort.providers import find_available_provider
 
 try:
-    find_provider("openvino", import_onnxruntime())
+    find_available_provider("openvino", import_onnxruntime())
 except EngineError as error:
     pytest.skip(str(error), allow_module_level=True)
 

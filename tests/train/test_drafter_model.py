@@ -23,7 +23,7 @@ from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
 from lantern_rt.train.drafter.batches import TrainingBatch  # noqa: E402
 from lantern_rt.train.drafter.folder import convert_to_lantern_weights, save_drafter  # noqa: E402
-from lantern_rt.train.drafter.losses import compute_guided_logits, compute_kl_loss, compute_overlap  # noqa: E402
+from lantern_rt.train.drafter.losses import compute_guided_logits, compute_kl_loss, compute_probability_overlap  # noqa: E402
 from lantern_rt.train.drafter.model import make_drafter, predict_draft_states  # noqa: E402
 from lantern_rt.train.drafter.target import TrainingTarget, read_training_target  # noqa: E402
 
@@ -141,7 +141,7 @@ def test_the_loss_is_the_kl_divergence_and_the_overlap_is_the_exact_acceptance_r
     assert compute_kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
     # The divergence from the uniform distribution is ln 4 minus the entropy of p.
     assert compute_kl_loss(p, torch.zeros(1, 4)).item() == pytest.approx(1.38629 - 1.14214, abs=1e-4)
-    assert compute_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
+    assert compute_probability_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
 
 
 def test_guidance_mixes_two_batch_rows_of_an_image_and_leaves_a_single_row_unchanged() -> None:

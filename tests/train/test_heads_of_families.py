@@ -16,7 +16,7 @@ from lantern_rt.compare.prompts import Prompts, read_bundle_prompts
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.guidance import Guidance
-from lantern_rt.runtime.likelihood import compute_sequence_logits, compute_sequence_states
+from lantern_rt.runtime.likelihood import compute_sequence_hidden_states, compute_sequence_logits
 from lantern_rt.runtime.statistics import EngineTimer
 
 torch = pytest.importorskip("torch")
@@ -141,7 +141,7 @@ def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size
                 unaccepted_code = images.unaccepted_codes[i, 0]
                 drafted = np.append(code_ids[: cell - 1], unaccepted_code)
                 for row, pass_states in enumerate(
-                    compute_sequence_states(model, layout, prompt.rows(len(rows)), [drafted])
+                    compute_sequence_hidden_states(model, layout, prompt.rows(len(rows)), [drafted])
                 ):
                     np.testing.assert_allclose(
                         images.unaccepted_states[i, row, 0], pass_states[-1], rtol=2e-3, atol=5e-3

@@ -158,7 +158,7 @@ def test_training_batches_have_the_same_prefixes_as_decoding(
     images = pipeline.check(**prompts.request(0, 2), method="ar").images
     prefixes = list(compute_prefixes(pipeline.bundle, pipeline.engines, images))
     rows = [row for prefix in prefixes for row in (prefix.cond, prefix.uncond)]
-    for row, first_slot, tokens in zip(rows, batch.first_image_slots.tolist(), batch.tokens, strict=True):
+    for row, first_slot, tokens in zip(rows, batch.first_image_positions.tolist(), batch.tokens, strict=True):
         assert first_slot == len(row.embeds) - 1
         expected = np.zeros(first_slot) if row.tokens is None else row.tokens[1:]
         np.testing.assert_array_equal(tokens[:first_slot], expected)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lantern_rt.export.checkpoints.files import convert_to_checkpoint_error
+from lantern_rt.export.checkpoints.files import wrap_reader_errors
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.checkpoints.lora import LoraAdapter
 from lantern_rt.export.families import common_llamagen
@@ -36,7 +36,7 @@ read_emu35 = partial(_read_checkpoints, "emu35")
 read_simplear = partial(_read_checkpoints, "simplear")
 
 
-@convert_to_checkpoint_error
+@wrap_reader_errors
 def read_llamagen_transformer(
     path: Path, lora: Sequence[LoraAdapter] = (), progress: Any = ignore_progress, **options: Any
 ) -> LlamaGenTransformer:

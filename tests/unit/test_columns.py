@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumnMap, padded_node_count
+from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumnMap, compute_padded_node_count
 from lantern_rt.runtime.engine import Bools, PassInput
 
 MAX_NODES = 20  # per pass
@@ -46,7 +46,7 @@ class CheckedCache:
         mask[:, :, : attends_to_entries.shape[2]] = attends_to_entries
         mask[:, :, past_length:] = attends_to_nodes
         feeds = cache.encode_pass_inputs(
-            PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), padded_node_count(nodes)
+            PassInput(np.tile(np.arange(nodes), (rows, 1)), mask), compute_padded_node_count(nodes)
         )
         new_numbers = self.next_number + np.arange(rows * nodes).reshape(rows, nodes)
         self.next_number += rows * nodes
@@ -55,7 +55,7 @@ class CheckedCache:
         )
         spare = cache.num_columns - 1  # column that only padding nodes write
         write = feeds["write"][:, :, 0]
-        assert write.shape == (rows, padded_node_count(nodes), 3)
+        assert write.shape == (rows, compute_padded_node_count(nodes), 3)
         assert not write[..., 2].any()
         assert (write[..., 0] == np.arange(rows)[:, None]).all()
         assert (write[:, nodes:, 1] == spare).all()
@@ -196,4 +196,4 @@ def test_accepting_nodes_of_an_earlier_pass_is_an_error() -> None:
 
 def test_the_number_of_nodes_in_a_pass_is_rounded_up_to_one_of_a_few_sizes() -> None:
     """Check that no pass has a single node, as TensorRT engines need at least two nodes."""
-    assert [padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]
+    assert [compute_padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]

@@ -31,7 +31,7 @@ from lantern_rt.runtime.decode import DecodeStep
 from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Prompt
-from lantern_rt.runtime.tree import DraftTree, StaticTree
+from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 from lantern_rt.runtime.tree_names import parse_tree
 
 VOCABULARY = 5
@@ -180,7 +180,7 @@ def test_equal_seeds_give_equal_images_and_other_seeds_give_other_images(method:
 def test_all_tokens_on_the_first_path_of_a_perfect_drafter_are_accepted(tree: str, sampling: Sampling) -> None:
     """Use a drafter with the logits of the target: a wrong context, guidance or temperature would reject a token."""
     static_tree = parse_tree(tree)
-    assert isinstance(static_tree, StaticTree)
+    assert isinstance(static_tree, StaticTreeShape)
     steps = decode_images(make_tree_model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
     assert all(len(part.codes) == len(static_tree.levels) + 1 for step in steps[1:-1] for part in step.parts)
 

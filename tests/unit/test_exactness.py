@@ -238,5 +238,5 @@ def test_the_chi_square_test_detects_a_wrong_residual(omitted_step: str, monkeyp
             residual[code] = 0
         return residual / max(residual.sum(), 1e-300)
 
-    monkeypatch.setattr(acceptance, "residual_distribution", wrong_residual)
+    monkeypatch.setattr(acceptance, "compute_residual_distribution", wrong_residual)
     assert compute_p_value_of_images("by rejection, static tree", "default", range(3_000)) < 1e-6

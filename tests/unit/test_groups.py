@@ -27,7 +27,7 @@ from toy_engine import (
 
 from lantern_rt.methods import GroupDecoding, Sampling
 from lantern_rt.requests import GenerationSettings
-from lantern_rt.results import StreamState
+from lantern_rt.results import StreamStepBuilder
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.groups import GroupLayout, TwoHeadLayout
 from lantern_rt.runtime.noise import Noise
@@ -97,7 +97,7 @@ def generate_images(
         seeds: seeds of the images.
         sampling: sampling settings.
     """
-    state = StreamState(len(prompts), model.num_codes)
+    state = StreamStepBuilder(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, GroupDecoding()):
         view = state.add_step(
             step, GenerationSettings(GroupDecoding(), sampling), lambda i, codes: Image.new("RGB", (8, 8))

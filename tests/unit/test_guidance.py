@@ -115,7 +115,7 @@ def test_the_guidance_scale_falls_to_the_final_scale_token_by_token(row_end: int
     guidance = Guidance(Sampling(cfg_scale=6.0, cfg_final=2.0), layout)
     codes = range(100)
     np.testing.assert_allclose(
-        guidance.scales(codes), [expected[layout.token_position(code)] for code in codes], rtol=1e-6
+        guidance.scales(codes), [expected[layout.find_token_position(code)] for code in codes], rtol=1e-6
     )
     assert guidance.scales([0])[0] > guidance.scales([1])[0] > 2.0
     low_guidance = Guidance(Sampling(cfg_scale=1.5, cfg_final=2.0), layout)

@@ -46,7 +46,7 @@ def test_a_time_limit_ends_the_loading_of_a_pipeline(
 def test_a_time_limit_ends_the_check_of_an_execution_provider(
     interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lantern_rt.engines.ort.session.find_provider", lambda name, runtime: PROVIDERS[name])
+    monkeypatch.setattr("lantern_rt.engines.ort.session.find_available_provider", lambda name, runtime: PROVIDERS[name])
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: SimpleNamespace(run=interrupt))
     with pytest.raises(TimeoutError):
         check_provider("cuda")

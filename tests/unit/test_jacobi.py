@@ -31,7 +31,7 @@ from lantern_rt.runtime.raster import RasterLayout
 from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
-from lantern_rt.runtime.tree import DraftTree, StaticTree
+from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 from lantern_rt.runtime.tree_names import parse_tree
 
 VOCABULARY = 2
@@ -264,7 +264,7 @@ def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_toke
     logits = 40 * np.eye(9, dtype=np.float32)[None]  # the token after node n is n
     window.draft([1], 20)
     chain = parse_tree("chain-4")
-    assert isinstance(chain, StaticTree)
+    assert isinstance(chain, StaticTreeShape)
     tree_structure = DraftTree(np.zeros(5, np.int64), chain.parents).tree_structure
     target = make_target_output(logits, tree_structure, range(1, 6))
     window.redraft(1, target)  # accepts the first draft token and replaces the second
@@ -346,7 +346,7 @@ def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_po
 def test_draft_heads_use_the_token_above_only_within_the_same_grid() -> None:
     """Check an image that consists of a grid of 2 x 2 cells and a grid of 2 x 3 cells."""
     raster = RasterLayout(10, 3, first_grid=(2, 2))
-    assert [raster.code_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
+    assert [raster.find_code_index_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = make_random_heads(VOCABULARY, HIDDEN_SIZE)
     plan = make_decode_settings(raster, Sampling(), SpeculativeJacobi(window=4))
     rng = np.random.default_rng(0)

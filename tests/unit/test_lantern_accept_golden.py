@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.acceptance import Acceptance, RelaxationSettings, verify_tree_greedy, verify_tree_relaxed
 from lantern_rt.runtime.sampling import Probabilities, compute_distribution
-from lantern_rt.runtime.tree import DraftTree, StaticTree
+from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = dict(np.load(DATA / "lantern-accept" / "golden.npz"))
@@ -42,7 +42,7 @@ def read_recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.floa
         return tree, GOLDEN[f"{name}_node_logits"], leaves
     name = f"static{case['tree_index']}_{case['mode']}"
     published = STATIC_TREES[case["tree"].removeprefix("static:")]
-    static_tree = StaticTree(tuple(map(tuple, published["paths"])))
+    static_tree = StaticTreeShape(tuple(map(tuple, published["paths"])))
     leaves = [[n for n in row if n >= 0] for row in published["verify"]["retrieve_indices"]]
     proposals: dict[int, Probabilities] = {}
     if case["mode"] == "sample":

@@ -142,8 +142,8 @@ def test_a_target_with_two_heads_needs_a_cell_adjacent_to_each_new_cell_in_the_p
 ) -> None:
     order = GroupOrderSpec.model_validate({"groups": groups, "two_heads": True})
     if not expected:
-        return order.check_cells(4, 2)
-    assert str(catch_error(ValueError, order.check_cells, 4, 2)).startswith(expected)
+        return order.check_covers_all_cells(4, 2)
+    assert str(catch_error(ValueError, order.check_covers_all_cells, 4, 2)).startswith(expected)
     with pytest.raises(ValidationError, match="`vectors` is 1, but `two_heads` needs no learned vectors"):
         GroupOrderSpec.model_validate({"groups": groups, "two_heads": True, "vectors": 1})
 

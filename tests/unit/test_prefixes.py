@@ -39,10 +39,10 @@ class SumEngine:
     reads_tokens: bool = False
     passes: list[PassInput] = field(default_factory=list)
 
-    def new_cache(self, rows: int, capacity: int) -> KVCache:
+    def make_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
 
-    def padded_past_length(self, cache: KVCache, nodes: int) -> int:
+    def compute_padded_past_length(self, cache: KVCache, nodes: int) -> int:
         return cache.past_length()
 
     def run(self, batch: PassInput, cache: KVCache) -> PassOutput:
@@ -89,7 +89,7 @@ def test_a_prefill_pads_batch_rows_to_one_length_and_masks_later_positions_and_p
     hidden = stack_padding_masks(padding)
     assert hidden.tolist() == [[True, False, False, False], [False] * 4]
     prefixes = PrefixBatch([PrefixRow(row, ~is_padding) for row, is_padding in zip(rows, padding, strict=True)])
-    batch = prefixes.build_prefill(engine, engine.new_cache(2, 10))
+    batch = prefixes.build_prefill_input(engine, engine.make_cache(2, 10))
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2

@@ -26,7 +26,7 @@ from lantern_rt.engines.ort.providers import (
     ProviderChoice,
     check_node_assignment,
     detect_provider,
-    find_provider,
+    find_available_provider,
     get_device_lock,
 )
 from lantern_rt.engines.ort.session import GraphSession, check_provider
@@ -84,7 +84,7 @@ def test_every_graph_except_the_target_may_have_a_different_provider() -> None:
     assert ProviderChoice.parse(()) == ProviderChoice.parse("auto") != ProviderChoice.parse("cpu") == ON_CPU
     choice = ProviderChoice.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
-    assert [choice.provider_for(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
+    assert [choice.get_provider(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
     assert ProviderChoice.parse(str(choice)) == choice
 
 
@@ -128,10 +128,10 @@ def test_the_image_decoder_may_run_on_a_different_provider_than_the_target(
 
 
 def test_the_error_of_a_missing_provider_names_the_package_that_contains_the_provider() -> None:
-    error = catch_error(EngineError, find_provider, "cuda", MockOnnxRuntime("AzureExecutionProvider", CPU))
+    error = catch_error(EngineError, find_available_provider, "cuda", MockOnnxRuntime("AzureExecutionProvider", CPU))
     assert (error.found, error.expected) == (f"onnxruntime 1.31.1 with AzureExecutionProvider, {CPU}", CUDA)
     assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
-    assert find_provider("cuda", MockOnnxRuntime(CUDA, CPU)).execution_provider == CUDA
+    assert find_available_provider("cuda", MockOnnxRuntime(CUDA, CPU)).execution_provider == CUDA
 
 
 def test_a_graph_that_runs_partly_on_the_cpu_instead_of_the_provider_is_rejected() -> None:
@@ -156,7 +156,7 @@ def test_a_provider_without_convolutions_is_rejected_before_an_image_is_decoded(
     def fail(*_: object) -> None:
         raise RuntimeError("NOT_IMPLEMENTED: cuDNN is not there")
 
-    monkeypatch.setattr("lantern_rt.engines.ort.session.find_provider", lambda name, runtime: PROVIDERS[name])
+    monkeypatch.setattr("lantern_rt.engines.ort.session.find_available_provider", lambda name, runtime: PROVIDERS[name])
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: SimpleNamespace(run=fail))
     assert catch_error(EngineError, check_provider, "cuda").remedy.startswith("install cuDNN")
 
@@ -165,7 +165,7 @@ def test_a_provider_plugin_is_registered_only_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = MockOnnxRuntime(CPU, devices=(WEBGPU, WEBGPU))
     for _ in range(2):
-        assert find_provider("webgpu", runtime).is_plugin
+        assert find_available_provider("webgpu", runtime).is_plugin
     assert runtime.registered_plugins == [(WEBGPU, "plugin.so")]
 
 
@@ -180,7 +180,7 @@ def test_a_provider_plugin_that_is_missing_broken_or_without_a_device_is_rejecte
     assert (
         words
         in catch_error(
-            EngineError, find_provider, "webgpu", MockOnnxRuntime(CPU, devices=("OtherExecutionProvider",))
+            EngineError, find_available_provider, "webgpu", MockOnnxRuntime(CPU, devices=("OtherExecutionProvider",))
         ).problem
     )
 
@@ -190,7 +190,7 @@ def test_webgpu_is_rejected_if_the_installed_onnxruntime_gpu_would_allocate_memo
 ) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = MockOnnxRuntime(CUDA, CPU, devices=(WEBGPU,))
-    error = catch_error(EngineError, find_provider, "webgpu", runtime)
+    error = catch_error(EngineError, find_available_provider, "webgpu", runtime)
     assert (error.field, error.found, error.expected) == ("provider webgpu", "onnxruntime-gpu", "onnxruntime")
     monkeypatch.setattr(providers, "list_installed_packages", lambda name: name != "onnxruntime")
     for gpu, expected in ((Gpu("13.0", "SM89", "L4"), "cuda"), (None, "cpu")):

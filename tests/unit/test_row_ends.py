@@ -186,7 +186,7 @@ def test_draft_heads_use_the_hidden_states_that_predict_codes_and_not_row_ends(
     def update_and_check(state: DraftHeadState, commit: Any) -> None:
         update(state, commit)
         expected_states = 0.01 * (
-            prefix - 1 + np.array([state.sequence.raster_layout.token_position(cell) for cell in range(17)])
+            prefix - 1 + np.array([state.sequence.raster_layout.find_token_position(cell) for cell in range(17)])
         )
         num_codes = len(state.sequence.codes)
         np.testing.assert_allclose(state.context[:num_codes, 0, 0], expected_states[:num_codes], rtol=1e-6)
@@ -225,12 +225,12 @@ def test_the_layout_of_a_draft_chain_contains_the_row_ends_between_the_codes(
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
     layout = raster.lay_out_tree(tree, first_cell)
     tokens = raster.insert_row_ends(np.array([*[0] * first_cell, *codes, 0]))[:-1]
-    start = raster.token_position(first_cell)
+    start = raster.find_token_position(first_cell)
     assert layout.tokens.tolist() == tokens[start:].tolist()
     assert layout.positions.tolist() == list(range(start, start + len(layout.tokens)))
     assert np.array_equal(layout.ancestor_mask, np.tri(len(layout.tokens), dtype=bool))
     assert [start + last + 1 for last in layout.find_sampling_nodes(np.arange(len(codes)))] == [
-        raster.token_position(first_cell + 1 + n) for n in range(len(codes))
+        raster.find_token_position(first_cell + 1 + n) for n in range(len(codes))
     ]
     assert layout.find_path_nodes(range(len(codes))).tolist() == list(range(len(layout.tokens)))
 

@@ -219,7 +219,7 @@ def test_every_cell_is_generated_once_and_after_all_cells_to_which_the_cell_atte
     while -1 in grid.cells:
         known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
         grid.num_drafts = int(rng.integers(0, max_drafts + 1))
-        batch = grid.next_pass()
+        batch = grid.plan_next_pass()
         passes = passes + 1
         assert 0 < batch.num_nodes <= max_nodes
         for cells in (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from refusals import catch_error
 
 from lantern_rt.errors import TreeError
-from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
+from lantern_rt.runtime.tree import DraftTree, DynamicTreeShape, StaticTreeShape
 from lantern_rt.runtime.tree_names import parse_tree
 
 DATA = Path(__file__).parent.parent / "data"
@@ -54,7 +54,7 @@ def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
 def test_a_published_tree_has_the_recorded_paths_masks_depths_leaves_and_siblings(published: str) -> None:
     golden = GOLDEN[published]
     shape = parse_tree(OUR_NAMES[published])
-    assert isinstance(shape, StaticTree)
+    assert isinstance(shape, StaticTreeShape)
     assert [list(path) for path in shape.paths] == golden["paths"]
     verify = golden["verify"]
     tree = DraftTree(np.arange(shape.num_nodes), shape.parents)
@@ -79,7 +79,7 @@ def test_the_drafter_expands_a_published_tree_as_the_published_code_does(publish
     """Check which of the ten candidates of each node are expanded, and to which nodes each expanded node attends."""
     draft = GOLDEN[published]["draft"]
     shape = parse_tree(OUR_NAMES[published])
-    assert isinstance(shape, StaticTree)
+    assert isinstance(shape, StaticTreeShape)
     levels = [level for level in shape.levels if len(level)]
     assert len(levels) - 1 == len(draft["tree_indices"])
     expanded: list[int] = []
@@ -101,7 +101,7 @@ def test_the_drafter_expands_a_published_tree_as_the_published_code_does(publish
 def test_a_static_tree_sorts_paths_by_length_and_then_by_child_index(
     paths: list[tuple[int, ...]],
 ) -> None:
-    shape = StaticTree(tuple(paths))
+    shape = StaticTreeShape(tuple(paths))
     assert list(shape.paths) == sorted(paths, key=lambda path: (len(path), path))
     assert shape.num_nodes == len(paths) + 1
     for node, path in enumerate(shape.paths, 1):
@@ -115,7 +115,7 @@ def test_a_static_tree_sorts_paths_by_length_and_then_by_child_index(
 def test_the_levels_of_a_static_tree_contain_every_inner_node_once_at_the_right_depth(
     paths: list[tuple[int, ...]],
 ) -> None:
-    shape = StaticTree(tuple(paths))
+    shape = StaticTreeShape(tuple(paths))
     assert len(shape.levels) == max(map(len, paths))
     assert sorted(np.concatenate(shape.levels).tolist()) == sorted(set(shape.parents[1:].tolist()))
     for depth, level in enumerate(shape.levels):
@@ -137,14 +137,14 @@ def test_the_levels_of_a_static_tree_contain_every_inner_node_once_at_the_right_
     ],
 )
 def test_a_malformed_static_tree_is_rejected(paths: Any, expected_fault: str) -> None:
-    error = catch_error(TreeError, StaticTree, paths)
+    error = catch_error(TreeError, StaticTreeShape, paths)
     assert (error.field, error.found) == ("tree", expected_fault)
 
 
 @pytest.mark.parametrize("sizes", [(1, 5, 10), (10, 0, 10), (10, 5, 0), (5, 1, 3), (59, 2, 5), (129, 5, 10)])
 def test_a_dynamic_tree_with_impossible_sizes_is_rejected(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(TreeError):
-        DynamicTree(*sizes)
+        DynamicTreeShape(*sizes)
 
 
 # ---------------------------------------------------------------- draft trees
@@ -197,10 +197,10 @@ def test_a_cached_tree_structure_adds_at_most_two_objects_to_the_garbage_collect
 
 def test_tree_names_describe_chains_and_dynamic_trees_and_may_omit_sizes() -> None:
     chain = parse_tree("chain-3")
-    assert isinstance(chain, StaticTree)
+    assert isinstance(chain, StaticTreeShape)
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
-    assert parse_tree("dynamic-20-4-3") == DynamicTree(20, 4, 3)
-    assert parse_tree("dynamic-40") == DynamicTree(40, 5, 10)
+    assert parse_tree("dynamic-20-4-3") == DynamicTreeShape(20, 4, 3)
+    assert parse_tree("dynamic-40") == DynamicTreeShape(40, 5, 10)
 
 
 @pytest.mark.parametrize(
@@ -212,5 +212,5 @@ def test_invalid_tree_names_are_rejected(name: str) -> None:
 
 
 def test_the_name_of_a_static_tree_has_a_digit_for_the_children_of_each_node() -> None:
-    assert parse_tree("tree-2-10-1") == StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
-    assert parse_tree("tree-a") == StaticTree(tuple((rank,) for rank in range(10)))
+    assert parse_tree("tree-2-10-1") == StaticTreeShape(((0,), (1,), (0, 0), (0, 0, 0)))
+    assert parse_tree("tree-a") == StaticTreeShape(tuple((rank,) for rank in range(10)))

@@ -203,10 +203,10 @@ class ToyEngine:
     passes: list[tuple[int, int]] = field(default_factory=list)
     contiguous = True
 
-    def new_cache(self, rows: int, capacity: int) -> ToyCache:
+    def make_cache(self, rows: int, capacity: int) -> ToyCache:
         return ToyCache(rows, capacity, self.contiguous, self.last_position)
 
-    def padded_past_length(self, cache: ToyCache, nodes: int) -> int:
+    def compute_padded_past_length(self, cache: ToyCache, nodes: int) -> int:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.past_length_multiple) * self.past_length_multiple, cache.entries.hashes.shape[1])
 
@@ -220,7 +220,7 @@ class ToyEngine:
         """
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
-        past_length = self.padded_past_length(cache, nodes)
+        past_length = self.compute_padded_past_length(cache, nodes)
         assert batch.attention_mask.shape == (rows, nodes, past_length + nodes)
         assert batch.attention_mask.dtype == bool
         assert batch.positions.dtype == np.int64

@@ -21,7 +21,7 @@ class TrainingBatch(NamedTuple):
     Args:
         tokens: token ids that the drafter reads, int64 `[rows, slots]`.
         states: the target's hidden states at all positions, float32 `[rows, slots + 1, width]`.
-        first_image_slots: slot that reads the first image token in each row, int64 `[rows]`. At depth `d`, the loss
+        first_image_positions: slot that reads the first image token in each row, int64 `[rows]`. At depth `d`, the loss
             begins `d` slots later.
         rows_per_image: 2 with guidance, the conditional row first; else 1.
         num_cells: number of cells of the image grid.
@@ -29,7 +29,7 @@ class TrainingBatch(NamedTuple):
 
     tokens: Tensor
     states: Tensor
-    first_image_slots: Tensor
+    first_image_positions: Tensor
     rows_per_image: int
     num_cells: int
 
@@ -44,7 +44,7 @@ class TrainingBatch(NamedTuple):
             Predicted hidden states of image tokens, `[images, rows_per_image, num_cells - 1 - depth, width]`.
         """
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-        slots = self.first_image_slots[:, None] + torch.arange(depth, self.num_cells - 1, device=hidden.device)
+        slots = self.first_image_positions[:, None] + torch.arange(depth, self.num_cells - 1, device=hidden.device)
         selected = hidden[rows, slots]
         return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 

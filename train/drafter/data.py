@@ -25,7 +25,7 @@ from ...pipeline import Pipeline
 from ...prepared import load_model
 from ...runtime.decode import decode
 from ...runtime.drafting import CommittedTokens
-from ...runtime.likelihood import compute_sequence_states
+from ...runtime.likelihood import compute_sequence_hidden_states
 from ...runtime.state import Prompt
 from .shards import Shard, TrainingImages, describe_shard_source, get_shard_path, write_shard
 
@@ -131,8 +131,8 @@ def compute_hidden_states(
     rows = [row for prompt in prompts for row in (prompt.cond, prompt.uncond)]
     known = [image[:-1].astype(np.int64) for image in codes for _ in (0, 1)]
     # The state at the position before a token predicts the token.
-    sampled = np.array([layout.token_position(cell) - 1 for cell in range(layout.num_codes)])
-    states = compute_sequence_states(model, layout, rows, known)
+    sampled = np.array([layout.find_token_position(cell) - 1 for cell in range(layout.num_codes)])
+    states = compute_sequence_hidden_states(model, layout, rows, known)
     return [
         np.concatenate([row_states[: len(row.embeds) - 1], row_states[len(row.embeds) + sampled]])
         for row, row_states in zip(rows, states, strict=True)

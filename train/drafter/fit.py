@@ -30,7 +30,7 @@ from ..muon import Muon
 from ..precision import mixed_precision
 from .batches import TrainingBatch, make_training_batch, select_shuffled_images
 from .folder import MARKER, save_drafter
-from .losses import compute_guided_logits, compute_kl_loss, compute_overlap
+from .losses import compute_guided_logits, compute_kl_loss, compute_probability_overlap
 from .model import make_drafter, predict_draft_states
 from .shards import ShardFolder
 from .target import TrainingTarget
@@ -187,7 +187,9 @@ class DrafterTrainer:
             for depth, hidden in enumerate(chain):
                 logits = self._compute_logits(batch.select_predictions(hidden, depth).float())
                 target_logits = self._compute_logits(batch.select_target_states(depth))
-                overlaps[depth].append(compute_overlap(target_logits.softmax(-1), logits.softmax(-1)).flatten())
+                overlaps[depth].append(
+                    compute_probability_overlap(target_logits.softmax(-1), logits.softmax(-1)).flatten()
+                )
                 if not depth:
                     hits.append((logits.argmax(-1) == target_logits.argmax(-1)).flatten())
         means = [float(torch.cat(values).mean()) for values in overlaps]

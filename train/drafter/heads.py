@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...engines.contracts import Progress
 from .batches import select_shuffled_images
-from .losses import compute_kl_loss, compute_overlap
+from .losses import compute_kl_loss, compute_probability_overlap
 from .shards import ShardFolder
 from .target import HeadTrainingTarget, OutputLayer
 
@@ -176,7 +176,9 @@ def train_draft_heads(
             "corrected": heads.correct_logits(samples),
             "predicted": heads.predict_logits(samples),
         }
-        metrics = {name: float(compute_overlap(p, each.softmax(-1)).mean()) for name, each in logits.items()}
+        metrics = {
+            name: float(compute_probability_overlap(p, each.softmax(-1)).mean()) for name, each in logits.items()
+        }
     return heads.export_tables(), metrics
 
 
@@ -208,7 +210,7 @@ def read_head_samples(
         drafts = np.flatnonzero(image.unaccepted_cells[0])
         drafts = rng.choice(drafts, min(max_cells, len(drafts)), replace=False)
         cells = image.unaccepted_cells[0][drafts]
-        above = np.array([source.raster_layout.code_above(cell) for cell in cells.tolist()], np.int64)
+        above = np.array([source.raster_layout.find_code_index_above(cell) for cell in cells.tolist()], np.int64)
         rows: list[NDArray[np.float32]] = []
         for row in range(1 if cfg_scale == 1 else 2):
             # The state at the last prefix position predicts cell 0, the next state cell 1, and so on.

@@ -36,7 +36,7 @@ def compute_kl_loss(target_probs: Tensor, draft_logits: Tensor) -> Tensor:
     return (-(target_probs * draft_logits.log_softmax(-1)).sum(-1) - entropy).mean()
 
 
-def compute_overlap(p: Tensor, q: Tensor) -> Tensor:
+def compute_probability_overlap(p: Tensor, q: Tensor) -> Tensor:
     """Compute sum(min(p, q)) over the last axis.
 
     This is the probability with which lossless speculative sampling accepts a draft token.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from ...bundle.manifest import Manifest, Size, explain_unsupported
+from ...bundle.manifest import Manifest, Size, explain_unsupported_method
 from ...errors import CheckpointError, RequestError
 from ...inputs import convert_read_errors, format_value, open_regular_file
 from ...methods import SpeculativeJacobi
@@ -79,7 +79,7 @@ def describe_shard_source(manifest: Manifest, size: Size | None = None) -> Shard
     Raises:
         RequestError: the bundle generates without drafts.
     """
-    if problem := explain_unsupported(manifest, SpeculativeJacobi()):
+    if problem := explain_unsupported_method(manifest, SpeculativeJacobi()):
         raise RequestError(f"bundle {manifest.name} {problem}", field="bundle", remedy="use another bundle")
     size = size or manifest.size()
     condition = manifest.condition
@@ -182,7 +182,7 @@ class Shard:
             self.source = ShardSource(**json.loads(metadata["source"]))
             self.prompts: list[Any] = list(json.loads(metadata["prompt"]))
             self._check_shapes()
-            self._arrays = self._map_arrays()
+            self._arrays = self._memory_map_arrays()
             self.digest = self._check_and_hash_arrays(vocab_size)
 
     def read_images(self, image_slice: slice) -> TrainingImages:
@@ -191,7 +191,7 @@ class Shard:
             self.prompts[image_slice], **{field: array[image_slice] for field, array in self._arrays.items()}
         )
 
-    def _map_arrays(self) -> dict[str, NDArray[Any]]:
+    def _memory_map_arrays(self) -> dict[str, NDArray[Any]]:
         # A safetensors file has the length of its JSON header (8 bytes), the header, and then the arrays.
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
