@@ -76,8 +76,8 @@ sys.exit(seen < 100)
 FIND_PROVIDER = """
 import sys
 from lantern_rt.engines.host import import_onnxruntime
-from lantern_rt.engines.ort.providers import find_provider
-print(find_provider(sys.argv[1], import_onnxruntime()).execution_provider)
+from lantern_rt.engines.ort.providers import find_available_provider
+print(find_available_provider(sys.argv[1], import_onnxruntime()).execution_provider)
 """
 CHECK_BASE = """
 import importlib.util

@@ -171,8 +171,7 @@ class CacheColumnMap(BaseKVCache):
 def compute_padded_node_count(num_nodes: int) -> int:
     """Return the number of nodes, with padding, of a pass over `num_nodes` nodes."""
     return next(
-        (count for count in _PADDED_NODE_COUNTS if count >= num_nodes),
-        round_up(num_nodes, _PADDED_NODE_COUNTS[-1]),
+        (count for count in _PADDED_NODE_COUNTS if count >= num_nodes), round_up(num_nodes, _PADDED_NODE_COUNTS[-1])
     )
 
 

@@ -128,7 +128,7 @@ def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
     if not expected <= past <= cache.num_columns:
-        raise ValueError(f"a pass over {past} past columns, expected {expected}, as `padded_past_length` returns")
+        raise ValueError(f"the pass reads {past} columns of the cache, expected {expected} .. {cache.num_columns}")
     return past
 
 
