@@ -298,7 +298,7 @@ def test_a_pass_with_missing_inputs_or_a_wrong_kv_cache_length_is_rejected(
         tokens = None if engine is target else np.zeros((1, 2), np.int64)
         with pytest.raises(ValueError, match=message):
             engine.run(PassInput(np.zeros((1, 2), np.int64), mask, tokens), cache)
-        with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
+        with pytest.raises(ValueError, match="the pass reads 4 columns of the cache, expected 64"):
             engine.run(PassInput(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
 
 

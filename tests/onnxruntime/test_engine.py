@@ -172,7 +172,7 @@ def test_a_wrong_kv_cache_length_or_too_many_entries_are_rejected_before_the_gra
     wrong_pass = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
     )
-    with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
+    with pytest.raises(ValueError, match="the pass reads 4 columns of the cache, expected 64"):
         tiny_harness.engine.run(wrong_pass, cache)
     new_kv = [np.zeros((2, 1, 2, 16), np.float32)] * 4
     with pytest.raises(ValueError, match="do not fit"):
