@@ -12,7 +12,6 @@ docs/seeds.md specifies the random numbers of the format `FORMAT`. They never ch
 from __future__ import annotations
 
 import threading
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -35,6 +34,10 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        # Not a `cached_property`: in Python 3.11, it takes a lock that all images share. If another thread holds the
+        # lock while the process forks, it stays locked in the new process.
+        self._gumbel_streams = _PhiloxStreams(seed, _GUMBEL)
+        self._acceptance_streams = _PhiloxStreams(seed, _DECISIONS)
         self._lock = threading.Lock()
         self._groups: dict[int, Floats] = {}  # {group: noise}, float32 `[GROUP_SIZE, vocab_size]`
 
@@ -110,14 +113,6 @@ class Noise:
             noise[:, start : start + codes] = uniform.reshape(codes, GROUP_SIZE).T  # codes come first in the stream
         np.negative(noise, out=noise)
         return noise
-
-    @cached_property
-    def _gumbel_streams(self) -> _PhiloxStreams:
-        return _PhiloxStreams(self.seed, _GUMBEL)
-
-    @cached_property
-    def _acceptance_streams(self) -> _PhiloxStreams:
-        return _PhiloxStreams(self.seed, _DECISIONS)
 
 
 class _PhiloxStreams:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +66,7 @@ class GridPass:
         """Number of nodes of the pass."""
         return len(self.tokens)
 
-    @cached_property
+    @property
     def tree_structure(self) -> TreeStructure:
         """Structure of the draft: the attention mask among the nodes, and the cells of the nodes as `depths`."""
         ancestor_mask = self.build_attention_mask(self.cells) & (self.num_attended_tokens > 0) | np.eye(
