@@ -19,7 +19,7 @@ from .host import (
 )
 from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, detect_provider
 from .ort.session import check_provider
-from .system import read_meminfo_field
+from .system import read_host_memory
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
 _ACCELERATOR_PACKAGES = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes of names of packages
@@ -77,7 +77,7 @@ def make_host_report() -> HostReport:
         or "none installed",
         "providers": ", ".join(providers) or "none",
         "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),
-        "memory": f"{_format_gib(available_memory())} available of {_format_gib(read_meminfo_field('total'))}",
+        "memory": f"{_format_gib(available_memory())} available of {_format_gib(read_host_memory('total'))}",
         "will use": f"ONNX Runtime, provider {main}, threads: {cores}" if usable else "nothing: see the problems",
         "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.cuda_version}" if gpu else "none found",
         "for GPUs": f"`lantern-rt[gpu]` in place of `[cpu]`: {needed}",

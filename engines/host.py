@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import EngineError, RequestError
 from ..inputs import format_error, format_value, make_install_command
 from .gpu import find_gpu
-from .system import check_thread_count, read_meminfo_field
+from .system import check_thread_count, read_host_memory
 
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -134,7 +134,7 @@ def available_memory() -> int:
     """
     import psutil
 
-    free = [read_meminfo_field("available")]
+    free = [read_host_memory("available")]
     with suppress(ImportError, AttributeError, psutil.Error):  # systems without resource limits or /proc
         import resource
 

@@ -33,7 +33,7 @@ def check_thread_count(count: int) -> None:
                 time.sleep(0.0001)
 
 
-def read_meminfo_field(field: str) -> int:
+def read_host_memory(field: str) -> int:
     """Return a field of `psutil.virtual_memory()`, such as `available`, in bytes.
 
     On a host without /proc, psutil fails, and the size of the physical memory is returned instead.

@@ -20,7 +20,7 @@ from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.host import RUNTIMES, choose_thread_count, import_onnxruntime
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
-from lantern_rt.engines.system import read_meminfo_field
+from lantern_rt.engines.system import read_host_memory
 from lantern_rt.errors import EngineError
 from lantern_rt.inputs import make_install_command
 from lantern_rt.memory import measure_process_memory
@@ -168,7 +168,7 @@ def test_memory_is_measured_on_a_host_without_proc(
     facts = make_host_report().facts
     assert facts["cores"] == "3 physical usable"
     assert facts["memory"].count("GiB") == 2
-    assert 1 << 20 < host.available_memory() <= read_meminfo_field("total")
+    assert 1 << 20 < host.available_memory() <= read_host_memory("total")
     assert measure_process_memory() is None
 
 
