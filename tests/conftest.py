@@ -124,14 +124,7 @@ def _hold_lock(path: Path) -> Iterator[None]:
 def _export_once(
     factory: pytest.TempPathFactory, name: str, export: Callable[[Path], Path], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Export a bundle unless it is in the cache, and return a copy that tests may change.
-
-    Args:
-        factory: factory of temporary folders.
-        name: fixture name and bundle name, as in `c2i_bundle/tiny-c2i`.
-        export: function that writes the bundle to a path and returns the path.
-        libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
-    """
+    """Export a bundle unless it is in the cache, and return a copy that tests may change."""
     for library in ("torch", "onnx", "onnxruntime", "safetensors", *libraries):
         pytest.importorskip(library)
     import torch
@@ -160,11 +153,6 @@ def _make_llamagen_fixture(
     """Create a session fixture that exports a LlamaGen bundle.
 
     Args:
-        fixture: name of the fixture.
-        description: docstring of the fixture.
-        target: path of the target checkpoint below `tests/data`.
-        drafter: true to export the EAGLE drafter, too.
-        compute: dtype of activations, such as `float16`.
         precision: precision of stored weights, such as `int8`; None for the default of `compute`.
     """
 
@@ -382,14 +370,7 @@ def _export_grouped_family(tmp_path_factory: pytest.TempPathFactory, family: str
 def _export_family(
     tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Export a model family, or return a copy of an earlier export.
-
-    Args:
-        tmp_path_factory: factory of temporary folders.
-        family: name of the model family.
-        options: checkpoints and export options, by name of the option.
-        libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
-    """
+    """Export a model family, or return a copy of an earlier export."""
 
     def export(output: Path) -> Path:
         from lantern_rt.export.registry import read_family_checkpoints

@@ -103,15 +103,7 @@ SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
 
 
 class EmptyCacheHost:
-    """Machine with empty caches, whose hub serves a small model under a published name.
-
-    Args:
-        hub: address of the hub.
-        folder: folder of the host's files.
-        name: name of the published model.
-        revision: `@` and the revision of the checkpoints; empty for `main`.
-        **fields: fields of the model's `PublishedModel` to replace.
-    """
+    """Machine with empty caches, whose hub serves a small model under a published name."""
 
     def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "", **fields: Any) -> None:
         self.hub = hub
@@ -153,18 +145,11 @@ class EmptyCacheHost:
         return run(hub or self.hub, self.folder / "home", *self.make_command(*arguments), **variables)
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """Start `lantern-rt` with `arguments`; `options` are options of `Popen`."""
         variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
         command = [sys.executable, *self.make_command(*arguments)]
         return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **options)
 
     def generate(self, name: str, hub: str | None = None) -> Path:
-        """Generate an image of class 3 and return the path.
-
-        Args:
-            name: file name of the image in the host's folder.
-            hub: address of another hub.
-        """
         image = self.folder / name
         process = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
         assert process.returncode == 0, process.stderr

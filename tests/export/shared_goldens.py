@@ -41,12 +41,7 @@ class GoldenFamily:
     """Exported bundle of a model family, and the arrays recorded from the published implementation.
 
     Attributes:
-        bundle: folder of the bundle.
-        arrays: recorded arrays by name.
-        codes: range of the token ids of the codes.
         row_end: token id that ends each grid row; -1 for families without this token.
-        scale: guidance scale.
-        compute_scores: function that converts guided logits to the scores that the published program records.
     """
 
     bundle: Path
@@ -70,12 +65,6 @@ def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def mix_guided(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
-    """Return guided logits `[nodes, codes]`.
-
-    Args:
-        outputs: outputs of the target's graph for the conditional row and for the unconditional row.
-        scale: guidance scale.
-    """
     return mix_guided_logits(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
@@ -110,11 +99,6 @@ def compute_logits(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float3
     """Compute the logits `[2, codes, vocabulary]` of an image, many groups of cells per forward pass.
 
     The first row is conditional, the second unconditional.
-
-    Args:
-        pipe: pipeline of the bundle.
-        ids: codes of the image, in generation order.
-        **prompt: prompt, as an argument of the pipeline.
     """
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
@@ -130,12 +114,8 @@ def check_logits(
     """Compare the logits of an image with recorded arrays; return the logits after guidance, `[codes, vocabulary]`.
 
     Args:
-        run_name: name of the recorded run.
-        image_index: index of the image in the run.
-        trace: settings and codes of the run.
         row_logits: logits `[2, codes, vocabulary]` of the conditional and the unconditional row, in the same order of
             codes as the arrays.
-        arrays: recorded arrays by name.
     """
     guidance = Sampling(cfg_scale=trace["cfg"])
     is_guided = np.array(trace.get("guided", [1] * row_logits.shape[1]), bool)  # [codes]
@@ -155,8 +135,6 @@ def sample_recorded_codes(logits: NDArray[np.float32], image_index: int, trace: 
 
     Args:
         logits: logits after guidance, `[codes, vocabulary]`, in generation order.
-        image_index: index of the image in the run.
-        trace: settings and random numbers of the run.
     """
     if not trace["sample"]:
         return logits.argmax(1).tolist()
@@ -167,12 +145,6 @@ def sample_recorded_codes(logits: NDArray[np.float32], image_index: int, trace: 
 
 def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[NDArray[np.float32]]:
     """Run the prefix and all codes of an image in one forward pass of the target's graph.
-
-    Args:
-        pipe: pipeline of a bundle that generates groups of cells.
-        ids: codes of the image, in generation order.
-        names: names of values of the graph.
-        **prompt: prompt, as an argument of the pipeline.
 
     Returns:
         The embeddings `[2, nodes, width]` of the conditional and the unconditional row, then the named values.
@@ -212,9 +184,7 @@ class DecoderGolden:
     """Tests of the target's graph; the module of a subclass defines the fixture `family`."""
 
     @pytest.mark.parametrize("row_name", ROW_NAMES)
-    def test_the_prompt_has_the_recorded_hidden_states_logits_keys_and_values(
-        self, family: GoldenFamily, row_name: str
-    ) -> None:
+    def test_the_prompt_has_the_recorded_outputs_keys_and_values(self, family: GoldenFamily, row_name: str) -> None:
         arrays = family.arrays
         ids = family.arrays[f"{row_name}_ids"]
         # `GraphRunner` uses consecutive positions from 0.
@@ -236,9 +206,7 @@ class DecoderGolden:
             assert_close(embeds[0], family.arrays[f"{row_name}_layer_hidden"][0], 0)
             assert_close(np.concatenate(layers), family.arrays[f"{row_name}_layer_hidden"][1:])
 
-    def test_single_tokens_after_the_prompt_have_the_recorded_hidden_states_and_logits(
-        self, family: GoldenFamily
-    ) -> None:
+    def test_single_tokens_have_the_recorded_outputs(self, family: GoldenFamily) -> None:
         arrays = family.arrays
         runs = family.start_prompt()
         to_scores = family.compute_scores
@@ -252,7 +220,7 @@ class DecoderGolden:
         guided = np.concatenate([mix_guided(step, family.scale) for step in steps])
         assert_close(to_scores(guided), to_scores(arrays["decode_guided"][-count:, family.codes]), GUIDED_TOLERANCE)
 
-    def test_a_draft_tree_has_the_recorded_hidden_states_logits_and_scores(self, family: GoldenFamily) -> None:
+    def test_a_draft_tree_has_the_recorded_outputs_and_scores(self, family: GoldenFamily) -> None:
         arrays = family.arrays
         runs = family.start_prompt()
         codes = family.codes
@@ -288,9 +256,7 @@ class DecoderGolden:
 class RowEndDecoderGolden(DecoderGolden):
     """Tests of the target's graph of a family whose grid rows end with a fixed token."""
 
-    def test_the_embedding_table_holds_the_embeddings_of_the_codes_and_the_row_end_token(
-        self, family: GoldenFamily
-    ) -> None:
+    def test_the_table_embeds_the_codes_and_the_row_end_token(self, family: GoldenFamily) -> None:
         table = np.load(family.bundle / "code_embeddings.npy")
         codes = family.codes
         row_end = read_manifest(family.bundle).row_end

@@ -31,7 +31,6 @@ def make_padding_masks(mask: NDArray[np.uint8], length: int) -> tuple[NDArray[np
 
     Args:
         mask: true for the tokens of the prompts that are not padding, `[rows, prompt tokens]`.
-        length: number of tokens of the prompts and after the prompts.
 
     Returns:
         True for tokens that are not padding, `[rows, length]`, and the attention mask `[rows, length, length]`.
@@ -41,7 +40,7 @@ def make_padding_masks(mask: NDArray[np.uint8], length: int) -> tuple[NDArray[np
     return is_real_token, np.tri(length, dtype=bool) & is_real_token[:, None] | np.eye(length, dtype=bool)
 
 
-def test_sequences_have_the_logits_and_hidden_states_of_transformers(anole_bundle: Path, target: Arrays) -> None:
+def test_sequences_have_the_outputs_of_transformers(anole_bundle: Path, target: Arrays) -> None:
     embeds = embed_tokens(anole_bundle, target["input_ids"])
     assert_close(embeds, target["hidden_states"][0], 0)
     out = GraphRunner(anole_bundle, rows=2).step(input_embeds=embeds)
@@ -51,7 +50,7 @@ def test_sequences_have_the_logits_and_hidden_states_of_transformers(anole_bundl
     assert np.flatnonzero(forbidden.all((0, 1))).tolist() == list(range(CODES.start, CODES.stop))
 
 
-def test_prompts_with_and_without_padding_have_the_values_of_transformers(anole_bundle: Path, target: Arrays) -> None:
+def test_padded_and_unpadded_prompts_have_the_outputs_of_transformers(anole_bundle: Path, target: Arrays) -> None:
     ids = target["cfg_input_ids"]
     positions = target["cfg_position_ids"]
     is_real_token, visible = make_padding_masks(target["cfg_attention_mask"], ids.shape[1])
@@ -67,7 +66,7 @@ def test_prompts_with_and_without_padding_have_the_values_of_transformers(anole_
         assert_close(out["logits"][0], target["cfg_logits_raw"][row, is_real_token_of_row][:, CODES])
 
 
-def test_codes_have_the_embeddings_of_their_tokens_and_the_published_nearest_codes(anole_bundle: Path) -> None:
+def test_codes_have_their_tokens_embeddings_and_published_neighbours(anole_bundle: Path) -> None:
     assert_close(np.load(anole_bundle / "code_embeddings.npy"), embed_tokens(anole_bundle, range(4, 132))[0], 0)
     published = np.load(DATA / "chameleon-vqgan/top_127_indices.npy")
     np.testing.assert_array_equal(np.load(anole_bundle / "neighbors.npz")["indices"], published)
@@ -89,9 +88,7 @@ def test_the_drafter_has_the_recorded_outputs_keys_and_values(anole_bundle: Path
         assert_close(cache[is_real_token], drafter[f"fwd_{part}s"].transpose(0, 2, 1, 3)[is_real_token])
 
 
-def test_the_target_outputs_the_recorded_hidden_states_that_the_drafter_reads(
-    anole_bundle: Path, drafter: Arrays
-) -> None:
+def test_the_target_outputs_the_drafters_recorded_hidden_states(anole_bundle: Path, drafter: Arrays) -> None:
     ids = drafter["token_ids"]
     is_real_token, visible = make_padding_masks(drafter["prompt_mask"], ids.shape[1])
     embeds = embed_tokens(anole_bundle, ids)

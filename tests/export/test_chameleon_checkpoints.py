@@ -25,7 +25,7 @@ ReadCopy = Callable[[Path], object]  # copies a checkpoint to a folder, changes 
 PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_text())
 
 
-def test_a_sharded_checkpoint_gives_the_weights_of_a_single_file_and_lists_all_files_as_sources(tmp_path: Path) -> None:
+def test_shards_give_the_weights_and_sources_of_all_files(tmp_path: Path) -> None:
     model = read_anole(ANOLE, VQGAN)
     sharded_model = read_anole(copy_as_shards(ANOLE, tmp_path / "shards"), VQGAN)
     for graph, sharded_graph in zip(model.graphs, sharded_model.graphs, strict=True):
@@ -66,7 +66,7 @@ def test_image_sizes_of_lumina_mgpt_equal_the_published_sizes(pixels: int) -> No
     assert square.tokens == (8197, 8804 + pixels // 32, 8804 + pixels // 32)
 
 
-def test_default_settings_of_lumina_mgpt_equal_the_published_settings() -> None:
+def test_default_settings_of_lumina_equal_the_published_settings() -> None:
     sampling = read_lumina(LUMINA, VQGAN, grid=4).manifest_fields["sampling"]
     # The guidance scale is from Lumina-mGPT's solver, top-k for images is from LANTERN.
     assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg"], 2000)
@@ -91,7 +91,7 @@ def test_a_drafters_norm_with_a_single_row_applies_to_every_head(tmp_path: Path)
     assert all(torch.equal(one_row[name], four_rows[name]) for name in one_row)
 
 
-def test_each_row_of_lumina_mgpts_norms_applies_to_consecutive_heads(tmp_path: Path) -> None:
+def test_each_row_of_luminas_norms_applies_to_consecutive_heads(tmp_path: Path) -> None:
     """Read norms `[model_parallel_size, head width]`; transformers applies each row to consecutive heads."""
     generator = torch.Generator().manual_seed(0)
 
@@ -110,20 +110,13 @@ def test_each_row_of_lumina_mgpts_norms_applies_to_consecutive_heads(tmp_path: P
 
 
 def make_lumina2_reader(weights: Any = None, config: Any = None, **fields: Any) -> ReadCopy:
-    """Return a function that reads a copy of Lumina-mGPT 2.0 with the changes of `copy_checkpoint`."""
     return lambda folder: read_lumina2(
         copy_checkpoint(LUMINA2, folder / "target", weights, config, **fields), MOVQGAN, grid=8
     )
 
 
 def make_reader_with_edited_file(name: str, old: str, new: str) -> ReadCopy:
-    """Return a function that reads a copy of Lumina-mGPT 2.0 after a replacement in a text file.
-
-    Args:
-        name: name of the file.
-        old: text to replace.
-        new: replacement.
-    """
+    """Return a function that reads a copy of Lumina-mGPT 2.0 after a replacement in a text file."""
 
     def read(folder: Path) -> None:
         target = copy_checkpoint(LUMINA2, folder / "target")
@@ -175,7 +168,7 @@ WRONG_FILES: dict[str, tuple[ReadCopy, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_FILES)
-def test_the_error_of_wrong_files_for_lumina_mgpt_2_names_the_wrong_field(tmp_path: Path, case: str) -> None:
+def test_wrong_files_for_lumina2_are_rejected_by_field(tmp_path: Path, case: str) -> None:
     read, field, words = WRONG_FILES[case]
     error = catch_error(CheckpointError, read, tmp_path)
     assert error.field.endswith(field)

@@ -73,9 +73,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", READERS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_error_of_a_folder_of_another_model_names_the_right_family_or_the_needed_model(
-    tmp_path: Path, model_type: str, family: str
-) -> None:
+def test_a_folder_of_another_model_is_rejected_with_its_family(tmp_path: Path, model_type: str, family: str) -> None:
     read = READERS[family]
     folder = FOLDERS[model_type]
     if family == FAMILIES[model_type].partition(" ")[0]:
@@ -94,7 +92,7 @@ def test_the_error_of_a_folder_of_another_model_names_the_right_family_or_the_ne
         assert error.remedy == f"give `--family {FAMILIES[model_type]}`, or another target"
 
 
-def test_the_error_of_a_folder_of_an_unknown_model_names_the_needed_model(tmp_path: Path) -> None:
+def test_a_folder_of_an_unknown_model_names_the_needed_model(tmp_path: Path) -> None:
     error = catch_error(
         CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type="mamba"), VQGAN
     )
@@ -111,7 +109,7 @@ def test_an_invalid_model_type_is_rejected_with_a_short_error(tmp_path: Path, va
     assert len(error.found) <= 80
 
 
-def test_the_error_of_a_checkpoint_in_metas_layout_names_this_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_in_metas_layout_is_named_so(tmp_path: Path) -> None:
     (tmp_path / "models/7b").mkdir(parents=True)
     (tmp_path / "models/7b/params.json").write_text("{}")
     torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, tmp_path / "models/7b/consolidated.pth")
@@ -122,7 +120,7 @@ def test_the_error_of_a_checkpoint_in_metas_layout_names_this_layout(tmp_path: P
 
 @pytest.mark.parametrize("text", [LFS_POINTER, *WEB_PAGES])
 @pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "config.json", "tokenizer.json"])
-def test_the_error_of_a_git_lfs_pointer_or_web_page_says_what_the_file_is(tmp_path: Path, name: str, text: str) -> None:
+def test_a_git_lfs_pointer_or_web_page_is_named_so(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
@@ -131,7 +129,7 @@ def test_the_error_of_a_git_lfs_pointer_or_web_page_says_what_the_file_is(tmp_pa
     assert error.found == ("a Git LFS pointer" if text == LFS_POINTER else "a web page")
 
 
-def test_the_error_of_a_yaml_file_that_is_a_git_lfs_pointer_says_so(tmp_path: Path) -> None:
+def test_a_yaml_file_that_is_a_git_lfs_pointer_is_named_so(tmp_path: Path) -> None:
     shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
     (tmp_path / "vqgan.yaml").write_text(LFS_POINTER)
     error = catch_error(CheckpointError, read_vqgan, tmp_path)
@@ -175,7 +173,7 @@ def test_the_error_of_a_missing_configuration_shows_an_example(program: Any, tmp
     assert '{"n_head": 12, "block_size": 256' in " ".join(out.replace("│", " ").split())
 
 
-def test_the_configuration_beside_an_official_file_is_read_if_it_describes_the_model(tmp_path: Path) -> None:
+def test_a_matching_configuration_beside_a_file_is_read(tmp_path: Path) -> None:
     assert read_llamagen_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
     path = Path(shutil.copy(C2I, tmp_path))
     copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])

@@ -53,7 +53,6 @@ SAMPLE = next(trace for trace in TRACES if trace["name"] == "sample")
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the published image sizes by `SIZES`."""
     monkeypatch.setattr(emu35, "SIZES", SIZES)
 
 
@@ -87,7 +86,7 @@ def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_queries_and_keys_are_projected_then_normalized_then_rotated() -> None:
+def test_queries_and_keys_are_normalized_before_they_are_rotated() -> None:
     decoder: Any = read_model_with_small_sizes().graphs[0].module
     layer = decoder.layers[0]
     rope = decoder.rope
@@ -136,7 +135,7 @@ def test_greedy_runs_have_the_recorded_scores_and_codes(bundle: Path, trace: dic
     assert scores.argmax(1).reshape(trace["grid"]).tolist() == trace["codes"]
 
 
-def test_the_recorded_scores_allow_only_codes_inside_a_row_and_only_the_row_end_after_a_row(bundle: Path) -> None:
+def test_recorded_scores_allow_only_codes_and_row_ends_in_place(bundle: Path) -> None:
     final_scores = ARRAYS["run0_final"]  # two grid rows of 5 codes and a row end
     expected_finite = np.zeros(final_scores.shape, bool)
     is_row_end = np.arange(12) % 6 == 5
@@ -151,7 +150,7 @@ def test_the_recorded_scores_allow_only_codes_inside_a_row_and_only_the_row_end_
     )
 
 
-def test_greedy_images_alone_and_in_a_batch_have_the_recorded_codes(bundle: Path) -> None:
+def test_greedy_images_alone_and_batched_have_the_recorded_codes(bundle: Path) -> None:
     assert len(GREEDY_WITHOUT_TEXT) == 4
     with Pipeline.from_bundle(bundle, threads=1) as pipe:
         for trace in GREEDY_WITHOUT_TEXT:
@@ -180,7 +179,7 @@ def test_sampling_has_the_recorded_distributions_and_codes(bundle: Path) -> None
     assert sampled_codes.reshape(SAMPLE["grid"]).tolist() == SAMPLE["codes"]
 
 
-def test_temperature_top_k_and_top_p_give_the_recorded_probabilities_of_codes() -> None:
+def test_filters_give_the_recorded_probabilities() -> None:
     for (top_k, top_p, temperature, *_), expected in zip(
         ARRAYS["filter_params"], ARRAYS["filter_image_probs"], strict=True
     ):
@@ -225,7 +224,7 @@ def test_codes_decode_to_the_recorded_vectors_and_images(bundle: Path) -> None:
                 assert_close(pixels + HALF_LEVEL, ARRAYS["run2_pixels"])
 
 
-def test_an_image_is_encoded_as_the_codes_with_the_largest_dot_products(bundle: Path) -> None:
+def test_images_encode_to_the_codes_of_largest_dot_products(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
     encoded = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
     assert_close(encoded["pre_quant"][0], ARRAYS["vq_pre_quant"])
@@ -241,7 +240,7 @@ def test_an_image_is_encoded_as_the_codes_with_the_largest_dot_products(bundle: 
     assert_close(images[0] + HALF_LEVEL, ARRAYS["vq_reconstruction"])
 
 
-def test_inner_layers_of_the_image_tokenizer_have_the_recorded_values() -> None:
+def test_inner_layers_of_the_tokenizer_have_the_recorded_values() -> None:
     modules: dict[str, Any] = {graph.role: graph.module for graph in read_model_with_small_sizes().graphs}
     decoder = modules["vq_decoder"].decoder
     encoder = modules["vq_encoder"].encoder
@@ -267,11 +266,10 @@ def test_inner_layers_of_the_image_tokenizer_have_the_recorded_values() -> None:
 
 
 def get_weight_bytes(module: torch.nn.Module) -> list[tuple[str, bytes]]:
-    """Return the names of a module's weights and their bytes."""
     return [(name, value.numpy().tobytes()) for name, value in module.state_dict().items()]
 
 
-def test_safetensors_and_ckpt_files_give_the_same_image_tokenizer(tmp_path: Path) -> None:
+def test_safetensors_and_ckpt_give_the_same_image_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "vq"
     folder.mkdir()
     torch.save({"state_dict": load_file(EMU35_VQ / "model.safetensors")}, folder / "model.ckpt")
@@ -300,7 +298,7 @@ def test_prompts_have_the_recorded_token_ids() -> None:
         assert request.condition_inputs["uncond_ids"][0].tolist() == [*PROTOCOL["unconditional_prompt_ids"], *end]
 
 
-def test_image_sizes_and_default_settings_equal_the_published_values(tmp_path: Path) -> None:
+def test_sizes_and_default_settings_equal_the_published_values(tmp_path: Path) -> None:
     large = copy_checkpoint(EMU35, tmp_path / "large", config=lambda config: config.pop("max_position_embeddings"))
     manifest_fields = read_emu35(large, EMU35_VQ).manifest_fields
     published = [(size["rows"], size["columns"]) for size in PROTOCOL["sizes"]]
@@ -314,7 +312,7 @@ def test_image_sizes_and_default_settings_equal_the_published_values(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["41x97", "55x73"])
-def test_row_ends_are_at_the_positions_where_the_published_program_forces_them(name: str) -> None:
+def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
     forced = ARRAYS[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
     row_end = PROTOCOL["tokens"]["eol"]["official"]
@@ -329,7 +327,7 @@ def test_row_ends_are_at_the_positions_where_the_published_program_forces_them(n
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
-def test_an_export_detects_the_family_and_the_bundle_passes_verification(
+def test_an_export_detects_the_family_and_passes_verification(
     tmp_path: Path, program: Any, small_sizes: None, precision: str
 ) -> None:
     output = tmp_path / "bundle"

@@ -64,9 +64,7 @@ def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- layouts
 
 
-def test_both_published_layouts_of_files_give_the_same_graphs_and_manifest(
-    original_folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_both_published_layouts_give_the_same_bundle(original_folders: tuple[Path, Path], tmp_path: Path) -> None:
     hf_model = read_emu3(EMU3, grid=4)
     original_model = read_emu3(*original_folders, grid=4)
     assert get_contents(hf_model) == get_contents(original_model)
@@ -80,7 +78,7 @@ def test_both_published_layouts_of_files_give_the_same_graphs_and_manifest(
     ]
 
 
-def test_a_checkpoint_saved_by_transformers_5_gives_the_same_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_transformers_5_gives_the_same_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
     folder = copy_checkpoint(EMU3, tmp_path / "transformers-5")
@@ -90,7 +88,7 @@ def test_a_checkpoint_saved_by_transformers_5_gives_the_same_model(tmp_path: Pat
     assert get_contents(read_emu3(folder, grid=4)) == get_contents(read_emu3(EMU3, grid=4))
 
 
-def test_fields_that_a_configuration_omits_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+def test_omitted_configuration_fields_have_the_usual_defaults(tmp_path: Path) -> None:
     folder = copy_checkpoint(
         EMU3, tmp_path / "model", config=lambda c: c["text_config"].update(rope_theta=1e6, rms_norm_eps=1e-5)
     )
@@ -98,7 +96,7 @@ def test_fields_that_a_configuration_omits_have_the_defaults_of_transformers(tmp
     assert torch.equal(*rope)
 
 
-def test_image_sizes_and_default_settings_equal_the_published_values() -> None:
+def test_sizes_and_default_settings_equal_the_published_values() -> None:
     ratios = PROTOCOL["sizes_for_image_area_518400"]
     assert list_grid_shapes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
     sampling = read_emu3(EMU3, grid=4).manifest_fields["sampling"]
@@ -108,7 +106,7 @@ def test_image_sizes_and_default_settings_equal_the_published_values() -> None:
 
 
 @pytest.mark.parametrize("name", ["90x90", "68x120"])
-def test_row_ends_are_at_the_positions_where_the_published_program_forces_them(name: str) -> None:
+def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
     with np.load(DATA / "emu3/golden.npz") as arrays:
         forced = arrays[f"official_forced_{name}"]
     rows, columns = map(int, name.split("x"))
@@ -156,10 +154,6 @@ def test_tokenizers_of_both_layouts_give_the_recorded_token_ids(
 
 def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
     """Encode a piece of text as tiktoken does: repeatedly merge the pair of neighbours with the lowest rank.
-
-    Args:
-        piece: UTF-8 bytes of the piece.
-        ranks: ranks, which are also token ids, by the bytes of the token.
 
     Returns:
         The token ids. Of pairs with equal ranks, the first is merged first.

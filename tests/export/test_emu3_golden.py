@@ -39,7 +39,7 @@ def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_guided_logits_give_the_codes_and_probabilities_of_the_recorded_scores(
+def test_guided_logits_give_the_recorded_codes_and_probabilities(
     family: GoldenFamily,
 ) -> None:
     guidance = Sampling(cfg_scale=3.0)
@@ -79,9 +79,7 @@ def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.flo
 
 
 @pytest.mark.parametrize("trace", SINGLE_IMAGE_RUNS, ids=get_trace_name)
-def test_recorded_tokens_are_the_codes_with_the_largest_guided_logits_unless_forced(
-    family: GoldenFamily, trace: dict[str, Any]
-) -> None:
+def test_recorded_tokens_have_the_largest_guided_logits(family: GoldenFamily, trace: dict[str, Any]) -> None:
     scores = compute_guided_logits(family.bundle, trace)
     ids = np.array(trace["generated_ids"])
     (rows, columns) = trace["grid"]
@@ -100,9 +98,7 @@ def test_every_token_of_a_run_has_the_recorded_scores(family: GoldenFamily, trac
 
 
 @pytest.mark.parametrize("row", range(2))
-def test_recorded_tokens_of_a_batch_are_the_codes_with_the_largest_guided_logits(
-    family: GoldenFamily, row: int
-) -> None:
+def test_recorded_tokens_of_a_batch_have_the_largest_logits(family: GoldenFamily, row: int) -> None:
     is_real_token = np.array(BATCH["attention_mask"][row]) > 0
     trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
     trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real_token].tolist()

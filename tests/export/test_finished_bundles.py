@@ -47,21 +47,13 @@ def make_bundle_fields(bundle: Bundle) -> dict[str, Any]:
 
 @pytest.fixture
 def host(hub: str, tmp_path: Path, bundle: Bundle) -> EmptyCacheHost:
-    """Make a host without PyTorch and other modules of exports.
-
-    Args:
-        hub: address of the hub.
-        tmp_path: folder of the host's files.
-        bundle: finished bundle of the host's model.
-    """
+    """Make a host without PyTorch and other modules of exports."""
     host = EmptyCacheHost(hub, tmp_path, NAME, bundles={"int8": make_bundle_fields(bundle)})
     host.missing_modules = ["torch", "onnx", "safetensors", "transformers"]
     return host
 
 
-def test_an_image_is_generated_without_pytorch_and_the_next_image_without_the_hub(
-    host: EmptyCacheHost, bundle: Bundle
-) -> None:
+def test_images_need_no_pytorch_and_then_no_hub(host: EmptyCacheHost, bundle: Bundle) -> None:
     assert f"int8 {make_bundle_fields(bundle)['download_bytes'] / 1e9:.1f} GB" in host("models").stdout
     process = host("run", NAME, "--class-id", 3, "--seed", 1, "--yes", "--output", host.folder / "a.png")
     assert process.returncode == 0, process.stderr
@@ -79,7 +71,7 @@ def test_an_image_is_generated_without_pytorch_and_the_next_image_without_the_hu
     assert list(host.cache.iterdir()) == []
 
 
-def test_a_killed_download_resumes_without_the_files_that_are_complete(host: EmptyCacheHost) -> None:
+def test_a_killed_download_resumes_without_complete_files(host: EmptyCacheHost) -> None:
     STALLING_FILES.add("vq_decoder.onnx")
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
@@ -112,7 +104,7 @@ def test_a_bundle_with_a_changed_file_on_the_hub_is_rejected(host: EmptyCacheHos
     assert not host.cache.exists()
 
 
-def test_a_changed_manifest_is_rejected_before_graphs_are_downloaded(host: EmptyCacheHost) -> None:
+def test_a_changed_manifest_is_rejected_before_the_graphs(host: EmptyCacheHost) -> None:
     REPOSITORIES[REPOSITORY]["bundle.json"] += b"\n"
     STALLING_FILES.add("target.onnx")
     try:
@@ -123,9 +115,7 @@ def test_a_changed_manifest_is_rejected_before_graphs_are_downloaded(host: Empty
 
 
 @pytest.mark.parametrize("export", [False, True])
-def test_a_bundle_that_was_deleted_from_the_cache_is_downloaded_or_exported_again(
-    host: EmptyCacheHost, export: bool
-) -> None:
+def test_a_bundle_deleted_from_the_cache_is_restored(host: EmptyCacheHost, export: bool) -> None:
     host.generate("a.png")
     shutil.rmtree(host.folder / "home/hub/models--owner--finished")
     host.missing_modules = []
@@ -135,7 +125,7 @@ def test_a_bundle_that_was_deleted_from_the_cache_is_downloaded_or_exported_agai
     assert (host.cache / f"{NAME}@int8").is_symlink() != export
 
 
-def test_verify_rejects_a_bundle_that_differs_from_an_export_of_the_checkpoint(host: EmptyCacheHost) -> None:
+def test_verify_rejects_a_bundle_that_differs_from_an_export(host: EmptyCacheHost) -> None:
     host.generate("a.png")
     host.missing_modules = []
     process = host("verify", NAME, "--export")
@@ -170,9 +160,7 @@ def test_a_server_downloads_a_finished_bundle(host: EmptyCacheHost) -> None:
     assert (host.cache / f"{NAME}@int8").is_symlink()
 
 
-def test_option_export_exports_the_checkpoint_and_does_not_download_the_bundle(
-    host: EmptyCacheHost, bundle: Bundle
-) -> None:
+def test_option_export_does_not_download_the_bundle(host: EmptyCacheHost, bundle: Bundle) -> None:
     process = host("run", NAME, "--class-id", 3, "--yes", "--export")
     assert "torch is not installed" in process.stderr
     host.missing_modules = []

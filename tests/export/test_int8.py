@@ -56,12 +56,9 @@ def run_pass(
     """Run a forward pass and return the outputs by name.
 
     Args:
-        session: session of the graph.
         embeds: embeddings of the nodes, `[rows, nodes, width]`.
         positions: position ids, one for all nodes or `[nodes]`.
         new_mask: true where the first node attends to the second node, `[nodes, nodes]`.
-        past: keys and values of earlier nodes.
-        num_masked: number of masked nodes, which no node attends to, at the start of the past.
     """
     rows, nodes = embeds.shape[:2]
     num_past = len(next(iter(past.values())))
@@ -74,12 +71,7 @@ def run_pass(
 
 
 def make_masked_past(session: Any, num_masked: int = 1) -> Past:
-    """Return a KV cache of zeros for masked nodes. With an empty cache, ONNX Runtime would divide by zero.
-
-    Args:
-        session: session of the graph.
-        num_masked: number of masked nodes.
-    """
+    """Return a KV cache of zeros for masked nodes. With an empty cache, ONNX Runtime would divide by zero."""
     shapes = {value.name: value.shape[2:] for value in session.get_inputs() if value.name.startswith("past")}
     return {name: np.zeros((num_masked, 2, *shape), np.float32) for name, shape in shapes.items()}
 
@@ -88,10 +80,7 @@ def compute_chain_logits(session: Any, embeds: Floats, sizes: list[int], num_mas
     """Return the logits `[rows, nodes, codes]` of a sequence, run in several forward passes.
 
     Args:
-        session: session of the graph.
         embeds: embeddings of the sequence, `[rows, nodes, width]`.
-        sizes: numbers of nodes of the forward passes, repeated until the end of the sequence.
-        num_masked: number of masked nodes before the sequence.
     """
     past = make_masked_past(session, num_masked)
     num_done = 0
@@ -115,9 +104,7 @@ def compute_chain_logits(session: Any, embeds: Floats, sizes: list[int], num_mas
 
 @settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, NODES), min_size=1, max_size=6))
-def test_the_logits_of_a_sequence_do_not_depend_on_the_sizes_of_forward_passes(
-    session: Any, embeds: Floats, sizes: list[int]
-) -> None:
+def test_logits_do_not_depend_on_the_sizes_of_passes(session: Any, embeds: Floats, sizes: list[int]) -> None:
     np.testing.assert_array_equal(
         compute_chain_logits(session, embeds, sizes), compute_chain_logits(session, embeds, [1])
     )
@@ -125,7 +112,7 @@ def test_the_logits_of_a_sequence_do_not_depend_on_the_sizes_of_forward_passes(
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_path_of_a_draft_tree_has_exactly_the_logits_of_a_sequence(
+def test_a_path_of_a_tree_has_exactly_the_logits_of_a_sequence(
     session: Any, embeds: Floats, data: st.DataObject
 ) -> None:
     parents = [-1, *(data.draw(st.integers(-1, i - 1)) for i in range(1, 12))]
@@ -168,7 +155,7 @@ def test_other_rows_of_a_batch_do_not_change_the_logits_of_a_row(session: Any, e
 
 
 @pytest.mark.parametrize("width", [160, 256, 300])
-def test_logits_of_wide_heads_do_not_depend_on_the_number_of_masked_nodes(width: int, tmp_path: Path) -> None:
+def test_logits_of_wide_heads_do_not_depend_on_masked_nodes(width: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 2 * width, "num_heads": 2, "num_kv_heads": 1, "spare_positions": 200}
     target = make_target(
@@ -190,7 +177,7 @@ def test_embeddings_of_zeros_give_all_nodes_the_same_logits(session: Any) -> Non
     np.testing.assert_allclose(outputs["logits"], expected, rtol=0, atol=0.05)
 
 
-def test_the_parity_check_accepts_an_int8_graph_and_detects_changed_weights(graph: Graph, tmp_path: Path) -> None:
+def test_parity_accepts_an_int8_graph_and_detects_changes(graph: Graph, tmp_path: Path) -> None:
     plan = make_graph_file(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
     assert plan.storage_types["head.weight"] == "columns"
@@ -211,9 +198,7 @@ def test_activations_with_outliers_have_the_precision_of_15_bits(graph: Graph, s
     assert measure_relative_error(outputs["new_key_values.0.key"], expected) < 5e-4  # would be 4e-2 with 8 bits
 
 
-def test_weights_are_quantized_with_a_separate_scale_for_every_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_output_of_a_weight_has_its_own_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, 5) * torch.logspace(-3, 3, 5)
     integers, scales = quantize(weight, "columns")
@@ -227,7 +212,7 @@ def test_weights_are_quantized_with_a_separate_scale_for_every_output(
     assert initialisers[0] == initialisers[1]
 
 
-def test_activations_are_rounded_to_multiples_of_the_maximum_divided_by_127() -> None:
+def test_activations_are_rounded_to_a_127th_of_the_maximum() -> None:
     x = torch.tensor([[-2.0, 1.0, 0.004], [0.0, 0.0, 0.0], [1e-30, 0.0, -1e-30]])
     rounded = round_activations(x)
     np.testing.assert_allclose(rounded, [[-2, 64 * 2 / 127, 0], [0, 0, 0], [1e-30, 0, -1e-30]], rtol=1e-6)

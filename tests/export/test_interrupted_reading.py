@@ -12,7 +12,7 @@ from lantern_rt.export.checkpoints.files import read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.hub import fetch_checkpoint
 
 
-def test_a_timeout_error_of_a_signal_handler_ends_the_reading_of_a_checkpoint(
+def test_a_signal_handlers_timeout_ends_reading(
     tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -25,7 +25,7 @@ def test_a_timeout_error_of_a_signal_handler_ends_the_reading_of_a_checkpoint(
         read_tokenizer(path, 8)
 
 
-def test_a_timeout_error_of_a_signal_handler_ends_a_fetch_of_cached_files(
+def test_a_signal_handlers_timeout_ends_a_fetch(
     tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("huggingface_hub")

@@ -53,7 +53,7 @@ def assert_close(values: np.ndarray, expected: torch.Tensor, tolerance: float = 
     np.testing.assert_allclose(values, expected.numpy(), rtol=0, atol=tolerance, strict=True)
 
 
-def test_a_prompt_and_codes_have_the_hidden_states_and_logits_of_transformers(model: Any, bundle: Path) -> None:
+def test_a_prompt_and_codes_have_the_outputs_of_transformers(model: Any, bundle: Path) -> None:
     ids = torch.tensor([make_prompt_ids("a red cube"), make_prompt_ids("sand on cube")])
     codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
@@ -72,7 +72,7 @@ def test_codes_decode_to_the_images_of_transformers(model: Any, bundle: Path) ->
 
 
 @pytest.mark.parametrize("words", ["a red cube on sand", "sand"])
-def test_a_greedy_image_has_the_codes_that_transformers_generates(model: Any, bundle: Path, words: str) -> None:
+def test_a_greedy_image_has_the_codes_of_transformers(model: Any, bundle: Path, words: str) -> None:
     ids = torch.tensor([make_prompt_ids(words)])
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, use_cache=True
@@ -82,7 +82,7 @@ def test_a_greedy_image_has_the_codes_that_transformers_generates(model: Any, bu
     assert result.codes[0].tolist() == expected[0].tolist()
 
 
-def test_verify_passes_with_the_checkpoint_and_rejects_a_second_checkpoint(
+def test_verify_passes_only_with_the_right_checkpoint(
     bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["verify", str(bundle), str(folder)]
@@ -103,7 +103,7 @@ def test_verify_passes_with_the_checkpoint_and_rejects_a_second_checkpoint(
         ("config.json", {"model_type": "chameleon"}, "config.json: model_type"),
     ],
 )
-def test_the_error_of_an_incomplete_checkpoint_names_the_missing_file_or_field(
+def test_incomplete_checkpoints_are_rejected_by_file_or_field(
     folder: Path, tmp_path: Path, name: str, content: Any, field: str
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -113,7 +113,7 @@ def test_the_error_of_an_incomplete_checkpoint_names_the_missing_file_or_field(
     assert catch_error(CheckpointError, read_janus, tmp_path).field.endswith(field)
 
 
-def test_exact_matmuls_and_gelu_agree_with_pytorch_and_sums_do_not_depend_on_the_order() -> None:
+def test_exact_matmuls_and_gelu_agree_with_pytorch() -> None:
     rng = np.random.default_rng(0)
     inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
     bias = rng.normal(size=9)

@@ -65,12 +65,7 @@ def get_prompt_index(trace: dict[str, Any]) -> int:
 
 
 class RecordedPromptRun:
-    """Runner of a recorded prompt and of codes after the prompt, in a conditional and an unconditional row.
-
-    Args:
-        bundle: folder of the bundle.
-        prompt: index of the prompt in the arrays.
-    """
+    """Runner of a recorded prompt and of codes after the prompt, in a conditional and an unconditional row."""
 
     def __init__(self, bundle: Path, prompt: int) -> None:
         self.table = np.load(bundle / "code_embeddings.npy")
@@ -82,11 +77,10 @@ class RecordedPromptRun:
         return self.graph_run.step(input_embeds=np.tile(self.table[np.array(codes)], (2, 1, 1)), **options)
 
     def compute_logits(self, codes: list[int]) -> NDArray[np.float32]:
-        """Return the logits `[2, codes, vocabulary]` for every code of an image."""
         return np.concatenate([self.prefill["logits"][:, -1:], self.step(codes[:-1])["logits"]], 1)
 
 
-def test_the_prefill_has_the_recorded_logits_keys_values_and_hidden_states(bundle: Path) -> None:
+def test_the_prefill_has_the_recorded_outputs_keys_and_values(bundle: Path) -> None:
     out = RecordedPromptRun(bundle, 0).prefill
     assert_close(out["logits"], ARRAYS["prefill_logits"])
     for part in ("key", "value"):
@@ -104,7 +98,7 @@ def test_the_prefill_has_the_recorded_logits_keys_values_and_hidden_states(bundl
     assert_close(np.stack([embeds, *(state.swapaxes(0, 1) for state in states), last]), ARRAYS["layer_hidden"])
 
 
-def test_single_codes_and_a_draft_tree_after_the_prompt_have_the_recorded_outputs(bundle: Path) -> None:
+def test_single_codes_and_a_draft_tree_have_the_recorded_outputs(bundle: Path) -> None:
     run = RecordedPromptRun(bundle, 0)
     assert_close(run.table, ARRAYS["code_embeds"])
     assert_close(run.table[ARRAYS["decode_tokens"]], ARRAYS["decode_embeds"])
@@ -126,7 +120,7 @@ def test_single_codes_and_a_draft_tree_after_the_prompt_have_the_recorded_output
 
 
 @pytest.mark.parametrize("trace", GREEDY, ids=get_trace_name)
-def test_greedy_images_have_the_recorded_guided_logits_and_probabilities(bundle: Path, trace: dict[str, Any]) -> None:
+def test_greedy_images_have_the_recorded_guided_logits(bundle: Path, trace: dict[str, Any]) -> None:
     name = trace["name"]
     row_logits = RecordedPromptRun(bundle, get_prompt_index(trace)).compute_logits(trace["codes"][0])
     guided = mix_guided_logits(row_logits, Sampling(cfg_scale=trace["cfg_weight"]))
@@ -139,7 +133,7 @@ def test_greedy_images_have_the_recorded_guided_logits_and_probabilities(bundle:
         assert_close(row_logits, np.stack([ARRAYS[f"{name}_cond"], ARRAYS[f"{name}_uncond"]]))
 
 
-def test_bundles_from_both_layouts_generate_the_recorded_greedy_images(bundles: list[Path]) -> None:
+def test_both_layouts_generate_the_recorded_greedy_images(bundles: list[Path]) -> None:
     assert len({trace["caption"] for trace in GREEDY}) == 2
     for bundle in bundles:
         with Pipeline.from_bundle(bundle, threads=1) as pipe:
@@ -153,7 +147,7 @@ def test_bundles_from_both_layouts_generate_the_recorded_greedy_images(bundles: 
 
 
 @pytest.mark.parametrize("trace", SAMPLED, ids=get_trace_name)
-def test_sampled_images_have_the_recorded_distributions_and_codes(bundle: Path, trace: dict[str, Any]) -> None:
+def test_sampled_images_have_the_recorded_distributions(bundle: Path, trace: dict[str, Any]) -> None:
     name = trace["name"]
     sampling = Sampling(temperature=trace["temperature"])
     for i, codes in enumerate(trace["codes"]):
@@ -166,7 +160,7 @@ def test_sampled_images_have_the_recorded_distributions_and_codes(bundle: Path, 
         assert (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"])[:, i, None]).sum(1).tolist() == codes
 
 
-def test_temperature_top_k_and_top_p_give_the_recorded_probabilities() -> None:
+def test_filters_give_the_recorded_probabilities() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
         distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
@@ -189,7 +183,7 @@ def test_codes_decode_to_the_recorded_vectors_latents_and_images(bundle: Path) -
         assert np.abs(np.asarray(convert_pixels_to_image(image[0])).astype(int) - ARRAYS[expected]).max() <= 1
 
 
-def test_images_encode_to_the_codes_of_deepseek_and_not_of_transformers(bundle: Path) -> None:
+def test_images_encode_to_the_codes_of_deepseek(bundle: Path) -> None:
     pixels = (ARRAYS["vq_image_uint8"] / 127.5 - 1).astype(np.float32).transpose(2, 0, 1)[None]
     outputs = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": pixels})
     assert_close(outputs["pre_quant"], ARRAYS["vq_pre_quant"])
@@ -246,7 +240,7 @@ def read_contents(bundle: Path) -> dict[str, Any]:
     return files | {"manifest": manifest}
 
 
-def test_checkpoints_in_both_layouts_give_bundles_that_differ_only_in_provenance(bundles: list[Path]) -> None:
+def test_bundles_of_both_layouts_differ_only_in_provenance(bundles: list[Path]) -> None:
     assert read_contents(bundles[0]) == read_contents(bundles[1])
 
 
@@ -282,7 +276,7 @@ def make_shard_copier(ending: str) -> Any:
     ],
     ids=["safetensors", "trainer", "PyTorch shards", "safetensors shards", "transformers"],
 )
-def test_every_layout_of_weights_gives_the_same_bundle_without_the_option_family(
+def test_every_layout_of_weights_gives_the_same_bundle(
     bundle: Path, tmp_path: Path, make_checkpoint: Any, program: Any
 ) -> None:
     folder = make_checkpoint(tmp_path / "janus")
@@ -327,7 +321,7 @@ def test_configurations_of_other_models_are_rejected(tmp_path: Path, change_conf
     assert error.field.endswith(f"config.json: {field}")
 
 
-def test_a_missing_or_wrong_tokenizer_and_invalid_roles_are_rejected(tmp_path: Path) -> None:
+def test_wrong_tokenizers_and_invalid_roles_are_rejected(tmp_path: Path) -> None:
     folder = copy_checkpoint(JANUS, tmp_path / "janus")
     shutil.copy(DATA / "anole/target/tokenizer.json", folder)
     error = catch_error(CheckpointError, read_janus, folder)

@@ -54,9 +54,7 @@ def get_name(trace: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=get_name)
-def test_guided_scores_of_every_generated_code_equal_the_recorded_scores(
-    family: GoldenFamily, trace: dict[str, Any]
-) -> None:
+def test_guided_scores_of_every_code_equal_the_recorded_scores(family: GoldenFamily, trace: dict[str, Any]) -> None:
     """Compare logits after guidance. The guidance scale changes at every token, also at forced row ends."""
     ids = trace["generated_ids"]
     size_tokens = 0 if trace["name"] == "i2i" else 3  # begin of image and image size, without guidance
@@ -79,7 +77,7 @@ def test_guided_scores_of_every_generated_code_equal_the_recorded_scores(
     assert guided.argmax(-1).tolist() == np.ravel(trace["codes"])[cells].tolist()
 
 
-def test_probabilities_after_temperature_and_top_k_equal_the_recorded_probabilities() -> None:
+def test_filters_give_the_recorded_probabilities() -> None:
     logits = ARRAYS["filter_logits"]
     for i, (image_k, text_k, temperature) in enumerate(ARRAYS["filter_params"]):
         for name, top_k, ids in (
@@ -110,7 +108,7 @@ def test_prompts_have_the_token_ids_of_the_published_program(lumina2_bundle: Pat
         assert uncond == TRACES[0]["unconditional_prefix"]
 
 
-def test_in_a_vocabulary_of_171392_tokens_codes_begin_at_token_155000(tmp_path: Path) -> None:
+def test_in_a_large_vocabulary_codes_begin_at_token_155000(tmp_path: Path) -> None:
     def enlarge_vocabulary(weights: dict[str, torch.Tensor]) -> None:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             old_weight = weights[name]
@@ -134,7 +132,7 @@ def test_image_sizes_equal_the_sizes_of_the_published_program(pixels: int) -> No
     assert sorted(sizes) == sorted(PROTOCOL["sizes"][str(pixels)])
 
 
-def test_default_sampling_settings_equal_the_settings_of_the_published_program(lumina2_bundle: Path) -> None:
+def test_default_sampling_settings_equal_the_published_settings(lumina2_bundle: Path) -> None:
     defaults = PROTOCOL["defaults"]
     sampling = Sampling(cfg_scale=defaults["cfg"], cfg_final=4.0, top_k=defaults["image_top_k"])
     assert read_manifest(lumina2_bundle).sampling == sampling
@@ -142,7 +140,7 @@ def test_default_sampling_settings_equal_the_settings_of_the_published_program(l
 
 
 @pytest.mark.parametrize("start", [3, 4, 6, 7.5, 12])
-def test_guidance_scales_of_an_image_of_768_pixels_equal_the_published_scales(start: float) -> None:
+def test_guidance_scales_equal_the_published_scales(start: float) -> None:
     layout = RowEndLayout(96 * 96, 96, row_end=1)
     expected = ARRAYS[f"official_scale_{start}_24x24"]
     guidance = Guidance(Sampling(cfg_scale=start, cfg_final=4.0), layout)
@@ -152,7 +150,7 @@ def test_guidance_scales_of_an_image_of_768_pixels_equal_the_published_scales(st
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (24, 24), (32, 18)])
-def test_row_end_tokens_are_at_the_positions_of_the_published_program(shape: tuple[int, int]) -> None:
+def test_row_ends_are_where_the_published_program_puts_them(shape: tuple[int, int]) -> None:
     rows, columns = shape
     official = ARRAYS[f"official_forced_{rows}x{columns}"].tolist()
     row_end, end_of_image = (PROTOCOL["tokens"][name]["official"] for name in ("<reserved08799>", "<eoss>"))
@@ -160,7 +158,7 @@ def test_row_end_tokens_are_at_the_positions_of_the_published_program(shape: tup
     assert [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end, end_of_image] == official
 
 
-def test_image_decoder_values_and_pixels_equal_the_recorded_arrays(lumina2_bundle: Path) -> None:
+def test_image_decoder_values_equal_the_recorded_arrays(lumina2_bundle: Path) -> None:
     path = lumina2_bundle / "vq_decoder.onnx"
     nodes = onnx.load(path).graph.node
     convolutions = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
@@ -181,7 +179,7 @@ def test_codes_of_a_recorded_run_decode_to_the_recorded_image(lumina2_bundle: Pa
     assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - ARRAYS[f"{trace['name']}_uint8"]).max() <= 1
 
 
-def test_layers_inside_the_image_tokenizer_have_the_recorded_outputs() -> None:
+def test_layers_of_the_image_tokenizer_have_recorded_outputs() -> None:
     vq, _ = read_movqgan(FOLDER / "movqgan/270M")
     blocks = vq.decoder.conv_blocks
     modules: dict[str, Any] = {"spatial_norm": vq.decoder.mid[0].norm1, "mid": vq.decoder.mid[2]}
@@ -204,14 +202,14 @@ def test_the_rotary_table_equals_the_recorded_table() -> None:
         assert_close(np.concatenate([half, half], 1), ARRAYS[f"rotary_{name}"])
 
 
-def test_the_preserved_half_of_an_image_encodes_to_the_recorded_codes(lumina2_bundle: Path) -> None:
+def test_a_preserved_half_encodes_to_the_recorded_codes(lumina2_bundle: Path) -> None:
     trace = next(trace for trace in TRACES if trace["name"] == "i2i")
     encoder = GraphFileSession(lumina2_bundle / "vq_encoder.onnx")
     codes = encoder.run({"images": convert_to_pixels(ARRAYS["i2i_input_uint8"])})["codes"]
     assert codes.reshape(trace["given_rows"], -1).tolist() == trace["codes"][: trace["given_rows"]]
 
 
-def test_latents_codes_and_reconstruction_of_an_image_equal_the_recorded_arrays(lumina2_bundle: Path) -> None:
+def test_latents_codes_and_reconstruction_equal_the_recordings(lumina2_bundle: Path) -> None:
     encoder_outputs = GraphFileSession(lumina2_bundle / "vq_encoder.onnx").run(
         {"images": convert_to_pixels(ARRAYS["vq_image_uint8"])}
     )

@@ -26,7 +26,7 @@ class TestDecoder(RowEndDecoderGolden):
     pass
 
 
-def test_probabilities_after_temperature_and_top_k_equal_the_recorded_probabilities(family: GoldenFamily) -> None:
+def test_filters_give_the_recorded_probabilities(family: GoldenFamily) -> None:
     for i, (image_k, text_k, temperature) in enumerate(family.arrays["filter_params"]):
         logits = family.arrays["filter_logits"]
         for top_k, recorded, logits_subset in (
@@ -40,9 +40,7 @@ def test_probabilities_after_temperature_and_top_k_equal_the_recorded_probabilit
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"run{trace['prompt']}_{trace['name']}")
-def test_guided_scores_of_every_generated_token_equal_the_recorded_scores(
-    family: GoldenFamily, trace: dict[str, Any]
-) -> None:
+def test_guided_scores_of_every_token_equal_the_recorded_scores(family: GoldenFamily, trace: dict[str, Any]) -> None:
     scores = family.arrays[f"run{trace['prompt']}_{trace['name']}_scores"][:, family.codes]
     ids = trace["generated_ids"]
     uncond = trace["unconditional_prefix"]

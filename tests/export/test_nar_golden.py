@@ -73,13 +73,7 @@ def list_prompts(trace: dict[str, Any], arrays: Arrays) -> list[dict[str, Any]]:
 
 
 def make_caption_prompt(rows: list[int], arrays: Arrays, masked: bool = True) -> dict[str, Any]:
-    """Return recorded captions as an argument of the pipeline.
-
-    Args:
-        rows: indices of the captions.
-        arrays: recorded arrays.
-        masked: whether padding is masked; otherwise the recorded padding counts as text.
-    """
+    """Return recorded captions as an argument of the pipeline."""
     if masked:
         return {"embeddings": (arrays["t2i_t5_embeddings"][rows], arrays["t2i_t5_mask"][rows])}
     return {"embeddings": (arrays["t2i_caption_emb"][rows], np.ones_like(arrays["t2i_emb_mask"][rows]))}
@@ -98,9 +92,7 @@ def sort_by_cell(pipe: Pipeline, values: NDArray[Any]) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("c2i", 16), ("t2i", 32)])
-def test_cells_are_generated_in_the_order_and_forward_passes_of_the_published_program(
-    arrays: Arrays, model: str, grid: int
-) -> None:
+def test_cells_are_generated_in_the_published_order(arrays: Arrays, model: str, grid: int) -> None:
     groups = make_diagonal_order(grid).groups
     assert len(groups) == 2 * grid - 1
     cells = [cell for group in groups for cell in group]
@@ -110,7 +102,7 @@ def test_cells_are_generated_in_the_order_and_forward_passes_of_the_published_pr
 
 
 @pytest.mark.parametrize(("model", "grid"), CASES)
-def test_attention_mask_and_rotary_table_equal_the_recorded_arrays(
+def test_attention_mask_and_rotary_table_equal_the_recordings(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
@@ -139,7 +131,7 @@ def test_attention_mask_and_rotary_table_equal_the_recorded_arrays(
 
 
 @pytest.mark.parametrize(("model", "grid"), [("c2i", 6), ("t2i", 4)])
-def test_a_forward_pass_over_a_whole_image_gives_the_recorded_values_of_layers_and_heads(
+def test_a_pass_over_an_image_gives_the_recorded_values(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
@@ -168,7 +160,7 @@ def test_a_forward_pass_over_a_whole_image_gives_the_recorded_values_of_layers_a
 
 
 @pytest.mark.parametrize("model", GRIDS)
-def test_inputs_keys_values_and_logits_of_the_first_run_equal_the_recorded_arrays(
+def test_the_first_run_has_the_recorded_inputs_cache_and_logits(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
 ) -> None:
     trace = next(trace for trace in TRACES if (trace["model"], trace["grid"]) == (model, 4))
@@ -194,7 +186,7 @@ def test_inputs_keys_values_and_logits_of_the_first_run_equal_the_recorded_array
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=get_name)
-def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_tokens(
+def test_logits_of_a_run_lead_to_the_recorded_tokens(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
     name = trace["name"]
@@ -208,7 +200,7 @@ def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_toke
 
 
 @pytest.mark.parametrize("trace", GREEDY, ids=get_name)
-def test_greedy_images_equal_the_recorded_images_alone_and_in_a_batch(
+def test_greedy_images_alone_and_batched_equal_the_recordings(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
     count = sum(trace.get("guided", []))
@@ -233,9 +225,7 @@ def test_filtered_probabilities_equal_the_recorded_probabilities(arrays: Arrays)
 
 
 @pytest.mark.parametrize("options", ["int8", "int4-weights", "fp16 --compute float16", "bf16 --compute bfloat16"])
-def test_nar_bundles_with_rounded_weights_pass_verify_and_generate_the_same_codes_alone_and_batched(
-    program: Any, options: str
-) -> None:
+def test_rounded_nar_bundles_pass_verify_and_batch_alike(program: Any, options: str) -> None:
     files = [checkpoint_path("c2i"), DATA / "llamagen-vq/vq_tiny.pt", checkpoint_path("c2i").with_name("config.json")]
     options_and_files = zip(("--target", "--vq", "--config"), files, strict=True)
     arguments = [part for pair in options_and_files for part in pair]
@@ -273,7 +263,7 @@ def test_the_error_of_an_invalid_nar_checkpoint_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_nar_checkpoint_is_rejected_if_the_family_option_is_llamagen(tmp_path: Path) -> None:
+def test_a_nar_checkpoint_is_rejected_as_llamagen(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 2}')
     options = {"target": checkpoint_path("c2i"), "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
     with pytest.raises(CheckpointError, match="unexpected: medusa_norm"):

@@ -66,9 +66,7 @@ def pipes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pip
 
 
 @pytest.mark.parametrize(("model", "grid"), [*CASES, ("4x", 24), ("16x", 24)])
-def test_cells_are_generated_in_the_order_and_forward_passes_of_the_published_program(
-    arrays: Arrays, model: str, grid: int
-) -> None:
+def test_cells_are_generated_in_the_published_order(arrays: Arrays, model: str, grid: int) -> None:
     spec = make_parallel_order(grid, 4 if model == "4x" else 16)
     assert spec is not None
     row, column = arrays[f"{model}_g{grid}_order"].T
@@ -80,7 +78,7 @@ def test_cells_are_generated_in_the_order_and_forward_passes_of_the_published_pr
 
 
 @pytest.mark.parametrize(("model", "grid"), CASES)
-def test_input_tokens_attention_mask_and_rotary_positions_equal_the_recorded_arrays(
+def test_inputs_mask_and_rotary_positions_equal_the_recordings(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str, grid: int
 ) -> None:
     pipe = pipes[model, grid]
@@ -99,7 +97,7 @@ def test_input_tokens_attention_mask_and_rotary_positions_equal_the_recorded_arr
 
 
 @pytest.mark.parametrize("model", GRIDS)
-def test_a_forward_pass_over_a_whole_image_gives_the_recorded_hidden_states_and_logits(
+def test_a_pass_over_an_image_gives_the_recorded_outputs(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, model: str
 ) -> None:
     grid = {"4x": 6, "16x": 8}[model]
@@ -117,7 +115,7 @@ def test_a_forward_pass_over_a_whole_image_gives_the_recorded_hidden_states_and_
 
 
 @pytest.mark.parametrize("name", ["4x_g4", "16x_g8"])
-def test_inputs_keys_and_values_of_the_first_run_equal_the_recorded_arrays(
+def test_the_first_run_has_the_recorded_inputs_and_cache(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, name: str
 ) -> None:
     model, _, grid = name.partition("_g")
@@ -134,7 +132,7 @@ def test_inputs_keys_and_values_of_the_first_run_equal_the_recorded_arrays(
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=get_name)
-def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_tokens(
+def test_logits_of_a_run_lead_to_the_recorded_tokens(
     pipes: dict[tuple[str, int], Pipeline], arrays: Arrays, trace: dict[str, Any]
 ) -> None:
     name = trace["name"]
@@ -149,7 +147,7 @@ def test_logits_of_a_run_equal_the_recorded_logits_and_lead_to_the_recorded_toke
 
 
 @pytest.mark.parametrize("trace", GREEDY, ids=get_name)
-def test_greedy_images_equal_the_recorded_images_alone_and_in_a_batch(
+def test_greedy_images_alone_and_batched_equal_the_recordings(
     pipes: dict[tuple[str, int], Pipeline], trace: dict[str, Any]
 ) -> None:
     count = sum(trace.get("guided", []))
@@ -199,7 +197,7 @@ def test_the_error_of_an_invalid_par_checkpoint_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_par_checkpoint_is_rejected_if_the_family_option_is_llamagen(tmp_path: Path) -> None:
+def test_a_par_checkpoint_is_rejected_as_llamagen(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_head": 4}')
     options = {"target": DATA / "par/4x/par_4x.pt", "vq": DATA / "llamagen-vq/vq_tiny.pt", "grid": 4}
     with pytest.raises(CheckpointError, match="unexpected: spe_tok_embeddings"):

@@ -33,9 +33,7 @@ FLOAT32_PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  #
 
 
 @pytest.mark.parametrize(("storage_type", "max_integer"), [("int8", 127), ("int4", 7)])
-def test_the_rounding_error_of_a_weight_is_at_most_half_the_scale_of_the_block(
-    storage_type: str, max_integer: int
-) -> None:
+def test_a_weights_rounding_error_is_at_most_half_the_scale(storage_type: str, max_integer: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
     integers, scales = quantize(weight, storage_type)  # type: ignore[arg-type]
@@ -65,7 +63,7 @@ def test_concatenated_chunks_of_a_weight_equal_the_weight(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage_type", ["float16", "int8", "int4"])
-def test_rounding_a_weight_in_chunks_gives_the_same_result_and_leaves_the_weight_unchanged(
+def test_rounding_in_chunks_gives_the_same_result(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, storage_type: StorageType
 ) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # not contiguous in memory
@@ -87,7 +85,7 @@ def test_only_matrices_of_whole_blocks_are_stored_as_integers() -> None:
     assert choose_storage_type(matrix, True, "fp32") == "float32"
 
 
-def test_int4_weights_quantize_the_matrices_of_layers_but_not_the_head_norms_and_rotary_table() -> None:
+def test_int4_quantizes_the_matrices_of_layers_only() -> None:
     plan = make_graph_file(make_target(torch.float32), "int4-weights")
     names_by_type = {
         storage_type: {name for name, other_type in plan.storage_types.items() if other_type == storage_type}
@@ -99,7 +97,7 @@ def test_int4_weights_quantize_the_matrices_of_layers_but_not_the_head_norms_and
 
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
-def test_weights_beyond_the_range_of_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
+def test_weights_beyond_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
     assert resolve_storage_type("w", weight, "float16", "bf16-safe") == "float32"
     assert resolve_storage_type("w", weight, "float16", "int8-weights") == "float32"
     assert resolve_storage_type("w", torch.randn(9, 9), "float16", "fp16") == "float16"
@@ -111,7 +109,7 @@ def test_weights_beyond_the_range_of_float16_stay_float32_or_are_rejected(weight
         resolve_storage_type("w", weight, "float16", "fp16")
 
 
-def test_the_error_of_an_unknown_precision_lists_the_valid_precisions() -> None:
+def test_an_unknown_precision_is_rejected_with_the_valid_ones() -> None:
     with pytest.raises(
         RequestError, match=r"^precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
     ):
@@ -120,7 +118,7 @@ def test_the_error_of_an_unknown_precision_lists_the_valid_precisions() -> None:
         parse_precisions("fp32", "half")
 
 
-def test_each_graph_has_a_precision_that_follows_from_the_options() -> None:
+def test_each_graphs_precision_follows_from_the_options() -> None:
     precisions = parse_precisions("int8-weights", "int4-weights")
     assert [precisions.get_precision(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
         "int8-weights",
@@ -135,7 +133,7 @@ def test_each_graph_has_a_precision_that_follows_from_the_options() -> None:
     ("processor", "expected"),
     [("x86_64 avx avx2 avx512f avx512_vnni", "int8"), ("x86_64 avx avx2", "fp32"), ("aarch64 asimddp", "int8")],
 )
-def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32(
+def test_precision_auto_is_int8_on_processors_with_int8(
     monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
@@ -147,7 +145,7 @@ def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32
 
 
 @pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
-def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Path, rule: Precision) -> None:
+def test_bfloat16_graphs_compute_in_float32(tmp_path: Path, rule: Precision) -> None:
     graph = replace(make_target(torch.bfloat16), compute_type="bfloat16")
     plan = make_graph_file(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
@@ -160,7 +158,7 @@ def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Pa
 
 
 @pytest.mark.parametrize("rule", FLOAT32_PRECISIONS)
-def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: Path, rule: Precision) -> None:
+def test_a_graph_gives_the_outputs_of_the_rounded_module(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.bfloat16)
     plan = make_graph_file(graph, rule)
     expected_bytes = plan.weight_bytes
@@ -176,7 +174,7 @@ def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: 
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
-def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: Path, rule: Precision) -> None:
+def test_integer_weights_become_float16_in_float16_graphs(tmp_path: Path, rule: Precision) -> None:
     graph = convert_to_float16(make_target(torch.bfloat16))
     plan = make_graph_file(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
@@ -190,7 +188,7 @@ def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: 
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
-def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path: Path, rule: Precision) -> None:
+def test_outputs_of_integer_graphs_do_not_depend_on_the_nodes(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.float32)
     path = make_graph_file(graph, rule).write(tmp_path / "target.onnx")[0]
     session = GraphFileSession(path)  # uses all fusions of ONNX Runtime, like generation
@@ -208,7 +206,7 @@ def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path
         np.testing.assert_allclose(session.run(first_nodes)["logits"], logits[:, :num_nodes], rtol=0, atol=2e-6)
 
 
-def test_onnx_runtime_fuses_dequantization_and_product_of_integer_matrices(tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_dequantization_and_product(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     path = make_graph_file(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
     options = onnxruntime.SessionOptions()

@@ -36,20 +36,17 @@ exec(sys.argv[2])
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """Yield the address of the fake hub."""
     with serve_hub() as address:
         yield address
 
 
-def test_the_page_equals_the_page_generated_from_the_table_of_models() -> None:
+def test_the_page_is_generated_from_the_table_of_models() -> None:
     assert runpy.run_path(str(ROOT / "docs/published.py"))["page"]() == PAGE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL_CHECKPOINTS)
-def test_the_commands_and_the_python_code_of_a_model_run_on_small_weights(
-    hub: str, tmp_path: Path, family: str
-) -> None:
+def test_a_models_commands_and_python_code_run(hub: str, tmp_path: Path, family: str) -> None:
     models = published.load_published_models()
     name_part = "t2i" if family == "text" else ""
     name = next(name for name, model in models.items() if name_part in name and family in (model.family, "text"))

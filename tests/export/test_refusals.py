@@ -49,14 +49,12 @@ def edit_llamagen(edit: Any = None, **fields: Any) -> Reader:
 
 
 def edit_drafter(edit: Any = None, **fields: Any) -> Reader:
-    """Return a reader of a drafter with edited weights and replaced configuration fields."""
     return lambda folder: read_llamagen(
         T2I, VQ, drafter=copy_checkpoint(DRAFTER, folder / "drafter", edit, **fields), config=config_path(T2I)
     )
 
 
 def edit_anole(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
-    """Return a reader of Anole with the changes of `copy_checkpoint`."""
     return lambda folder: read_anole(copy_checkpoint(ANOLE, folder / "target", weights, config, **fields), VQGAN)
 
 
@@ -68,7 +66,6 @@ def edit_lumina(weights: Any = None, config: Any = None, **fields: Any) -> Reade
 
 
 def edit_emu3(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
-    """Return a reader of Emu3 with the changes of `copy_checkpoint`."""
     return lambda folder: read_emu3(copy_checkpoint(EMU3, folder / "target", weights, config, **fields), grid=4)
 
 
@@ -76,8 +73,6 @@ def edit_emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) ->
     """Return a reader of Emu3 in the published format with an edited tokenizer file.
 
     Args:
-        name: name of the tokenizer file.
-        edit: function from the old text of the file to the new text.
         **fields: fields of the configuration to replace; None removes a field.
     """
 
@@ -481,7 +476,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
 
 
 @pytest.mark.parametrize("case", INVALID_CHECKPOINTS)
-def test_the_error_of_an_invalid_checkpoint_names_the_field_and_the_value(tmp_path: Path, case: str) -> None:
+def test_invalid_checkpoints_are_rejected_by_field_and_value(tmp_path: Path, case: str) -> None:
     read, field, words = INVALID_CHECKPOINTS[case]
     error = catch_error(LanternError, read, tmp_path)
     assert error.field.endswith(field)
@@ -490,7 +485,7 @@ def test_the_error_of_an_invalid_checkpoint_names_the_field_and_the_value(tmp_pa
     assert not missing, message
 
 
-def test_the_message_of_a_checkpoint_error_has_the_file_the_field_and_a_remedy(tmp_path: Path) -> None:
+def test_a_checkpoint_errors_message_has_file_field_and_remedy(tmp_path: Path) -> None:
     error = catch_error(CheckpointError, edit_drafter(caption_dim=2048), tmp_path)
     config_file = tmp_path / "drafter/config.json"
     assert str(error) == (

@@ -27,13 +27,7 @@ EMBED = "model.embed_tokens.weight"
 
 
 def make_simplear_reader(weights: Any = None, config: Any = None, **fields: Any) -> Reader:
-    """Return a function that reads an edited copy of SimpleAR from an empty folder.
-
-    Args:
-        weights: function that changes the weights.
-        config: function that changes the configuration.
-        **fields: fields of the configuration to replace.
-    """
+    """Return a function that reads an edited copy of SimpleAR from an empty folder."""
     return lambda folder: read_simplear(
         copy_checkpoint(SIMPLEAR, folder / "target", weights, config, **fields), COSMOS, grid=4
     )
@@ -52,7 +46,7 @@ def read_without_image_encoder(folder: Path) -> None:
     read_simplear(SIMPLEAR, folder / "cosmos", grid=4)
 
 
-def test_padding_truncation_and_dropout_of_the_tokenizer_do_not_change_the_prompt_layout(tmp_path: Path) -> None:
+def test_tokenizer_options_do_not_change_the_prompt_layout(tmp_path: Path) -> None:
     target = copy_checkpoint(SIMPLEAR, tmp_path / "target")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     tokenizer.enable_padding(length=64)
@@ -94,14 +88,14 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
 
 
 @pytest.mark.parametrize("case", INVALID_CHECKPOINTS)
-def test_the_error_of_an_invalid_simplear_checkpoint_names_the_field_and_the_value(tmp_path: Path, case: str) -> None:
+def test_invalid_simplear_checkpoints_are_rejected_by_field(tmp_path: Path, case: str) -> None:
     read, field, words = INVALID_CHECKPOINTS[case]
     error = catch_error(LanternError, read, tmp_path)
     assert error.field.endswith(field)
     assert [word for word in words.split() if word not in str(error)] == []
 
 
-def test_an_untied_head_and_an_image_tokenizer_in_safetensors_are_read(tmp_path: Path) -> None:
+def test_an_untied_head_and_a_tokenizer_in_safetensors_are_read(tmp_path: Path) -> None:
     for part in ("encoder", "decoder"):
         weights = read_weights(COSMOS / f"{part}.jit")
         save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / f"{part}.safetensors")
@@ -131,7 +125,7 @@ def test_an_invalid_config_of_the_image_tokenizer_is_ignored(tmp_path: Path) -> 
     assert np.array_equal(model.codebook, read_simplear(SIMPLEAR, COSMOS, grid=4).codebook)
 
 
-def test_image_sizes_are_a_square_rectangles_of_about_the_same_area_and_smaller_squares() -> None:
+def test_image_sizes_have_about_the_same_area_or_are_squares() -> None:
     names = [size.name for size in list_image_sizes(64, 16)]
     assert names[0] == "1024x1024"
     assert "1360x768" in names

@@ -55,7 +55,7 @@ def compute_code_log_probabilities(scores: NDArray[np.float32]) -> NDArray[np.fl
     return log_softmax(scores[..., CODES] if scores.shape[-1] == CODES.stop else scores)
 
 
-def test_filtered_probabilities_over_the_whole_vocabulary_equal_the_recorded_probabilities() -> None:
+def test_filters_give_the_recorded_probabilities() -> None:
     for (temperature, top_k, top_p), expected in zip(ARRAYS["filter_params"], ARRAYS["filter_probs"], strict=True):
         sampling = Sampling(temperature=float(temperature), top_k=int(top_k), top_p=float(top_p))
         distribution = compute_distribution(ARRAYS["filter_logits"], sampling)
@@ -115,7 +115,7 @@ def test_a_run_has_the_recorded_scores_probabilities_and_tokens(simplear_bundle:
         )
 
 
-def test_logits_with_a_repetition_penalty_equal_the_recorded_logits_before_and_after_guidance() -> None:
+def test_a_repetition_penalty_gives_the_recorded_logits() -> None:
     logits = np.stack(
         [
             np.append(ARRAYS[f"{row_name}_prefill_logits"][-1:], ARRAYS[f"decode_{row_name}_logits"], 0)
@@ -149,7 +149,7 @@ def test_image_token_ids_have_the_recorded_codes_and_embeddings(simplear_bundle:
 # ---------------------------------------------------------------- image tokenizer
 
 
-def test_fsq_quantization_with_the_published_levels_gives_the_recorded_codes_and_vectors() -> None:
+def test_fsq_gives_the_recorded_codes_and_vectors() -> None:
     levels = (8, 8, 8, 5, 5, 5)
     assert_close(
         decode_fsq_codes(torch.from_numpy(ARRAYS["fsq_official_indices"]), levels).numpy(), ARRAYS["fsq_official_codes"]
@@ -160,7 +160,7 @@ def test_fsq_quantization_with_the_published_levels_gives_the_recorded_codes_and
 
 
 @pytest.mark.parametrize("name", ["vq0", "vq1"])
-def test_values_inside_the_image_decoder_and_pixels_equal_the_recorded_arrays(simplear_bundle: Path, name: str) -> None:
+def test_values_inside_the_image_decoder_equal_the_recordings(simplear_bundle: Path, name: str) -> None:
     path = simplear_bundle / "vq_decoder.onnx"
     nodes = onnx.load(path).graph.node
     convolutions = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
@@ -177,14 +177,14 @@ def test_values_inside_the_image_decoder_and_pixels_equal_the_recorded_arrays(si
         assert_close(array, ARRAYS[f"{name}_{part}"])
 
 
-def test_the_haar_transform_is_invertible_and_gives_the_recorded_pixels() -> None:
+def test_the_haar_transform_gives_the_recorded_pixels() -> None:
     to_bands, to_pixels = compute_haar_matrices()
     patches = torch.einsum("pb,nb...->np...", to_pixels.float(), torch.from_numpy(ARRAYS["vq1_bands"]))
     assert_close(torch.pixel_shuffle(patches, 4).numpy(), ARRAYS["vq1_decoded"])
     assert torch.equal(to_pixels @ to_bands, torch.eye(48).double())
 
 
-def test_values_inside_the_image_encoder_codes_and_reconstruction_equal_the_recorded_arrays(
+def test_values_inside_the_image_encoder_equal_the_recordings(
     simplear_bundle: Path,
 ) -> None:
     path = simplear_bundle / "vq_encoder.onnx"
@@ -215,7 +215,7 @@ def test_codes_of_a_recorded_run_decode_to_the_recorded_pixels(simplear_bundle: 
 # ---------------------------------------------------------------- prompts
 
 
-def test_prompts_negative_prompts_and_empty_prompts_have_the_published_token_ids(simplear_bundle: Path) -> None:
+def test_prompts_of_all_kinds_have_the_published_token_ids(simplear_bundle: Path) -> None:
     bundle_manifest = read_manifest(simplear_bundle)
     library = Tokenizer.from_file(str(simplear_bundle / "tokenizer.json"))
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])

@@ -17,7 +17,7 @@ from lantern_rt.export.graph.precision import StorageRule, fake_quantize
 
 
 @pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
-def test_stored_weights_are_read_with_the_rounded_values_that_the_graph_uses(rule: StorageRule, tmp_path: Path) -> None:
+def test_stored_weights_are_read_with_the_rounded_values(rule: StorageRule, tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     plan = make_graph_file(graph, rule)
     stored_weights = StoredWeights(plan.write(tmp_path / "target.onnx")[0])

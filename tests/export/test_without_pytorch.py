@@ -47,7 +47,6 @@ sys.exit(sum(run_program(command) != 0 for command in json.loads(commands)))
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """Yield the address of the fake hub."""
     with serve_hub() as address:
         yield address
 
@@ -79,9 +78,7 @@ def table_rows(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_model_with_an_open_licence_generates_an_image_without_pytorch(
-    hub: str, tmp_path: Path, table_rows: dict[str, Any]
-) -> None:
+def test_models_of_open_licence_generate_without_pytorch(hub: str, tmp_path: Path, table_rows: dict[str, Any]) -> None:
     assert {row["family"] for row in table_rows.values()} == {"llamagen", "emu3", "emu35"}
     table = tmp_path / "models.json"
     table.write_text(json.dumps(table_rows))

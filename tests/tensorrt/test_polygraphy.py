@@ -42,7 +42,7 @@ def janus_bundle(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "family", ["t2i_drafter", "t2i_half", "anole", "lumina", "lumina2", "glm_image", "emu3", "janus"]
 )
-def test_tensorrt_supports_the_exported_graphs_and_the_device_graphs_of_a_family(
+def test_tensorrt_supports_the_graphs_of_a_family(
     family: str,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -75,9 +75,7 @@ def test_tensorrt_supports_the_exported_graphs_and_the_device_graphs_of_a_family
                 ), graph
 
 
-def test_the_polygraphy_commands_that_a_dry_run_of_build_engine_prints_are_valid(
-    float_scenes_bundle: Path, tmp_path: Path
-) -> None:
+def test_the_polygraphy_commands_of_a_dry_run_are_valid(float_scenes_bundle: Path, tmp_path: Path) -> None:
     """Run the Polygraphy commands without their GPU options; the commands of trtexec have the same shapes."""
     bundle = open_bundle(float_scenes_bundle)
     engine_folder = tmp_path / "engines"

@@ -40,14 +40,7 @@ METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynam
 
 
 class TrainedBundle(NamedTuple):
-    """A bundle with trained draft heads.
-
-    Attributes:
-        bundle: folder of the bundle.
-        data: folder of the training shards.
-        prompts: file with the prompts of the training images.
-        printed: first line that the training command printed.
-    """
+    """A bundle with trained draft heads."""
 
     bundle: Path
     data: Path
@@ -108,7 +101,7 @@ def test_trained_heads_increase_the_overlap_with_the_target(trained_bundle: Trai
     assert corrected > uncorrected  # overlap with the target's distribution
 
 
-def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size(trained_bundle: TrainedBundle) -> None:
+def test_training_data_have_the_targets_hidden_states(trained_bundle: TrainedBundle) -> None:
     """Compare stored states with forward passes of the target, after accepted codes and after unaccepted codes."""
     with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
@@ -148,7 +141,7 @@ def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size
                     )
 
 
-def test_methods_with_heads_give_the_images_of_plain_decoding_in_every_size(trained_bundle: TrainedBundle) -> None:
+def test_methods_with_heads_give_the_images_of_plain_decoding(trained_bundle: TrainedBundle) -> None:
     with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         assert pipeline.bundle.manifest.drafters[0] == "heads"
         for size in pipeline.bundle.manifest.all_sizes:

@@ -11,11 +11,7 @@ from lantern_rt.engines.gpu import Gpu, find_gpu
 
 
 class FakeDriver:
-    """Stand-in for the CUDA driver of a host with an NVIDIA L4.
-
-    Attributes:
-        failing: name of the driver function that returns an error.
-    """
+    """Stand-in for the CUDA driver of a host with an NVIDIA L4."""
 
     def __init__(self) -> None:
         self.failing = ""
@@ -41,7 +37,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return driver
 
 
-def test_find_gpu_reads_cuda_version_compute_capability_and_name_from_the_driver(driver: FakeDriver) -> None:
+def test_find_gpu_reads_version_capability_and_name(driver: FakeDriver) -> None:
     assert find_gpu() == Gpu("13.0", "SM89", "NVIDIA L4")
     driver.failing = "cuDeviceGet"
     assert find_gpu() is None

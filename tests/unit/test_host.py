@@ -50,7 +50,7 @@ def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return install_distribution
 
 
-def test_doctor_reports_two_onnxruntime_distributions_with_a_remedy(
+def test_doctor_reports_two_onnxruntime_distributions(
     install_distribution: Callable[[str], None],
 ) -> None:
     for name in RUNTIMES:
@@ -70,7 +70,7 @@ def test_doctor_reports_a_missing_onnxruntime(
     assert make_install_command("gpu") in make_host_report().problems[0]
 
 
-def test_doctor_reports_a_driver_older_than_the_installed_libraries(
+def test_doctor_reports_a_driver_older_than_the_libraries(
     install_distribution: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
@@ -78,7 +78,7 @@ def test_doctor_reports_a_driver_older_than_the_installed_libraries(
     assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in make_host_report().problems[-1]
 
 
-def test_ctrl_c_while_onnxruntime_is_imported_is_not_reported_as_a_missing_library(
+def test_ctrl_c_during_an_import_is_no_missing_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class InterruptedFinder:
@@ -144,7 +144,7 @@ def make_cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
         ),  # the process uses this control group for memory only
     ],
 )
-def test_doctor_and_the_thread_count_respect_physical_cores_affinity_and_cpu_quota(
+def test_doctor_and_threads_respect_cores_affinity_and_quota(
     system_files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, str],
@@ -172,7 +172,7 @@ def test_memory_is_measured_on_a_host_without_proc(
     assert measure_process_memory() is None
 
 
-def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
 

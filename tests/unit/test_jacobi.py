@@ -84,9 +84,6 @@ def enumerate_images(
     """Compute the probability of every image that a method can generate.
 
     Args:
-        method: decoding method.
-        sampling: sampling settings.
-        patch: patch of the functions that make random choices.
         heads: draft heads; None for a method without draft heads.
 
     Returns:
@@ -114,13 +111,6 @@ def enumerate_images(
 
 
 def compute_distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
-    """Return the total variation distance from the distribution of `ar`.
-
-    Args:
-        distribution: probability of every image, in an array with an axis of length `vocabulary` for each token.
-        model: toy model.
-        sampling: sampling settings.
-    """
     return float(
         np.abs(distribution - compute_joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2
     )
@@ -138,7 +128,7 @@ def compute_distance(distribution: NDArray[np.float64], model: ToyModel, samplin
         (2, Sampling(top_p=0.6)),
     ],
 )
-def test_jacobi_images_have_exactly_the_distribution_of_the_target(
+def test_jacobi_images_have_exactly_the_targets_distribution(
     window: int, sampling: Sampling, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
@@ -207,7 +197,7 @@ def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch
 
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("relaxation", [{"neighbors": 1, "lambda_": 2.0}, {"neighbors": 1, "delta": 0.3}])
-def test_the_tvd_of_relaxed_jacobi_images_is_within_the_realised_tvd(
+def test_the_tvd_of_relaxed_images_is_within_the_realised_tvd(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
@@ -227,7 +217,7 @@ class RepeatingTarget(ToyTarget):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
-def test_all_draft_tokens_of_jacobi_windows_are_accepted_if_the_target_repeats_one_token(temperature: float) -> None:
+def test_all_drafts_of_a_target_that_repeats_are_accepted(temperature: float) -> None:
     model = make_model(vocabulary=12, codes=29, columns=30)
     model = replace(model, target=RepeatingTarget(**vars(model.target)))
     method = SpeculativeJacobi(window=6)
@@ -243,7 +233,7 @@ def make_window() -> JacobiWindow:
     return JacobiWindow(4, RasterLayout(30, 3), stores_proposals=True)
 
 
-def test_new_draft_tokens_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
+def test_new_drafts_copy_the_token_on_the_left_or_above() -> None:
     """Check a grid of three columns: the token after 0 1 2 3 4 is the last token of the second row."""
     tree = make_window().draft([0, 1, 2, 3, 4], 20)
     assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second draft starts a row and copies the token above"
@@ -259,7 +249,7 @@ def test_no_token_is_drafted_past_the_end_of_the_image() -> None:
     assert window.draft([1], 1).num_nodes == 1
 
 
-def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_tokens() -> None:
+def test_positions_left_in_the_window_get_new_drafts() -> None:
     window = make_window()
     logits = 40 * np.eye(9, dtype=np.float32)[None]  # the token after node n is n
     window.draft([1], 20)
@@ -293,7 +283,7 @@ def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_toke
     ],
     ids=str,
 )
-def test_images_drafted_by_draft_heads_have_exactly_the_distribution_of_the_target(
+def test_images_of_draft_heads_have_the_targets_distribution(
     method: MethodConfig, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
@@ -306,16 +296,14 @@ def test_images_drafted_by_draft_heads_have_exactly_the_distribution_of_the_targ
 @pytest.mark.parametrize(
     "method", [partial(SpeculativeJacobi, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str
 )
-def test_the_tvd_of_relaxed_images_drafted_by_draft_heads_is_within_the_realised_tvd(
-    method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relaxed_images_of_heads_are_within_the_realised_tvd(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     images, realised_tvd, model = enumerate_images(
         method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, make_random_heads(VOCABULARY, HIDDEN_SIZE)
     )
     assert 1e-3 < compute_distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
-def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_positions() -> None:
+def test_draft_heads_correct_drafts_after_a_new_token() -> None:
     """Use simple heads: after a new token n, the prediction is n + 1; at new positions, the prediction is n + 2."""
     codes = 12
     identity = np.eye(12)
@@ -343,7 +331,7 @@ def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_po
     assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
-def test_draft_heads_use_the_token_above_only_within_the_same_grid() -> None:
+def test_draft_heads_use_the_token_above_in_the_same_grid_only() -> None:
     """Check an image that consists of a grid of 2 x 2 cells and a grid of 2 x 3 cells."""
     raster = RasterLayout(10, 3, first_grid=(2, 2))
     assert [raster.find_code_index_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]

@@ -12,7 +12,7 @@ NODES = 4
 
 
 @given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), same_nodes_in_all_rows=st.booleans())
-def test_every_batch_row_of_the_cache_holds_the_accepted_nodes_in_order(
+def test_every_row_of_the_cache_holds_the_accepted_nodes(
     data: st.DataObject, rows: int, steps: int, same_nodes_in_all_rows: bool
 ) -> None:
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from lantern_rt.methods import Autoregressive, Sampling, SpeculativeJacobi
 from lantern_rt.runtime.windows import NODE_COST, AdaptiveWindow
 
 
-def test_always_rejected_drafts_cost_at_most_ten_percent_more_than_method_ar() -> None:
+def test_always_rejected_drafts_cost_at_most_ten_percent() -> None:
     window = AdaptiveWindow(31)
     cost = 0.0  # total cost, where a pass of method ar costs 1
     for _ in range(256):
@@ -22,7 +22,7 @@ def test_always_rejected_drafts_cost_at_most_ten_percent_more_than_method_ar() -
     assert cost < 1.1 * 256
 
 
-def test_a_window_grows_up_to_the_requested_size_when_drafts_are_accepted() -> None:
+def test_a_window_grows_when_drafts_are_accepted() -> None:
     window = AdaptiveWindow(7)
     for _ in range(64):
         window.record(window.choose_size(1), 0)
@@ -41,12 +41,12 @@ def test_a_few_rejected_drafts_do_not_change_the_window() -> None:
 
 
 @pytest.mark.parametrize(("images", "size"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
-def test_the_window_is_smaller_the_more_images_share_a_forward_pass(images: int, size: int) -> None:
+def test_the_window_shrinks_with_the_images_of_a_pass(images: int, size: int) -> None:
     assert AdaptiveWindow(15).choose_size(images) == size
 
 
 @pytest.mark.parametrize("images", [1, 3, 6, 10])
-def test_adaptive_windows_limit_the_nodes_of_a_pass_and_give_the_tokens_of_method_ar(images: int) -> None:
+def test_adaptive_windows_limit_nodes_and_keep_the_tokens(images: int) -> None:
     model = make_model(5, 25, past_length_multiple=4)
     prompts = [make_prompt(i) for i in range(images)]
     sampling = Sampling()
