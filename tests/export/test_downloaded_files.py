@@ -63,12 +63,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 # The keys are values of `model_type` in `config.json`.
 FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR, "multi_modality": JANUS}
-FAMILIES = {
-    "chameleon": "anole or lumina or lumina2",
-    "emu3": "emu3",
-    "qwen2": "simplear",
-    "multi_modality": "janus",
-}
+FAMILIES = {"chameleon": "anole or lumina or lumina2", "emu3": "emu3", "qwen2": "simplear", "multi_modality": "janus"}
 
 
 @pytest.mark.parametrize("family", READERS)

@@ -39,9 +39,7 @@ def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_guided_logits_give_the_recorded_codes_and_probabilities(
-    family: GoldenFamily,
-) -> None:
+def test_guided_logits_give_the_recorded_codes_and_probabilities(family: GoldenFamily) -> None:
     guidance = Sampling(cfg_scale=3.0)
     # The published code applies guidance to log-probabilities. Guided logits differ by one constant for each node.
     for name in ("decode", "tree"):

@@ -83,10 +83,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
     "cut.jit": (lambda path: path.write_bytes(JIT.read_bytes()[:9000]), "not a PyTorch checkpoint"),
     "compressed.jit": (lambda path: copy_torchscript(path, compression=zipfile.ZIP_DEFLATED), "is compressed"),
-    "within-itself.jit": (
-        lambda path: copy_torchscript(path, CYCLIC_PICKLE),
-        "changes an object that others contain",
-    ),
+    "within-itself.jit": (lambda path: copy_torchscript(path, CYCLIC_PICKLE), "changes an object that others contain"),
     "keys-without-end.jit": (
         lambda path: copy_torchscript(path, make_nested_pickle(DICT_WITH_KEY)),
         "objects within each other",
@@ -124,10 +121,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "data.pkl has 67,108,867 bytes",
     ),
     "numbers-as-names.pt": (lambda path: torch.save({0: torch.ones(2)}, path), "found 0, expected names of weights"),
-    "build.jit": (
-        lambda path: copy_torchscript(path, b"Vos\nVsystem\n\x93."),
-        "has the opcode UNICODE",
-    ),
+    "build.jit": (lambda path: copy_torchscript(path, b"Vos\nVsystem\n\x93."), "has the opcode UNICODE"),
     "code.jit": (lambda path: copy_torchscript(path, pickle.dumps(CommandPickle(), 2)), "not a PyTorch checkpoint"),
     "absent.pt": (lambda path: None, "no such file"),
 }

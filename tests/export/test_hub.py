@@ -148,9 +148,7 @@ def test_a_missing_repository_revision_or_file_is_rejected(fetch_results: FetchR
         assert words in message
 
 
-def test_without_the_hub_a_manual_download_is_suggested(
-    fetch_results: FetchResults,
-) -> None:
+def test_without_the_hub_a_manual_download_is_suggested(fetch_results: FetchResults) -> None:
     for reference, (field, message) in zip(
         FetchResults.uncached_references, fetch_results.uncached_offline, strict=True
     ):

@@ -94,9 +94,7 @@ def official_bundle(request: pytest.FixtureRequest) -> tuple[Path, str]:
     return request.getfixturevalue(f"{request.param}_bundle"), f"llamagen-{request.param}"
 
 
-def test_recorded_tokens_have_the_published_logits(
-    official_bundle: tuple[Path, str],
-) -> None:
+def test_recorded_tokens_have_the_published_logits(official_bundle: tuple[Path, str]) -> None:
     target = TargetRun(*official_bundle)
     logits, hidden = target.predict_recorded_tokens()
     assert_close(logits, target.golden["tf_logits"])
@@ -181,9 +179,7 @@ def test_lanterns_prefill_has_the_recorded_outputs_and_cache(lantern_run: Target
             assert_close(lantern_run.run.past[f"{layer}.{part}"].transpose(1, 2, 0, 3), expected)
 
 
-def test_lanterns_tokens_and_trees_have_the_recorded_outputs(
-    lantern_run: TargetRun,
-) -> None:
+def test_lanterns_tokens_and_trees_have_the_recorded_outputs(lantern_run: TargetRun) -> None:
     arrays = lantern_run.golden
     tokens = lantern_run.golden["decode_tokens"]
     steps = [lantern_run.run_tokens(tokens[:, k : k + 1]) for k in range(tokens.shape[1])]
@@ -196,9 +192,7 @@ def test_lanterns_tokens_and_trees_have_the_recorded_outputs(
     assert_close(mix_guidance_rows(out["logits"], 4.0), arrays["tree_logits_cfg4"], GUIDED_TOLERANCE)
 
 
-def test_a_tree_past_the_last_cell_has_the_recorded_outputs(
-    lantern_run: TargetRun,
-) -> None:
+def test_a_tree_past_the_last_cell_has_the_recorded_outputs(lantern_run: TargetRun) -> None:
     arrays = lantern_run.golden
     positions = lantern_run.golden["late_tree_position_ids"]
     assert positions.max() >= lantern_run.prefix.shape[1] + read_manifest(lantern_run.bundle).grid_rows ** 2

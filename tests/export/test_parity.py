@@ -160,9 +160,7 @@ def test_graphs_of_large_images_accept_several_images(
         )
 
 
-def test_graphs_of_variable_size_accept_images_of_any_size(
-    tmp_path: Path,
-) -> None:
+def test_graphs_of_variable_size_accept_images_of_any_size(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(VQTokenizerConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
     randomise_norms(tokenizer)
@@ -230,9 +228,7 @@ def test_a_graph_correct_for_only_one_number_of_rows_is_rejected(tmp_path: Path)
         check_graph_parity(graph, write_graph(graph, tmp_path)[0])
 
 
-def test_masked_attention_weights_vanish_and_none_is_denormal(
-    tmp_path: Path,
-) -> None:
+def test_masked_attention_weights_vanish_and_none_is_denormal(tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     model = onnx.load(write_graph(graph, tmp_path)[0])
     softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]

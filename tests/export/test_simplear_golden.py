@@ -184,9 +184,7 @@ def test_the_haar_transform_gives_the_recorded_pixels() -> None:
     assert torch.equal(to_pixels @ to_bands, torch.eye(48).double())
 
 
-def test_values_inside_the_image_encoder_equal_the_recordings(
-    simplear_bundle: Path,
-) -> None:
+def test_values_inside_the_image_encoder_equal_the_recordings(simplear_bundle: Path) -> None:
     path = simplear_bundle / "vq_encoder.onnx"
     convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
     feeds = {"images": ARRAYS["vq_image"]}

@@ -192,9 +192,7 @@ def test_targets_of_rounded_weights_are_compared_by_kl_divergence(rounded_bundle
     assert all(row["limit"] is None for row in report["tensors"] if row["graph"] == "target")
 
 
-def test_a_bundle_of_rounded_weights_generates_images(
-    rounded_bundle: Path,
-) -> None:
+def test_a_bundle_of_rounded_weights_generates_images(rounded_bundle: Path) -> None:
     manifest = open_bundle(rounded_bundle).manifest
     assert manifest.target.precision == "int8-weights"
     assert manifest.drafter is not None

@@ -205,9 +205,7 @@ def write_identity_graph(graph: GraphWriter) -> GraphTensors:
     return [TensorSpec("data", ("float32",), (None,))], [TensorSpec("out", ("float32",), (None,))]
 
 
-def test_bound_graphs_are_recorded_at_the_third_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bound_graphs_are_recorded_at_the_third_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_captured_graphs=1))
     device = OrtDevice("cpu")
     graph_ids = list[str]()

@@ -159,9 +159,7 @@ def test_the_padded_cache_length_is_a_multiple_of_64(tiny_harness: DecoderHarnes
         assert cache.view_past_columns(past_length)[0].shape[0] == past_length
 
 
-def test_wrong_cache_lengths_are_rejected_before_the_graph_runs(
-    tiny_harness: DecoderHarness,
-) -> None:
+def test_wrong_cache_lengths_are_rejected_before_the_graph_runs(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.prefill(1, capacity=5)
     wrong_pass = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
@@ -256,8 +254,7 @@ def test_a_drafter_engine_computes_the_torch_drafters_logits(tmp_path: Path) -> 
         node_slice = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
         output = engine.run(
-            PassInput(positions, attention_mask, tokens=ids[:, node_slice], hidden=hidden[:, node_slice]),
-            cache,
+            PassInput(positions, attention_mask, tokens=ids[:, node_slice], hidden=hidden[:, node_slice]), cache
         )
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)

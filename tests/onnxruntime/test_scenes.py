@@ -88,9 +88,7 @@ def test_exact_methods_generate_the_tokens_of_ar_in_batches(results_by_method: R
     np.testing.assert_array_equal(results_by_method[method].codes, results_by_method["ar"].codes)
 
 
-def test_a_seed_gives_the_same_tokens_with_every_onnx_runtime(
-    results_by_method: ResultsByMethod,
-) -> None:
+def test_a_seed_gives_the_same_tokens_with_every_onnx_runtime(results_by_method: ResultsByMethod) -> None:
     digests = [sha256(codes.tobytes()).hexdigest()[:16] for codes in results_by_method["ar"].codes]
     assert digests == ["049ad42d3a923d2d", "4b8735a7d432545f"]  # `.ci/run` checks the lowest and the newest release
 

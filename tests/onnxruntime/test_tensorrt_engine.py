@@ -106,9 +106,7 @@ def test_a_cache_on_the_device_has_the_entries_of_numpys(
     caches.check()
 
 
-def test_accepted_entries_are_moved_only_if_they_are_no_chain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accepted_entries_are_moved_only_if_they_are_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     moved_counts: list[int] = []
     move_vectors = OrtDevice.move_vectors
     monkeypatch.setattr(
@@ -156,9 +154,7 @@ def test_memory_of_outputs_is_reused_only_after_their_release(tiny_harness: Deco
 # ---------------------------------------------------------------- shapes
 
 
-def test_a_pass_runs_in_the_smallest_sufficient_profile(
-    tiny_harness: DecoderHarness,
-) -> None:
+def test_a_pass_runs_in_the_smallest_sufficient_profile(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.prefill(1, capacity=320)
     engine_runs = tiny_harness.library.engines[0].runs
     for length, nodes, expected in (

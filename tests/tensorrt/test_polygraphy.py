@@ -57,10 +57,7 @@ def test_tensorrt_supports_the_graphs_of_a_family(
     build_engines(bundle, "it", RTX_OPTIONS, engine_folder, False, lambda stage, done, total: None, dry_run=True)
     hidden_size = bundle.manifest.target.hidden_size
     # The linter sets token ids to 0 and 1, so these tables need only a few entries.
-    table_shapes = {
-        "target": f"embeddings:[4,{hidden_size}]",
-        "drafter": f"hidden:[1,4,{hidden_size}]",
-    }
+    table_shapes = {"target": f"embeddings:[4,{hidden_size}]", "drafter": f"hidden:[1,4,{hidden_size}]"}
     for role in table_shapes.keys() & bundle.manifest.files.keys():
         for graph, shape_options in (
             (bundle.path(role), []),

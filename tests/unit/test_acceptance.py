@@ -203,11 +203,7 @@ def test_greedy_acceptance_prefers_the_longest_then_first_path() -> None:
     assert verify_tree_greedy(equal_paths, lambda node: p, rule, MANY_TOKENS).path == [0, 1, 3]
     assert verify_tree_greedy(
         make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY_TOKENS
-    ).path == [
-        0,
-        2,
-        4,
-    ]
+    ).path == [0, 2, 4]
     longer = make_tree([0, 0, 1, 1], [-1, 0, 0, 2])
     assert verify_tree_greedy(longer, lambda node: p, rule, MANY_TOKENS).path == [0, 2, 3]
 

@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
 from toy_distributions import compute_joint_distribution
-from toy_engine import (
-    ToyModel,
-    collect_codes,
-    decode,
-    make_model,
-    make_prompt,
-)
+from toy_engine import ToyModel, collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.methods import (
     Autoregressive,

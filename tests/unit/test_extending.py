@@ -52,7 +52,7 @@ SOURCE_CHANGES = {
             "    return logits if sampling.temperature in",
             """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
     return logits if sampling.temperature in""",
-        ),
+        )
     ],
 }
 TOY_PROGRAM = """

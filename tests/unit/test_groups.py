@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
 from toy_distributions import compute_naive_distribution
-from toy_engine import (
-    AnyOrderTarget,
-    Hashes,
-    ToyCache,
-    ToyModel,
-    compute_likelihood,
-    decode,
-    make_prompt,
-)
+from toy_engine import AnyOrderTarget, Hashes, ToyCache, ToyModel, compute_likelihood, decode, make_prompt
 
 from lantern_rt.methods import GroupDecoding, Sampling
 from lantern_rt.requests import GenerationSettings

@@ -50,9 +50,7 @@ def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return install_distribution
 
 
-def test_doctor_reports_two_onnxruntime_distributions(
-    install_distribution: Callable[[str], None],
-) -> None:
+def test_doctor_reports_two_onnxruntime_distributions(install_distribution: Callable[[str], None]) -> None:
     for name in RUNTIMES:
         install_distribution(name)
     (problem,) = make_host_report().problems
@@ -78,9 +76,7 @@ def test_doctor_reports_a_driver_older_than_the_libraries(
     assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in make_host_report().problems[-1]
 
 
-def test_ctrl_c_during_an_import_is_no_missing_library(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_during_an_import_is_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     class InterruptedFinder:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name == "onnxruntime":

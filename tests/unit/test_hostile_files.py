@@ -127,9 +127,7 @@ def test_control_characters_of_a_bundle_are_not_printed(
     assert captured.err.count("\n") == 1
 
 
-def test_control_characters_of_arguments_are_not_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_control_characters_of_arguments_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         [HOSTILE_TEXT],
         ["run", f"--{HOSTILE_TEXT}"],

@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from toy_distributions import compute_joint_distribution
-from toy_engine import (
-    ToyModel,
-    ToyTarget,
-    decode,
-    make_decode_settings,
-    make_model,
-    make_prompt,
-    make_target_output,
-)
+from toy_engine import ToyModel, ToyTarget, decode, make_decode_settings, make_model, make_prompt, make_target_output
 from toy_script import Script
 
 from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, SpeculativeJacobi
@@ -186,8 +178,7 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [keep_distributions_after_a_redraft, discard_drafts_by_a_later_token, decide_with_the_noise_of_the_draft],
+    "fault", [keep_distributions_after_a_redraft, discard_drafts_by_a_later_token, decide_with_the_noise_of_the_draft]
 )
 def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

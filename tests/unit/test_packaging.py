@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def test_readme_links_on_the_package_index_are_absolute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_readme_links_on_the_package_index_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     setuptools = pytest.importorskip("setuptools")
     metadata: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", metadata.update)

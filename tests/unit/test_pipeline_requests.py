@@ -320,9 +320,7 @@ def test_the_bundle_may_set_the_default_number_of_guided_tokens(words_checker: R
     assert "cfg_tokens" not in resolve_settings(half_guided_manifest, {"cfg_scale": 1}).as_dict()
 
 
-def test_without_defaults_trees_are_small(
-    words_checker: RequestChecker,
-) -> None:
+def test_without_defaults_trees_are_small(words_checker: RequestChecker) -> None:
     manifest = replace_default_methods(words_checker)
     assert resolve_settings(manifest, {"method": "eagle"}).method == Eagle(tree="chain-3")
     lantern: Any = resolve_settings(manifest, {"method": "lantern"}).method

@@ -134,9 +134,7 @@ def test_a_graph_that_runs_partly_on_the_cpu_is_rejected() -> None:
     check_node_assignment(GRAPH, cuda, make_mock_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
-def test_a_provider_without_convolutions_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_provider_without_convolutions_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     check_provider("cpu")
 
@@ -170,9 +168,7 @@ def test_an_unusable_provider_plugin_is_rejected(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_webgpu_is_rejected_if_cuda_would_allocate_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_webgpu_is_rejected_if_cuda_would_allocate_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = MockOnnxRuntime(CUDA, CPU, devices=(WEBGPU,))
     error = catch_error(EngineError, find_available_provider, "webgpu", runtime)

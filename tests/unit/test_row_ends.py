@@ -229,9 +229,7 @@ def test_nodes_attend_only_to_row_ends_of_their_ancestors() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)
-def test_row_ends_are_where_lumina_puts_them(
-    shape: tuple[int, int],
-) -> None:
+def test_row_ends_are_where_lumina_puts_them(shape: tuple[int, int]) -> None:
     rows, columns = shape
     official = np.load(LUMINA / "golden.npz")[f"official_forced_{rows}x{columns}"].tolist()
     row_end, end_of_image = (

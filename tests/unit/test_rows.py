@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from toy_distributions import compute_naive_distribution
-from toy_engine import (
-    AnyOrderTarget,
-    ToyModel,
-    ToyTarget,
-    collect_codes,
-    decode,
-    make_prompt,
-    make_raster_layout,
-)
+from toy_engine import AnyOrderTarget, ToyModel, ToyTarget, collect_codes, decode, make_prompt, make_raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, RowParallel, Sampling, SpeculativeJacobi

@@ -55,9 +55,7 @@ def test_an_unknown_word_names_the_most_similar_word(tokenizer: WordTokenizer) -
     assert "did you mean" not in get_encode_error(tokenizer, "a bon")  # `on` is not similar enough
 
 
-def test_an_unknown_word_lists_known_words_or_example_prompts(
-    tokenizer: WordTokenizer,
-) -> None:
+def test_an_unknown_word_lists_known_words_or_example_prompts(tokenizer: WordTokenizer) -> None:
     assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in get_encode_error(tokenizer, "dragon")
     with_examples = replace(tokenizer, example_prompts=("a blue ball under snow",))
     assert "this model knows, such as blue, ball, under;" in get_encode_error(with_examples, "dragon")

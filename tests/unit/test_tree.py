@@ -98,9 +98,7 @@ def test_a_published_tree_is_expanded_as_published(published: str) -> None:
 
 
 @given(path_sets())
-def test_a_static_tree_sorts_paths_by_length_then_child(
-    paths: list[tuple[int, ...]],
-) -> None:
+def test_a_static_tree_sorts_paths_by_length_then_child(paths: list[tuple[int, ...]]) -> None:
     shape = StaticTreeShape(tuple(paths))
     assert list(shape.paths) == sorted(paths, key=lambda path: (len(path), path))
     assert shape.num_nodes == len(paths) + 1
@@ -112,9 +110,7 @@ def test_a_static_tree_sorts_paths_by_length_then_child(
 
 
 @given(path_sets())
-def test_levels_contain_every_inner_node_once(
-    paths: list[tuple[int, ...]],
-) -> None:
+def test_levels_contain_every_inner_node_once(paths: list[tuple[int, ...]]) -> None:
     shape = StaticTreeShape(tuple(paths))
     assert len(shape.levels) == max(map(len, paths))
     assert sorted(np.concatenate(shape.levels).tolist()) == sorted(set(shape.parents[1:].tolist()))
