@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import multiprocessing
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +125,32 @@ def _hold_lock(path: Path) -> Iterator[None]:
 def _export_once(
     factory: pytest.TempPathFactory, name: str, export: Callable[[Path], Path], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Export a bundle unless it is in the cache, and return a copy that tests may change."""
+    """Export a bundle unless it is in the cache, and return a copy that tests may change.
+
+    Args:
+        name: folder in the cache and name of the bundle, as in `c2i_bundle/tiny-c2i`.
+        libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
+    """
     for library in ("torch", "onnx", "onnxruntime", "safetensors", *libraries):
         pytest.importorskip(library)
     import torch
 
     torch.set_num_threads(1)
-    fixture, bundle = name.split("/")
-    folder = _prepare_cache_folder()
-    with _hold_lock(folder / f"{fixture}.lock"):
-        if not (folder / fixture / bundle).is_dir():
-            shutil.rmtree(folder / fixture, ignore_errors=True)
-            export(folder / fixture / bundle)
-    return shutil.copytree(folder / fixture / bundle, factory.mktemp("bundles") / bundle)
+    name, bundle = name.split("/")
+    code = Path(inspect.getfile(getattr(export, "func", export))).read_bytes()
+    folder = _prepare_cache_folder() / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
+    with _hold_lock(folder.with_suffix(".lock")):
+        if not (folder / bundle).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            export(folder / bundle)
+    return shutil.copytree(folder / bundle, factory.mktemp("bundles") / bundle)
+
+
+@pytest.fixture(scope="session")
+def export_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return `_export_once` for exports that only one test module needs."""
+    return partial(_export_once, tmp_path_factory)
 
 
 # ---------------------------------------------------------------- LlamaGen

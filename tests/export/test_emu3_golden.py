@@ -57,17 +57,6 @@ def test_guided_logits_give_the_recorded_codes_and_probabilities(family: GoldenF
             np.testing.assert_allclose(compute_distribution(guided_logits, sampling), expected, rtol=0, atol=1e-4)
 
 
-def test_temperature_and_top_k_give_the_recorded_probabilities(family: GoldenFamily) -> None:
-    for (top_k, temperature), expected in zip(
-        family.arrays["filter_params"], family.arrays["filter_probs"], strict=True
-    ):
-        distribution = compute_distribution(
-            family.arrays["filter_logits"][:, CODES], Sampling(top_k=int(top_k), temperature=float(temperature))
-        )
-        np.testing.assert_allclose(distribution, expected[:, CODES], rtol=0, atol=1e-4)
-        assert expected[:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
-
-
 def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     """Return the guided logits `[tokens, codebook size]` for every token that a recorded run generated."""
     runs = PromptRunner(bundle, trace["prompt_ids"], trace["unconditional_ids"])

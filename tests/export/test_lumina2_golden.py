@@ -25,7 +25,6 @@ from lantern_rt.methods import Sampling
 from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import load_tokenizer
 
 FOLDER = DATA / "lumina-mgpt-2"
@@ -75,20 +74,6 @@ def test_guided_scores_of_every_code_equal_the_recorded_scores(family: GoldenFam
     guided = guidance.mix_logits(logits[:, free_indices], cells)
     assert_close(guided, expected[free_indices], 1e-5 * max(30, 10 * trace["cfg"]))
     assert guided.argmax(-1).tolist() == np.ravel(trace["codes"])[cells].tolist()
-
-
-def test_filters_give_the_recorded_probabilities() -> None:
-    logits = ARRAYS["filter_logits"]
-    for i, (image_k, text_k, temperature) in enumerate(ARRAYS["filter_params"]):
-        for name, top_k, ids in (
-            ("image", image_k, CODES),
-            ("size", image_k, slice(None)),
-            ("text", text_k, slice(None)),
-        ):
-            sampling = Sampling(top_k=int(top_k), temperature=float(temperature))
-            distribution = compute_distribution(logits[:, ids], sampling)
-            np.testing.assert_allclose(distribution, ARRAYS[f"filter_{name}_probs"][i][:, ids], rtol=0, atol=1e-4)
-        assert ARRAYS["filter_image_probs"][i][:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("case", PROTOCOL["prompt_cases"], ids=lambda case: repr(case["text"][-20:]))
