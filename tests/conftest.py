@@ -34,7 +34,32 @@ EXPORT_SOURCES = (  # files and folders that determine the content of the export
 )
 
 
+NOT_QUICK = (  # modules of `tests/unit` that `pytest -m quick` leaves out
+    "test_exactness.py",
+    "test_examples.py",
+    "test_extending_family.py",
+    "test_growth.py",
+    "test_how_the_program_ends.py",
+    "test_types.py",
+)
+
+
 write_checkpoints()  # before test modules are imported: some read a checkpoint
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the modules of other folders than `tests/unit` for quick tests."""
+    is_other_folder = collection_path.parent == ROOT / "tests" and collection_path.name != "unit"
+    return True if config.getoption("-m") == "quick" and is_other_folder else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the quick tests."""
+    for item in items:
+        is_unit_test = item.path.parent == ROOT / "tests" / "unit" and item.path.name not in NOT_QUICK
+        if is_unit_test and not item.get_closest_marker("slow"):
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -318,6 +343,12 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             return export_model(read_glm_image(DATA / "glm-image", grid=2), output)
 
     return _export_once(tmp_path_factory, "glm_image_bundle/tiny-glm-image", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
+def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export Janus from DeepSeek's layout: 4 x 4 codes."""
+    return _export_family(tmp_path_factory, "janus", {"target": DATA / "janus-deepseek/deepseek"}, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")

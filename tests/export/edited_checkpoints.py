@@ -19,6 +19,7 @@ from checkpoint_copies import (
     EMU35_VQ,
     GLM_IMAGE,
     JANUS,
+    JANUS_CONVERTED,
     LANTERN,
     LUMINA,
     LUMINA2,
@@ -63,6 +64,7 @@ READERS: dict[Path, Reader] = {
     EMU35: lambda target: read_emu35(target, EMU35_VQ),
     SIMPLEAR: lambda target: read_simplear(target, COSMOS, grid=4),
     JANUS: read_janus,
+    JANUS_CONVERTED: read_janus,
     GLM_IMAGE: lambda target: read_glm_image(target, grid=2),
 }
 GROUP_MODELS = {"nar": DATA / "nar/c2i/nar_c2i.pt", "par": DATA / "par/4x/par_4x.pt"}

@@ -11,7 +11,6 @@ from typing import Any
 
 from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint, copy_published_emu3
 from random_drafter import save_random_drafter
-from small_janus import make_random_janus, write_janus
 from small_models import save_t5
 from stand_in_hub import REPOSITORIES, environment, run
 
@@ -68,9 +67,8 @@ def list_small_glm_image_sources(_folder: Path) -> ExportSources:
     return {"target": DATA / "glm-image"}, {"grid": 2}
 
 
-def list_small_janus_sources(folder: Path) -> ExportSources:
-    write_janus(make_random_janus(), folder / "janus")
-    return {"target": folder / "janus"}, {}
+def list_small_janus_sources(_folder: Path) -> ExportSources:
+    return {"target": DATA / "janus-deepseek/deepseek"}, {}
 
 
 def list_small_emu3_sources(folder: Path) -> ExportSources:

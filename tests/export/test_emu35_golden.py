@@ -60,9 +60,9 @@ def read_model_with_small_sizes(vq: Path = EMU35_VQ) -> BundleContents:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return export_model(read_model_with_small_sizes(), tmp_path_factory.mktemp("bundles") / "emu35")
+def bundle(export_once: Any) -> Path:
+    path: Path = export_once("emu35/emu35", lambda output: export_model(read_model_with_small_sizes(), output))
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from family_readers import read_glm_image
 from goldens import DATA, GraphRunner, embed_tokens, load_golden, read_manifest
 from numpy.typing import NDArray
@@ -34,14 +33,17 @@ TOLERANCE = {"rtol": 0, "atol": 3e-4}
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(export_once: Any) -> Path:
     """Export a bundle whose prefix is as long as the prompt of run 0, so that the positions are equal."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "MAX_PROMPT", NUM_PROMPT_TOKENS)
-        patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
-        model = read_glm_image(FOLDER, grid=2)
-    return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
+
+    def export(output: Path) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(glm_image, "MAX_PROMPT", NUM_PROMPT_TOKENS)
+            patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
+            return export_model(read_glm_image(FOLDER, grid=2), output)
+
+    path: Path = export_once("glm_image_run0/bundle", export)
+    return path
 
 
 def get_first_position(bundle: Path, run: str) -> int:

@@ -19,6 +19,7 @@ from shared_goldens import decode_image_values, list_residual_names
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
+from lantern_rt.export.models import exact
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import convert_pixels_to_image
@@ -33,20 +34,19 @@ PROTOCOL: dict[str, Any] = json.loads((FOLDER / "protocol.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Export bundles from DeepSeek's layout and from the layout of transformers."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("bundles")
-    checkpoint_folders = (JANUS, JANUS_CONVERTED)
-    return [
-        export_model(read_janus(checkpoint_folder), folder / checkpoint_folder.name, name="janus")
-        for checkpoint_folder in checkpoint_folders
-    ]
+def converted_bundle(export_once: Any) -> Path:
+    """Export the checkpoint in the layout of transformers."""
+
+    def export(output: Path) -> Path:
+        return export_model(read_janus(JANUS_CONVERTED), output)
+
+    path: Path = export_once("janus_converted/tiny-janus", export)
+    return path
 
 
-@pytest.fixture(scope="module")
-def bundle(bundles: list[Path]) -> Path:
-    return bundles[0]
+@pytest.fixture
+def bundle(janus_bundle: Path) -> Path:
+    return janus_bundle
 
 
 def get_trace_name(trace: dict[str, Any]) -> str:
@@ -130,10 +130,10 @@ def test_greedy_images_have_the_recorded_guided_logits(bundle: Path, trace: dict
         assert_close(row_logits, np.stack([ARRAYS[f"{name}_cond"], ARRAYS[f"{name}_uncond"]]))
 
 
-def test_both_layouts_generate_the_recorded_greedy_images(bundles: list[Path]) -> None:
+def test_both_layouts_generate_the_recorded_greedy_images(bundle: Path, converted_bundle: Path) -> None:
     assert len({trace["caption"] for trace in GREEDY}) == 2
-    for bundle in bundles:
-        with Pipeline.from_bundle(bundle, threads=1) as pipe:
+    for folder in (bundle, converted_bundle):
+        with Pipeline.from_bundle(folder, threads=1) as pipe:
             # The first four runs have the first caption, the other runs have the second.
             for trace, other_trace in zip(GREEDY[:4], GREEDY[4:], strict=True):
                 options = {"temperature": 0, "cfg_scale": trace["cfg_weight"]}
@@ -228,8 +228,8 @@ def read_contents(bundle: Path) -> dict[str, Any]:
     return files | {"manifest": manifest}
 
 
-def test_bundles_of_both_layouts_differ_only_in_provenance(bundles: list[Path]) -> None:
-    assert read_contents(bundles[0]) == read_contents(bundles[1])
+def test_bundles_of_both_layouts_differ_only_in_provenance(bundle: Path, converted_bundle: Path) -> None:
+    assert read_contents(bundle) == read_contents(converted_bundle)
 
 
 def copy_as_safetensors(folder: Path) -> Path:
@@ -292,3 +292,21 @@ def test_weights_for_image_understanding_are_not_read(tmp_path: Path) -> None:
                 weights[name] = torch.full_like(weights[name], torch.nan)  # NaN is rejected where it is read
 
     read_janus(copy_checkpoint(JANUS, tmp_path / "janus", replace_by_nan))
+
+
+def test_exact_matmuls_and_gelu_agree_with_pytorch() -> None:
+    rng = np.random.default_rng(0)
+    inputs, weight = (np.ldexp(rng.normal(size=size), rng.integers(-9, 9, size)) for size in ((7, 500), (9, 500)))
+    bias = rng.normal(size=9)
+    permutation = rng.permutation(500)
+    products = exact.apply_exact_linear(inputs, exact.split_into_integer_matrices(weight), bias)
+    assert np.array_equal(
+        products,
+        exact.apply_exact_linear(
+            inputs[:, permutation], exact.split_into_integer_matrices(weight[:, permutation]), bias
+        ),
+    )
+    scale = np.abs(inputs).max() * np.abs(weight).max()
+    np.testing.assert_allclose(products, inputs @ weight.T + bias, rtol=0, atol=1e-10 * scale)
+    values = np.linspace(-20, 20, 10_001)
+    assert_close(exact.gelu(values), torch.nn.functional.gelu(torch.from_numpy(values)).numpy(), 3e-8)

@@ -16,6 +16,7 @@ from checkpoint_copies import (
     COSMOS,
     DRAFTER,
     EMU3,
+    JANUS_CONVERTED,
     LANTERN,
     LUMINA,
     LUMINA2,
@@ -39,7 +40,6 @@ from family_readers import (
 )
 from refusals import catch_error
 from safetensors.torch import load_file, save_file
-from small_janus import make_random_janus, write_janus
 from small_models import save_t5
 from torch import Tensor, nn
 
@@ -172,7 +172,10 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "Lumina-mGPT": (make_copier(LUMINA), lambda folder: read_lumina(folder, VQGAN, grid=4)),
     "Lumina-mGPT 2.0": (make_copier(LUMINA2), lambda folder: read_lumina2(folder, MOVQGAN, grid=8)),
     "MoVQGAN": (make_copier(MOVQGAN), read_movqgan),
-    "Janus in shards": (lambda folder: write_janus(make_random_janus(), folder), read_janus),
+    "Janus in shards": (
+        lambda folder: copy_as_shards(JANUS_CONVERTED, folder / "shards"),
+        lambda folder: read_janus(folder / "shards"),
+    ),
     "Emu3": (make_copier(EMU3), lambda folder: read_emu3(folder, grid=4)),
     "Emu3 as published": (
         copy_published_emu3,

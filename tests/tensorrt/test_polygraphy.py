@@ -27,18 +27,6 @@ def run_polygraphy(*arguments: object) -> int:
     return status
 
 
-@pytest.fixture
-def janus_bundle(tmp_path: Path) -> Path:
-    pytest.importorskip("transformers")
-    from family_readers import read_janus
-    from small_janus import make_random_janus, write_janus
-
-    from lantern_rt.export.writer import export_model
-
-    write_janus(make_random_janus(), tmp_path / "janus")
-    return export_model(read_janus(tmp_path / "janus"), tmp_path / "bundle")
-
-
 @pytest.mark.parametrize(
     "family", ["t2i_drafter", "t2i_half", "anole", "lumina", "lumina2", "glm_image", "emu3", "janus"]
 )
