@@ -377,6 +377,23 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def emu35_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export Emu3.5-Image, for the image sizes of the recorded runs."""
+
+    def export(output: Path) -> Path:
+        from family_readers import read_emu35
+
+        from lantern_rt.export.families import emu35
+        from lantern_rt.export.writer import export_model
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(emu35, "SIZES", ((4, 5), (5, 3), (2, 12), (10, 11)))
+            return export_model(read_emu35(DATA / "emu3.5/model", DATA / "emu3.5/vq"), output)
+
+    return _export_once(tmp_path_factory, "emu35_bundle/tiny-emu35", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
 def simplear_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export SimpleAR without a drafter, for the image sizes of the recorded runs."""
 

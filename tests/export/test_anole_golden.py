@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from goldens import DATA, Arrays, GraphRunner, assert_close, embed_tokens, load_golden
 from numpy.typing import NDArray
-from shared_goldens import ImageTokenizerGolden
 
 CODES = slice(4, 132)  # ids of the image tokens
 
@@ -94,12 +93,3 @@ def test_the_target_outputs_the_drafters_recorded_hidden_states(anole_bundle: Pa
     embeds = embed_tokens(anole_bundle, ids)
     out = GraphRunner(anole_bundle, rows=2).step(visible, positions=drafter["target_position_ids"], input_embeds=embeds)
     assert_close(out["hidden_states"][is_real_token], drafter["target_hidden"][is_real_token])
-
-
-@pytest.fixture(scope="module")
-def tokenizer(anole_bundle: Path) -> tuple[Path, Arrays]:
-    return anole_bundle, load_golden("chameleon-vqgan")
-
-
-class TestImageTokenizer(ImageTokenizerGolden):
-    pass

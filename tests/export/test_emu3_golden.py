@@ -7,44 +7,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, compute_graph_values, load_golden
+from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden
 from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
-from shared_goldens import ROW_NAMES, GoldenFamily, RowEndDecoderGolden, log_softmax, mix_guided
+from shared_goldens import ROW_NAMES, log_softmax, mix_guided
 
-from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.runtime.sampling import choose_codes, compute_distribution
 
 CODES = slice(557, 653)  # token ids of the codes
+ARRAYS = load_golden("emu3")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
 SINGLE_IMAGE_RUNS = [trace for trace in TRACES if trace["name"] != "batch"]
 GUIDED_RUNS = [trace for trace in SINGLE_IMAGE_RUNS if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
 BATCH = next(trace for trace in TRACES if trace["name"] == "batch")
 
 
-@pytest.fixture(scope="module")
-def family(emu3_bundle: Path) -> GoldenFamily:
-    return GoldenFamily(emu3_bundle, load_golden("emu3"), CODES, row_end=549, compute_scores=log_softmax)
-
-
-class TestDecoder(RowEndDecoderGolden):
-    pass
-
-
 def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_guided_logits_give_the_recorded_codes_and_probabilities(family: GoldenFamily) -> None:
+def test_guided_logits_give_the_recorded_codes_and_probabilities() -> None:
     guidance = Sampling(cfg_scale=3.0)
     # The published code applies guidance to log-probabilities. Guided logits differ by one constant for each node.
     for name in ("decode", "tree"):
-        published = family.arrays[f"{name}_guided"]
-        logits = np.stack([family.arrays[f"{name}_{row_name}_logits"] for row_name in ROW_NAMES])
+        published = ARRAYS[f"{name}_guided"]
+        logits = np.stack([ARRAYS[f"{name}_{row_name}_logits"] for row_name in ROW_NAMES])
         differences = mix_guided_logits(logits, guidance) - published
         assert np.abs(differences - differences.mean(1, keepdims=True)).max() < GUIDED_TOLERANCE
         assert np.abs(differences).max() > 1  # published scores and guided logits do differ
@@ -66,8 +55,8 @@ def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.flo
 
 
 @pytest.mark.parametrize("trace", SINGLE_IMAGE_RUNS, ids=get_trace_name)
-def test_recorded_tokens_have_the_largest_guided_logits(family: GoldenFamily, trace: dict[str, Any]) -> None:
-    scores = compute_guided_logits(family.bundle, trace)
+def test_recorded_tokens_have_the_largest_guided_logits(emu3_bundle: Path, trace: dict[str, Any]) -> None:
+    scores = compute_guided_logits(emu3_bundle, trace)
     ids = np.array(trace["generated_ids"])
     (rows, columns) = trace["grid"]
     assert len(ids) == rows * (columns + 1) + 3  # a row end per grid row, and three tokens after the image
@@ -79,54 +68,19 @@ def test_recorded_tokens_have_the_largest_guided_logits(family: GoldenFamily, tr
 
 
 @pytest.mark.parametrize("trace", GUIDED_RUNS, ids=get_trace_name)
-def test_every_token_of_a_run_has_the_recorded_scores(family: GoldenFamily, trace: dict[str, Any]) -> None:
-    expected = family.arrays[f"{trace['name']}_scores"][:, CODES]
-    assert_close(log_softmax(compute_guided_logits(family.bundle, trace)), log_softmax(expected), GUIDED_TOLERANCE)
+def test_every_token_of_a_run_has_the_recorded_scores(emu3_bundle: Path, trace: dict[str, Any]) -> None:
+    expected = ARRAYS[f"{trace['name']}_scores"][:, CODES]
+    assert_close(log_softmax(compute_guided_logits(emu3_bundle, trace)), log_softmax(expected), GUIDED_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", range(2))
-def test_recorded_tokens_of_a_batch_have_the_largest_logits(family: GoldenFamily, row: int) -> None:
+def test_recorded_tokens_of_a_batch_have_the_largest_logits(emu3_bundle: Path, row: int) -> None:
     is_real_token = np.array(BATCH["attention_mask"][row]) > 0
     trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
     trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real_token].tolist()
-    scores = compute_guided_logits(family.bundle, trace)
+    scores = compute_guided_logits(emu3_bundle, trace)
     ids = np.array(trace["generated_ids"])
     is_code = ids >= CODES.start
     rows, columns = BATCH["grids"][row]
     assert is_code.sum() == rows * columns
     np.testing.assert_array_equal(scores.argmax(-1)[is_code] + CODES.start, ids[is_code])
-
-
-def test_codes_decode_to_the_recorded_vectors_and_images(family: GoldenFamily) -> None:
-    path = family.bundle / "vq_decoder.onnx"
-    convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
-    post_quant = convolutions["decoder.post_quant_conv.weight"]
-    norm = convolutions[
-        "decoder.mid.0.norm1.conv_y.weight"
-    ]  # the norm in the layers where a pixel is a cell of the grid
-    names = [
-        post_quant.input[0],
-        post_quant.output[0],
-        convolutions["decoder.conv_in.weight"].input[0],
-        norm.input[0],
-        "images",
-    ]
-    values = compute_graph_values(path, names, {"codes": family.arrays["vq_codes"]})
-    for array, name in zip(values, ("code_vectors", "post_quant", "z", "zq", "decoded"), strict=True):
-        assert_close(array, family.arrays[f"vq_{name}"])
-
-
-@pytest.mark.parametrize("trace", GUIDED_RUNS, ids=lambda trace: f"{trace['name']}_pixels_and_uint8")
-def test_codes_of_recorded_runs_decode_to_the_recorded_images(family: GoldenFamily, trace: dict[str, Any]) -> None:
-    (image,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
-    assert_close(image, family.arrays[f"{trace['name']}_pixels"])
-    expected = family.arrays[f"{trace['name']}_uint8"]
-    assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - expected).max() <= 1
-
-
-def test_an_image_is_encoded_as_the_recorded_latents_and_codes(family: GoldenFamily) -> None:
-    outputs = GraphFileSession(family.bundle / "vq_encoder.onnx").run({"images": family.arrays["vq_image"]})
-    assert_close(outputs["pre_quant"], family.arrays["vq_pre_quant"])
-    np.testing.assert_array_equal(
-        outputs["codes"].reshape(family.arrays["vq_encoded"].shape), family.arrays["vq_encoded"]
-    )

@@ -10,7 +10,6 @@ import pytest
 from goldens import GUIDED_TOLERANCE, Arrays, GraphRunner, assert_close, load_golden, mix_guidance_rows, read_manifest
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from shared_goldens import ImageTokenizerGolden
 
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
@@ -261,12 +260,3 @@ def test_the_target_outputs_the_drafters_recorded_hidden_states(t2i_drafter_bund
 
 
 # ---------------------------------------------------------------- the image tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(c2i_bundle: Path) -> tuple[Path, Arrays]:
-    return c2i_bundle, load_golden("llamagen-vq")
-
-
-class TestImageTokenizer(ImageTokenizerGolden):
-    pass

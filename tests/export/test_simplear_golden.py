@@ -14,15 +14,13 @@ from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, compute_
 from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from shared_goldens import DecoderGolden, GoldenFamily, log_softmax
+from shared_goldens import log_softmax
 from tokenizers import Tokenizer
 
-from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, make_simplear_prompt_layout
 from lantern_rt.export.models.cosmos_vq import compute_haar_matrices
 from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer
@@ -35,15 +33,6 @@ TRACES = {
 }  # the last trace is a batch
 ARRAYS = load_golden("simplear")
 GENERATION = json.loads((FOLDER / "model/generation_config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def family(simplear_bundle: Path) -> GoldenFamily:
-    return GoldenFamily(simplear_bundle, ARRAYS, CODES, scale=6.0, compute_scores=log_softmax)
-
-
-class TestDecoder(DecoderGolden):
-    pass
 
 
 def compute_code_log_probabilities(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -147,21 +136,20 @@ def test_fsq_gives_the_recorded_codes_and_vectors() -> None:
 
 
 @pytest.mark.parametrize("name", ["vq0", "vq1"])
-def test_values_inside_the_image_decoder_equal_the_recordings(simplear_bundle: Path, name: str) -> None:
+def test_the_middle_of_the_image_decoder_has_the_recorded_values(simplear_bundle: Path, name: str) -> None:
     path = simplear_bundle / "vq_decoder.onnx"
     nodes = onnx.load(path).graph.node
-    convolutions = {node.input[1]: node for node in nodes if node.op_type == "Conv"}
-    first_convolution = convolutions["post_quant_conv.weight"]
-    last_convolution = convolutions["decoder.conv_blocks.0.res.0.conv2.weight"]
-    skip = next(node for node in nodes if node.op_type == "Add" and last_convolution.output[0] in node.input)
-    mid = next(name for name in skip.input if name != last_convolution.output[0])
-    values = compute_graph_values(
-        path,
-        [first_convolution.input[0], first_convolution.output[0], mid, "images"],
-        {"codes": ARRAYS[f"{name}_codes"]},
-    )
-    for array, part in zip(values, ("code_vectors", "post_quant", "mid", "decoded"), strict=True):
-        assert_close(array, ARRAYS[f"{name}_{part}"])
+    last_weight = "decoder.conv_blocks.0.res.0.conv2.weight"
+    (last_output,) = [node.output[0] for node in nodes if node.op_type == "Conv" and node.input[1] == last_weight]
+    skip = next(node for node in nodes if node.op_type == "Add" and last_output in node.input)
+    mid = next(name for name in skip.input if name != last_output)
+    assert_close(compute_graph_values(path, [mid], {"codes": ARRAYS[f"{name}_codes"]})[0], ARRAYS[f"{name}_mid"])
+
+
+def test_the_image_encoder_has_the_recorded_output(simplear_bundle: Path) -> None:
+    path = simplear_bundle / "vq_encoder.onnx"
+    (name,) = [node.input[0] for node in onnx.load(path).graph.node if "quant_conv.weight" in node.input]
+    assert_close(compute_graph_values(path, [name], {"images": ARRAYS["vq_image"]})[0], ARRAYS["vq_encoder_out"])
 
 
 def test_the_haar_transform_gives_the_recorded_pixels() -> None:
@@ -169,32 +157,6 @@ def test_the_haar_transform_gives_the_recorded_pixels() -> None:
     patches = torch.einsum("pb,nb...->np...", to_pixels.float(), torch.from_numpy(ARRAYS["vq1_bands"]))
     assert_close(torch.pixel_shuffle(patches, 4).numpy(), ARRAYS["vq1_decoded"])
     assert torch.equal(to_pixels @ to_bands, torch.eye(48).double())
-
-
-def test_values_inside_the_image_encoder_equal_the_recordings(simplear_bundle: Path) -> None:
-    path = simplear_bundle / "vq_encoder.onnx"
-    convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
-    feeds = {"images": ARRAYS["vq_image"]}
-    encoder_output, latents = compute_graph_values(
-        path, [convolutions["quant_conv.weight"].input[0], "pre_quant"], feeds
-    )
-    assert_close(encoder_output, ARRAYS["vq_encoder_out"])
-    assert_close(latents, ARRAYS["vq_pre_quant"])
-    codes = GraphFileSession(path).run(feeds)["codes"].reshape(ARRAYS["vq_encoded"].shape)
-    np.testing.assert_array_equal(codes, ARRAYS["vq_encoded"])
-    assert_close(decode_fsq_codes(torch.from_numpy(codes), (4, 4, 4, 3, 3)).numpy(), ARRAYS["vq_quantized"])
-    assert_close(
-        GraphFileSession(simplear_bundle / "vq_decoder.onnx").run({"codes": codes})["images"],
-        ARRAYS["vq_reconstruction"],
-    )
-
-
-@pytest.mark.parametrize("name", ["run0_cfg6", "run1_cfg6", "run2_cfg6", "run1_published"])
-def test_codes_of_a_recorded_run_decode_to_the_recorded_pixels(simplear_bundle: Path, name: str) -> None:
-    feeds = {"codes": np.array([TRACES[name]["codes"]])}
-    (image,) = GraphFileSession(simplear_bundle / "vq_decoder.onnx").run(feeds)["images"]
-    assert_close(image, ARRAYS[f"{name}_pixels"])
-    assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - ARRAYS[f"{name}_uint8"]).max() <= 1
 
 
 # ---------------------------------------------------------------- prompts
