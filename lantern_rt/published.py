@@ -175,7 +175,7 @@ def find_cached_bundle(name: str, precision: str | None = None) -> str | Path | 
     """
     precision = precision or choose_default_precision()
     finished = find_published_model(name).bundles.get(precision)
-    digest = finished and finished.digest
+    digest = finished.digest if finished else None
     with _open_cache_folder() as cache:
         exported = cache / f"{name}@{precision}"
         if _is_complete(exported, digest):
