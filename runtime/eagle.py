@@ -55,8 +55,6 @@ class EagleDrafter(TreeDrafter):
         timer: timer of drafter passes.
     """
 
-    needs_new_codes = True
-
     def __init__(self, model: LoadedModel, method: TreeMethod, timer: EngineTimer) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)

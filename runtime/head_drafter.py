@@ -47,8 +47,6 @@ class HeadDrafter(TreeDrafter):
         max_nodes: maximum number of nodes of a sequence in a forward pass.
     """
 
-    needs_new_codes = True
-
     def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
         super().__init__(max_nodes)
         self._heads = heads

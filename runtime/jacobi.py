@@ -37,6 +37,8 @@ from .tree_drafts import TreeDrafter, make_chain, next_preserved_tokens
 class JacobiDrafter(TreeDrafter):
     """Drafter of speculative Jacobi decoding, with one window for each sequence."""
 
+    needs_new_codes = False
+
     def __init__(self, max_nodes: int) -> None:
         super().__init__(max_nodes)
         self._windows: dict[ImageSequence, JacobiWindow] = {}
