@@ -167,65 +167,34 @@ def test_an_adapter_without_safetensors_is_to_be_saved_again(tmp_path: Path) -> 
     assert error.remedy == "load the adapter with PEFT and save it again"
 
 
-@pytest.mark.parametrize(
-    ("shapes", "weights", "config", "message"),
-    [
-        ({"layers.0.attention.wq": (64, 64)}, {}, {}, "layers.0.attention.wq.weight: the target has no such weight"),
-        (
-            {"layers.0.attention.wq": (64, 64)},
-            {},
-            {},
-            "layers.0.attention.wqkv.weight",
-        ),  # the error lists weights of the target
-        ({QKV_LAYER: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
-        (
-            {OUTPUT_LAYER: (64, 64)},
-            {f"base_model.model.{OUTPUT_LAYER}.lora_magnitude_vector": torch.ones(64)},
-            {},
-            "magnitude_vector",
-        ),
-        (
-            {},
-            {f"base_model.model.{OUTPUT_LAYER}.lora_A.weight": torch.ones(2, 64)},
-            {},
-            "wo.weight: found lora_A [2, 64]",
-        ),
-        (
-            {OUTPUT_LAYER: (64, 64), f"model.{OUTPUT_LAYER}": (64, 64)},
-            {},
-            {},
-            f"model.{OUTPUT_LAYER}.weight: is in the file twice, under two names",
-        ),
-        (
-            {"tok_embeddings": (64, 64)},
-            {},
-            {},
-            "tok_embeddings.lora_A.weight: expected lora_A and lora_B of linear layers",
-        ),
-        (
-            {OUTPUT_LAYER: (64, 64)},
-            {},
-            {"a_field_to_come": "x"},
-            "adapter_config.json: a_field_to_come: found 'x', expected PEFT's",
-        ),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
-    ],
-)
+OUTPUT = {OUTPUT_LAYER: (64, 64)}
+QUERIES = {"layers.0.attention.wq": (64, 64)}
+LORA = f"base_model.model.{OUTPUT_LAYER}"
+# Shapes of layers, other weights of the adapter, other fields of its configuration, and words of the error message.
+INVALID_ADAPTERS: list[tuple[dict[str, tuple[int, int]], Weights, dict[str, Any], str]] = [
+    (QUERIES, {}, {}, "layers.0.attention.wq.weight: the target has no such weight"),
+    (QUERIES, {}, {}, "layers.0.attention.wqkv.weight"),  # the error lists weights of the target
+    ({QKV_LAYER: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
+    (OUTPUT, {f"{LORA}.lora_magnitude_vector": torch.ones(64)}, {}, "magnitude_vector"),
+    ({}, {f"{LORA}.lora_A.weight": torch.ones(2, 64)}, {}, "wo.weight: found lora_A [2, 64]"),
+    (OUTPUT | {f"model.{OUTPUT_LAYER}": (64, 64)}, {}, {}, f"model.{OUTPUT_LAYER}.weight: is in the file twice, under"),
+    ({"tok_embeddings": (64, 64)}, {}, {}, "tok_embeddings.lora_A.weight: expected lora_A and lora_B of linear layers"),
+    (OUTPUT, {}, {"a_field_to_come": "x"}, "adapter_config.json: a_field_to_come: found 'x', expected PEFT's"),
+    (OUTPUT, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
+    (OUTPUT, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
+    (OUTPUT, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
+    (OUTPUT, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "weights", "config", "message"), INVALID_ADAPTERS)
 def test_invalid_adapters_are_rejected_by_weight_or_field(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    shapes: dict[str, tuple[int, int]],
-    weights: Weights,
-    config: dict[str, Any],
-    message: str,
+    tmp_path: Path, program: Any, shapes: Any, weights: Weights, config: dict[str, Any], message: str
 ) -> None:
     lora, _ = save_adapter(tmp_path / "lora", shapes, weights, **config)
     files = ["--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--lora", lora, "--output", tmp_path / "b"]
-    assert run_program(["export", *map(str, files)]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    code, _, err = program("export", *files)
+    assert (code, message in err.splitlines()[-1]) == (2, True), err
 
 
 def test_an_adapter_option_holds_a_folder_and_an_optional_scale() -> None:

@@ -23,6 +23,7 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
+    Edit,
     Weights,
     config_path,
     copy_as_shards,
@@ -44,6 +45,7 @@ C2I_FILES = [C2I, VQ, config_path(C2I)]
 T2I_FILES = [T2I, VQ, DRAFTER, config_path(T2I)]
 ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
+TABLES = {"code_embeddings", "neighbors", "tokenizer"}
 
 
 def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
@@ -59,14 +61,16 @@ def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tu
 
 
 @pytest.fixture(scope="module")
-def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rounded_bundle(export_once: Any) -> Path:
     """Return a text-conditional bundle with an int8 target and an int4 drafter."""
-    folder = tmp_path_factory.mktemp("rounded") / "bundle"
-    arguments: list[object] = ["export", "--target", T2I, "--vq", VQ, "--config", T2I.with_name("config.json")]
-    arguments += ["--drafter", DRAFTER, "--output", folder]
-    arguments += ["--precision", "int8-weights", "--drafter-precision", "int4-weights"]
-    assert run_program([str(argument) for argument in arguments]) == 0
-    return folder
+
+    def export(output: Path) -> None:
+        files = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", DRAFTER, "--output", output]
+        precisions = ["--precision", "int8-weights", "--drafter-precision", "int4-weights"]
+        assert run_program(["export", *map(str, files), *precisions]) == 0
+
+    path: Path = export_once("rounded/bundle", export)
+    return path
 
 
 def test_the_kl_divergence_of_distributions_is_in_nats() -> None:
@@ -103,7 +107,7 @@ def test_verify_finds_the_checkpoints_in_a_folder_by_their_names(
 def test_verify_detects_a_changed_output_head_of_anole(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
     report, failed = run_verify(program, anole_bundle, *ANOLE_FILES)
     assert not failed
-    assert {row["graph"] for row in report["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS | TABLES
     assert [row["agreement"] for row in report["distributions"]] == [1.0, 1.0]
     other_target = copy_checkpoint(
         ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1)
@@ -112,55 +116,54 @@ def test_verify_detects_a_changed_output_head_of_anole(anole_bundle: Path, tmp_p
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
 
+def check_changes(
+    program: Any, bundle: Any, files: list[Path], folder: Path, part: str, weight: str, base: Edit
+) -> None:
+    """Check that `verify` finds a changed weight, another base of positions, and a shard with another's content.
+
+    Args:
+        files: checkpoints; the model is in the folder `part` of the first.
+        base: sets the base of positions in the configuration to 500.
+    """
+    target, *others = files
+    changed = shutil.copytree(target, folder / "changed")
+    copy_checkpoint(target / part, changed / part, lambda w: w[weight].mul_(1.5))
+    assert ("target", "logits") in run_verify(program, bundle, changed, *others)[1]
+    copy_checkpoint(target / part, changed / part, config=base)
+    code, _, err = program("verify", bundle, changed, *others)
+    assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
+    sharded = folder / "sharded"
+    shards = copy_as_shards(target / part, sharded / part)
+    if part:
+        shutil.copytree(target / "processor", sharded / "processor")
+    assert not run_verify(program, bundle, sharded, *others)[1]
+    shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
+    code, _, err = program("verify", bundle, sharded, *others)
+    assert (code, "does not hold what the index says" in err) == (2, True)
+
+
 def test_verify_detects_changes_of_a_lumina2_checkpoint(lumina2_bundle: Path, tmp_path: Path, program: Any) -> None:
     report, failed = run_verify(program, lumina2_bundle, LUMINA2, MOVQGAN)
     assert not failed
-    assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"} | {
-        "code_embeddings",
-        "neighbors",
-        "tokenizer",
-    }
-    changed_target = copy_checkpoint(
-        LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1)
-    )
-    assert ("target", "logits") in run_verify(program, lumina2_bundle, changed_target, MOVQGAN)[1]
-    code, _, err = program(
-        "verify", lumina2_bundle, copy_checkpoint(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN
-    )
-    assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = copy_as_shards(LUMINA2, tmp_path / "shards")
-    assert not run_verify(program, lumina2_bundle, shards, MOVQGAN)[1]
-    shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
-    code, _, err = program("verify", lumina2_bundle, shards, MOVQGAN)
-    assert (code, "does not hold what the index says" in err) == (2, True)
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"} | TABLES
+    weight = "model.layers.1.mlp.up_proj.weight"
+    files = [LUMINA2, MOVQGAN]
+    check_changes(program, lumina2_bundle, files, tmp_path, "", weight, lambda config: config.update(rope_theta=500.0))
 
 
 def test_verify_detects_changes_of_a_glm_image_checkpoint(tmp_path: Path, program: Any) -> None:
     assert program("export", "--family", "glm_image", "--target", GLM_IMAGE, "--grid", 2, "--output", "glm")[0] == 0
     report, failed = run_verify(program, "glm", GLM_IMAGE)
     assert not failed
-    assert {row["graph"] for row in report["tensors"]} == {
-        *("target", "condition", "vq_encoder", "code_embeddings", "neighbors", "tokenizer")
-    }
+    assert {row["graph"] for row in report["tensors"]} == {"target", "condition", "vq_encoder"} | TABLES
     report, failed = run_verify(program, "glm")
     assert (failed, {row["graph"] for row in report["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
-    part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
-    changed_folder = shutil.copytree(GLM_IMAGE, tmp_path / "changed")
-    copy_checkpoint(GLM_IMAGE / part, changed_folder / part, lambda w: w[scale].mul_(1.5))
-    assert ("target", "logits") in run_verify(program, "glm", changed_folder)[1]
-    config = json.loads((changed_folder / part / "config.json").read_text())
-    config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
-    (changed_folder / part / "config.json").write_text(json.dumps(config))
-    code, _, err = program("verify", "glm", changed_folder)
-    assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = tmp_path / "shards"
-    shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
-    copy_as_shards(GLM_IMAGE / part, shards / part)
-    assert not run_verify(program, "glm", shards)[1]
-    shutil.copy(shards / part / "model-00001-of-00003.safetensors", shards / part / "model-00002-of-00003.safetensors")
-    code, _, err = program("verify", "glm", shards)
-    assert (code, "does not hold what the index says" in err) == (2, True)
+
+    def change_base(config: dict[str, Any]) -> None:
+        config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
+
+    check_changes(program, "glm", [GLM_IMAGE], tmp_path, "vision_language_encoder", scale, change_base)
 
 
 def test_verify_fails_for_a_target_with_changed_weights(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
@@ -253,22 +256,11 @@ def swap_neighbours(path: Path) -> None:
     np.savez(path, **arrays)
 
 
-@pytest.mark.parametrize(
-    ("role", "edit", "failed"),
-    [
-        ("code_embeddings", add_noise, {("code_embeddings", "rows")}),
-        ("neighbors", swap_neighbours, {("neighbors", "indices")}),
-    ],
-)
-def test_verify_fails_for_changed_code_embeddings_or_neighbours(
-    c2i_bundle: Path,
-    tmp_path: Path,
-    program: Any,
-    role: str,
-    edit: Callable[[Path], None],
-    failed: set[tuple[str, str]],
-) -> None:
-    assert run_verify(program, copy_with_edited_file(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
+def test_verify_fails_for_changed_code_embeddings_or_neighbours(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
+    bundle = copy_with_edited_file(c2i_bundle, tmp_path / "embeddings", "code_embeddings", add_noise)
+    assert run_verify(program, bundle, *C2I_FILES)[1] == {("code_embeddings", "rows")}
+    bundle = copy_with_edited_file(c2i_bundle, tmp_path / "neighbors", "neighbors", swap_neighbours)
+    assert run_verify(program, bundle, *C2I_FILES)[1] == {("neighbors", "indices")}
 
 
 def test_verify_fails_for_a_changed_tokenizer_file(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
