@@ -67,6 +67,15 @@ READERS: dict[Path, Reader] = {
     JANUS_CONVERTED: read_janus,
     GLM_IMAGE: lambda target: read_glm_image(target, grid=2),
 }
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4180000000\n"
+# Aliases that expand to 2^24 lists.
+NESTED_ALIASES = "\n".join(
+    [
+        "a0: &a0 []",
+        *(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(24)),
+        "model: {params: {n_embed: 128, ddconfig: {resolution: *a24}}}",
+    ]
+)
 GROUP_MODELS = {"nar": DATA / "nar/c2i/nar_c2i.pt", "par": DATA / "par/4x/par_4x.pt"}
 
 
@@ -219,6 +228,13 @@ def read_duplicate_weights(folder: Path) -> None:
     for name in ("a.pt", "b.pt"):
         torch.save({"x": torch.ones(2)}, folder / name)
     Checkpoint(folder).read_weights()
+
+
+def read_metas_layout(folder: Path) -> None:
+    (folder / "models/7b").mkdir(parents=True)
+    (folder / "models/7b/params.json").write_text("{}")
+    torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, folder / "models/7b/consolidated.pth")
+    READERS[ANOLE](folder)
 
 
 def read_wrong_shard(folder: Path) -> None:

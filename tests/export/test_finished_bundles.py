@@ -15,19 +15,13 @@ from typing import Any
 import pytest
 from PIL import Image
 from published_host import EmptyCacheHost
-from stand_in_hub import COMMIT, COMPLETED_BYTES, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
+from stand_in_hub import COMMIT, COMPLETED_BYTES, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 
 REPOSITORY = "owner/finished"
 NAME = "llamagen-c2i-l-256"
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with serve_hub() as address:
-        yield address
 
 
 @pytest.fixture
@@ -147,8 +141,9 @@ def test_a_killed_download_resumes_without_complete_files(host: EmptyCacheHost) 
         STALLING_FILES.clear()
 
 
-@pytest.mark.parametrize("name", ["bundle.json", "target.onnx", "neighbors.npz"])
-@pytest.mark.parametrize("change", ["tampered", "truncated"])
+@pytest.mark.parametrize(
+    ("name", "change"), [("bundle.json", "tampered"), ("target.onnx", "truncated"), ("neighbors.npz", "tampered")]
+)
 def test_a_bundle_with_a_changed_file_on_the_hub_is_rejected(host: EmptyCacheHost, name: str, change: str) -> None:
     content = REPOSITORIES[REPOSITORY][name]
     last_byte = b"" if change == "truncated" else bytes([content[-1] ^ 1])

@@ -17,17 +17,11 @@ import pytest
 import torch
 from PIL import Image
 from published_host import NAME, SMALL_CHECKPOINTS, EmptyCacheHost
-from stand_in_hub import COMMIT, PUBLIC_REPOSITORIES, REPOSITORIES, run, serve_hub
+from stand_in_hub import COMMIT, PUBLIC_REPOSITORIES, REPOSITORIES, run
 
 from lantern_rt import published
 
 MISSING_MODULES = ["torch", "onnx", "safetensors", "transformers"]
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with serve_hub() as address:
-        yield address
 
 
 @pytest.fixture(autouse=True)

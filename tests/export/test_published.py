@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from published_host import NAME, EmptyCacheHost
-from stand_in_hub import COMMIT, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
+from stand_in_hub import COMMIT, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run
 
 from lantern_rt import published
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.hub import parse_hub_reference
 from lantern_rt.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with serve_hub() as address:
-        yield address
 
 
 @pytest.fixture

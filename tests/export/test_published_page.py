@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -18,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 from PIL import Image
 from published_host import SMALL_CHECKPOINTS, EmptyCacheHost
-from stand_in_hub import run, serve_hub
+from stand_in_hub import run
 
 from lantern_rt import published
 
@@ -32,12 +31,6 @@ from lantern_rt import published
 published.TABLE = Path(sys.argv[1])
 exec(sys.argv[2])
 """
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with serve_hub() as address:
-        yield address
 
 
 def test_the_page_is_generated_from_the_table_of_models() -> None:

@@ -31,6 +31,8 @@ from checkpoint_copies import (
     copy_weights,
 )
 from edited_checkpoints import (
+    LFS_POINTER,
+    NESTED_ALIASES,
     Reader,
     copy_vq_file,
     edit,
@@ -45,6 +47,7 @@ from edited_checkpoints import (
     read_duplicate_weights,
     read_early_row_end,
     read_groups_with_code,
+    read_metas_layout,
     read_small_codebook,
     read_wrong_shard,
     remove_files,
@@ -138,6 +141,23 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "4 encoder and 5 decoder levels",
     ),
     "fewer codes than the target": (read_small_codebook, "vq", "100 codes 128"),
+    "rotary table of another shape": (
+        edit_llamagen(lambda w: w.update(freqs_cis=torch.tensor(1.0))),
+        "freqs_cis",
+        "shape [] 3 sizes",
+    ),
+    **{
+        f"boolean {name}": (
+            edit_llamagen(lambda w, name=name: w.update({name: w[name] > 0})),
+            field,
+            "bool numbers floating-point numbers",
+        )
+        for name, field in (
+            ("output.weight", ""),
+            ("tok_embeddings.weight", "tok_embeddings.weight"),
+            ("cls_embedding.embedding_table.weight", "embedding_table.weight"),
+        )
+    },
     # NAR and PAR
     "NAR without a grid": (edit_groups("nar", grid=None), "grid", "the weights do not show the grid of codes"),
     "NAR of 65 rows": (edit_groups("nar", grid=65), "grid", "65 x 65 codes at most 64 rows"),
@@ -165,6 +185,13 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         f"{PYTORCH_SHARD} pytorch_model.bin.index.json",
     ),
     "shard with another's content": (read_wrong_shard, SHARD, "missing: unexpected:"),
+    "shards without an index": (
+        lambda folder: Checkpoint(
+            remove_files(copy_as_shards(LANTERN / "t2i", folder / "shards"), "model.safetensors.index.json")
+        ).read_weights(),
+        "shards",
+        f"model-00001-of-00003.safetensors, {SHARD}, model-00003-of-00003.safetensors without an index",
+    ),
     "path outside the folder": (write_index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
     "path of a folder": (write_index({"weight_map": {"a": ".."}}), "'a'", "the name of a file in its folder"),
     "index without weights": (write_index({"weight_map": {}}), "weight_map", "{}"),
@@ -251,6 +278,8 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
             ("vocabulary_map", None, "None token ids by names"),
         )
     },
+    "unknown model": (edit(ANOLE, model_type="mamba"), "config.json: model_type", "leloy/Anole-7b-v0.1-hf"),
+    "Meta's layout": (read_metas_layout, "", "Meta's layout leloy/Anole-7b-v0.1-hf"),
     "Anole without the tokens around images": (
         edit(ANOLE, vocabulary_map={"<s>": 0}),
         "vocabulary_map",
@@ -270,6 +299,10 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
     ),
     "no YAML file": (replace_vqgan_config(None), "grid", "no .yaml"),
     "grid unlike the YAML file": (lambda folder: read_anole(ANOLE, VQGAN, grid=4), "grid", "4 8"),
+    "Git LFS pointer as YAML": (replace_vqgan_config(LFS_POINTER), "vqgan.yaml", "a Git LFS pointer"),
+    "large YAML": (replace_vqgan_config("#" * 20_000), "vqgan.yaml", "more than 16,384 bytes"),
+    "deep YAML": (replace_vqgan_config("[" * 9000), "vqgan.yaml", "levels deep"),
+    "nested aliases of YAML": (replace_vqgan_config(NESTED_ALIASES), "vqgan.yaml", "YAML aliases"),
     "broken YAML": (replace_vqgan_config("model: ["), "vqgan.yaml", "YAML"),
     "YAML without settings": (
         replace_vqgan_config("model: {params: {embed_dim: 16}}"),

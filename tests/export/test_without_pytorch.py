@@ -13,14 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 from published_host import SMALL_CHECKPOINTS
-from stand_in_hub import COMMIT, COMPLETED_BYTES, REPOSITORIES, STALLING_FILES, environment, serve_hub
+from stand_in_hub import COMMIT, COMPLETED_BYTES, REPOSITORIES, STALLING_FILES, environment
 
 from lantern_rt import published
 from lantern_rt.export.graph.precision import parse_precisions
@@ -43,12 +42,6 @@ from lantern_rt.cli.main import run_program
 published.TABLE = Path(table)
 sys.exit(sum(run_program(command) != 0 for command in json.loads(commands)))
 """
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with serve_hub() as address:
-        yield address
 
 
 @pytest.fixture

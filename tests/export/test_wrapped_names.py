@@ -215,8 +215,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
     return write_checkpoint
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("reader", READERS)
+# Names are unwrapped where a file is read, whatever reads it: every wrapper with two layouts, every reader with two.
+CASES = [(reader, wrapper) for reader in READERS for wrapper in ("all of them", "averaged, in ema")]
+CASES += [(reader, wrapper) for reader in ("LlamaGen", "LlamaGen in shards") for wrapper in [*WRAPPERS][:-2]]
+
+
+@pytest.mark.parametrize(("reader", "wrapper"), CASES)
 def test_a_wrapped_modules_checkpoint_is_read_as_the_unwrapped(
     checkpoints: Callable[[str], tuple[Path, list[Tensor]]], tmp_path: Path, reader: str, wrapper: str
 ) -> None:
