@@ -25,6 +25,7 @@ from .methods import (
 from .runtime.tree import StaticTreeShape
 from .runtime.tree_names import parse_tree
 
+METHOD_LIMIT = 1 << 14  # maximum number of characters of a method string; a tree may take 10,000
 C = TypeVar("C", bound=FrozenModel)
 
 
@@ -93,6 +94,8 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
         RequestError: the value is not text, the method does not exist, or the text after a colon is not
             PARAMETER=VALUE with a parameter of the method.
     """
+    if isinstance(text, str) and len(text) > METHOD_LIMIT:
+        raise RequestError(field="method", found=f"{len(text):,} characters", expected=f"at most {METHOD_LIMIT:,}")
     name, *parts = text.split(":") if isinstance(text, str) else [text]
     *others, last = METHODS
     if name not in (*others, last):
