@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import JANUS, JANUS_CONVERTED, copy_as_shards, copy_checkpoint
+from checkpoint_copies import JANUS, JANUS_CONVERTED, copy_as_shards, copy_checkpoint, copy_json
 from family_readers import read_janus
 from goldens import DATA, GUIDED_TOLERANCE, GraphRunner, assert_close, compute_graph_values, embed_tokens, load_golden
 from guided_logits import mix_guided_logits
@@ -277,6 +277,15 @@ def test_weights_for_image_understanding_are_not_read(tmp_path: Path) -> None:
                 weights[name] = torch.full_like(weights[name], torch.nan)  # NaN is rejected where it is read
 
     read_janus(copy_checkpoint(JANUS, tmp_path / "janus", replace_by_nan))
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(None, 5), (3, 3), (0.5, 1)])
+def test_guidance_scales_mean_what_transformers_takes_them_for(
+    tmp_path: Path, scale: float | None, expected: float
+) -> None:
+    folder = copy_checkpoint(JANUS_CONVERTED, tmp_path / "janus")
+    copy_json(folder / "generation_config.json", folder / "generation_config.json", guidance_scale=scale)
+    assert read_janus(folder).manifest_fields["sampling"].cfg_scale == expected
 
 
 def test_exact_matmuls_and_gelu_agree_with_pytorch() -> None:
