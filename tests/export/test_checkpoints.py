@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.files import Config, read_weights
+from lantern_rt.export.checkpoints.files import Config, read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.checkpoints.hub import fetch_checkpoint
 from lantern_rt.export.families.common_llamagen import LlamaGenTransformer, LlamaGenVariant, PublishedModelSize
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
@@ -261,3 +263,26 @@ def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, t
     drafter = read_drafter(copy_checkpoint(DRAFTER, tmp_path, change_weights), target).drafter
     assert drafter.fc.bias is None
     assert drafter.config.input_norm
+
+
+def test_a_signal_handlers_timeout_ends_reading(
+    tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.load_file", interrupt)
+    with pytest.raises(TimeoutError):
+        read_weights(path)
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.parse_tokenizer", interrupt)
+    with pytest.raises(TimeoutError):
+        read_tokenizer(path, 8)
+
+
+def test_a_signal_handlers_timeout_ends_a_fetch(
+    tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", interrupt)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "file"))
+    with pytest.raises(TimeoutError):
+        fetch_checkpoint("hf:owner/name/file")

@@ -257,6 +257,3 @@ def test_the_target_outputs_the_drafters_recorded_hidden_states(t2i_drafter_bund
         make_prefix_mask(is_real_token, lantern=True), input_embeds=np.concatenate([prefix, codes], 1)
     )
     assert_close(out["hidden_states"], arrays["target_hidden"])
-
-
-# ---------------------------------------------------------------- the image tokenizer

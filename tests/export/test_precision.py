@@ -11,13 +11,16 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from refusals import expect_error
 from small_models import make_target
 
 from lantern_rt.bundle.manifest import Precision
-from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.bundle.weights import StoredWeights
+from lantern_rt.errors import BundleError, CheckpointError, RequestError
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import convert_to_float16, make_graph_file
 from lantern_rt.export.graph.precision import (
+    StorageRule,
     StorageType,
     choose_storage_type,
     fake_quantize,
@@ -216,3 +219,18 @@ def test_onnx_runtime_fuses_dequantization_and_product(tmp_path: Path) -> None:
     ops = [node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node]
     assert ops.count("MatMulNBits") == 5 * 3  # five matrices in each of three layers
     assert "DequantizeLinear" not in ops
+
+
+@pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
+def test_stored_weights_are_read_with_the_rounded_values(rule: StorageRule, tmp_path: Path) -> None:
+    graph = make_target(torch.float32)
+    plan = make_graph_file(graph, rule)
+    stored_weights = StoredWeights(plan.write(tmp_path / "target.onnx")[0])
+    module_weights = graph.module.state_dict()
+    for name in ("layers.1.attention.out.weight", "layers.2.ffn.down.weight", "head.weight"):
+        expected = fake_quantize(module_weights[name], plan.storage_types[name], name in plan.matrix_names)
+        np.testing.assert_array_equal(stored_weights.float32(name), expected.T)
+        assert stored_weights[name].shape == tuple(expected.T.shape)
+    assert "layers.9" not in stored_weights
+    with expect_error(BundleError, "target.onnx: has no weight layers.9; export the bundle again"):
+        stored_weights.float32("layers.9")

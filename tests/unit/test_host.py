@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,8 +16,9 @@ from refusals import catch_error
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
+from lantern_rt.engines import gpu as gpu_module
 from lantern_rt.engines.doctor import make_host_report
-from lantern_rt.engines.gpu import Gpu
+from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.host import RUNTIMES, choose_thread_count, import_onnxruntime
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
@@ -222,3 +224,36 @@ def test_a_limit_on_address_space_limits_the_available_memory(
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert error.field == "memory"
     assert "1,048,576 tokens need 32.0 GiB" in str(error)
+
+
+class FakeDriver:
+    """Stand-in for the CUDA driver of a host with an NVIDIA L4."""
+
+    def __init__(self) -> None:
+        self.failing = ""
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            output = getattr(arguments[0], "_obj", arguments[0])  # the argument of `ctypes.byref`
+            if name == "cuDeviceGetName":
+                output.value = b"NVIDIA L4"
+            elif name == "cuDeviceGetAttribute":
+                output.value = {75: 8, 76: 9}[arguments[1]]  # major and minor compute capability
+            elif name == "cuDriverGetVersion":
+                output.value = 13000
+            return 999 if name == self.failing else 0
+
+        return function
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver()
+    monkeypatch.setattr(gpu_module.ctypes, "CDLL", lambda name: driver)
+    return driver
+
+
+def test_find_gpu_reads_version_capability_and_name(driver: FakeDriver) -> None:
+    assert find_gpu() == Gpu("13.0", "SM89", "NVIDIA L4")
+    driver.failing = "cuDeviceGet"
+    assert find_gpu() is None
