@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from goldens import (
-    GUIDED_TOLERANCE,
-    Arrays,
-    assert_close,
-    compute_graph_values,
-    embed_tokens,
-    read_manifest,
-)
+from goldens import GUIDED_TOLERANCE, Arrays, assert_close, compute_graph_values, embed_tokens, read_manifest
 from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 
