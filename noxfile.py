@@ -254,7 +254,7 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
     """Run every benchmark with a tiny model, and check that all precisions are within their limits."""
-    for name in ("decode", "gpu_check", "first_stage"):
+    for name in ("decode", "gpu_check"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
     run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
     precision = ("python", "benchmarks/precision.py", "--smoke", "--work", str(empty_folder("precision")))
