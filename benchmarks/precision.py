@@ -194,6 +194,7 @@ def main() -> None:
         repeats = 1
         arguments.turns = 1
         arguments.images = 2
+        arguments.methods = ("ar", "sjd:window=3")
     arguments.work.mkdir(parents=True, exist_ok=True)
     bundles = write_bundles(arguments.work, arguments.precisions)
     pipelines = {precision: Pipeline.from_bundle(bundle, arguments.threads) for precision, bundle in bundles.items()}

@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RequestError
+from ..errors import EngineError, RequestError
 from ..methods import MethodConfig, RelaxedMethod, Residual
 from .sampling import Probabilities, sample_code
 from .tree import DraftTree
@@ -265,7 +265,10 @@ def verify_tree_greedy(
     for node in reached:
         if not tree.tree_structure.children[node]:
             continue
-        p = distributions[node] = target_distribution(node)
+        try:
+            p = distributions[node] = target_distribution(node)
+        except EngineError:
+            continue  # the logits are NaN, which is an error only if the accepted path ends here
         top = int(p.argmax())
         for child in tree.tree_structure.children[node]:
             token = int(tree.tokens[child])

@@ -9,7 +9,6 @@ columns for the whole image are reserved when a sequence joins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -22,7 +21,7 @@ from .engine import Cache, DeviceArray, Floats, PassOutput
 from .layout import PassLayout
 from .likelihood import compute_rounding_margin, recompute_logits
 from .passes import PrefixBatch
-from .sampling import make_invalid_logits_error
+from .sampling import NO_CODE
 from .state import ImageSequence, LoadedModel
 from .statistics import EngineTimer
 from .target import TargetOutput, choose_tokens_together
@@ -240,9 +239,7 @@ class Batch:
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
         elif len(outputs) > 1:
-            # The error of one sequence must not end the others: sampling for each sequence alone raises it again.
-            with suppress(EngineError):
-                choose_tokens_together(logits, (output for sequence, output in outputs.items() if sequence.exact))
+            choose_tokens_together(logits, (output for sequence, output in outputs.items() if sequence.exact))
 
     def _sample_on_device(
         self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
@@ -274,9 +271,7 @@ class Batch:
                 device_outputs.append((output, part))
         best = logits.sample_top_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
-            output.store_chosen_codes(sampled_nodes, codes[:, 0])
-            if not np.isfinite(scores).all():  # NaN in the logits; the error prevents that the codes are used
-                output.sequence.error = make_invalid_logits_error()
+            output.store_chosen_codes(sampled_nodes, np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE))
 
     def _commit_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         """Send the committed tokens to the drafters and the callback, then remove finished and failed sequences."""

@@ -41,6 +41,6 @@ class DeviceLogits(ABC):
 
         Returns:
             For each request the codes and their scores, both `[nodes, count]`, best first as in
-            `sampling.find_top_codes`. If the logits of a node contain NaN or infinity, the best score of the node is
-            NaN or infinite.
+            `sampling.find_top_codes`. If the logits of a node contain NaN or infinity, all scores of the node are NaN
+            or infinite.
         """

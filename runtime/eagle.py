@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import EngineError
 from ..methods import TreeMethod
 from .device import DeviceLogits, SamplingRequest
 from .drafting import CommittedTokens
@@ -55,8 +54,6 @@ class EagleDrafter(TreeDrafter):
         timer: timer of drafter passes.
     """
 
-    needs_new_codes = True
-
     def __init__(self, model: LoadedModel, method: TreeMethod, timer: EngineTimer) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
@@ -91,6 +88,9 @@ class EagleDrafter(TreeDrafter):
             trees = self._draft_dynamic_trees(self.shape, root_tokens, level)
         self.slots.cache.truncate(committed)  # the slots of draft nodes come after the committed slots
         drafted = dict(zip(self.sequences, trees, strict=True))
+        for sequence, tree in drafted.items():
+            if tree.num_nodes == 1:  # NaN after the root, which is an accepted token; other slots may have NaN
+                sequence.error = make_invalid_logits_error()
         return [drafted[sequence] for sequence in sequences]
 
     def _get_batch_rows_at_depth(self, depth: int) -> list[Ints]:
@@ -127,26 +127,16 @@ class EagleDrafter(TreeDrafter):
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
                 samples.append(SamplingRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            best = on_device.sample_top_codes(samples, count)
-            for sequence, (_, scores) in zip(self.sequences, best, strict=True):
-                if not np.isfinite(scores[:, 0]).all():
-                    sequence.error = make_invalid_logits_error()
-                    scores[:] = 0  # any tree will do, because the sequence ends after the pass
-            return best
+            return on_device.sample_top_codes(samples, count)
         best = []
         for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             code = len(sequence.codes) + depth
             guided = sequence.guidance.mix_logits(logits, [code] * logits.shape[1])
-            try:
-                values = process_logits(guided, sequence.sampling)
-                if noise is not None:
-                    values = values + noise.gumbel(code, 1, values.shape[1])
-                best.append(find_top_codes(values, count))
-            except EngineError as error:
-                sequence.error = error
-                # Any tree will do, because the sequence ends after the pass.
-                best.append(find_top_codes(np.zeros_like(guided), count))
+            values = process_logits(guided, sequence.sampling)
+            if noise is not None:
+                values = values + noise.gumbel(code, 1, values.shape[1])
+            best.append(find_top_codes(values, count))
         return best
 
     def _draft_static_trees(self, shape: StaticTreeShape, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
@@ -197,9 +187,11 @@ class EagleDrafter(TreeDrafter):
         for depth in range(shape.depth):
             chosen = [builder.choose_best_of_last_level(shape.branching_factor) for builder in builders]
             if depth > 0:
-                # All sequences need the same number of slots, so a smaller level repeats its last node.
-                slots = np.arange(max(map(len, chosen)))
-                padded = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
+                # All sequences need the same number of slots, so a smaller level repeats its nodes.
+                num_slots = max(map(len, chosen))
+                if not num_slots:
+                    break  # NaN everywhere
+                padded = [np.resize(nodes, num_slots) for nodes in chosen]
                 # tokens and the slots of the tokens' parents, both [sequences, slots]
                 codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, padded, strict=True)])
                 parents = np.stack(

@@ -60,10 +60,10 @@ class GroupDraft:
             model: engines and tables of the model, which this method does not need.
         """
         sequence = self.sequence
-        codes = np.array([output.choose_token(node) for node in range(len(self.tree_structure.depths))], np.int64)
+        known = [-1] * len(self.tree_structure.depths)
         if sequence.preserved_codes is not None:
-            preserved_codes = sequence.preserved_codes[self.first_code_index : self.first_code_index + len(codes)]
-            codes = np.where(preserved_codes < 0, codes, preserved_codes)
+            known = sequence.preserved_codes[self.first_code_index :][: len(known)].tolist()
+        codes = np.array([output.choose_token(node) if code < 0 else code for node, code in enumerate(known)], np.int64)
         sequence.record_draft(len(codes) - 1, len(codes) - 1)
         return AcceptedDraft(SequenceStep.append_codes(sequence, codes), codes, np.arange(len(self.tokens)))
 

@@ -20,12 +20,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import EngineError
 from ..methods import Sampling, SpeculativeJacobi, TreeMethod
 from .drafting import CommittedTokens
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import Probabilities, compute_distribution, find_top_codes, process_logits
+from .sampling import (
+    Probabilities,
+    compute_distribution,
+    find_top_codes,
+    make_invalid_logits_error,
+    process_logits,
+)
 from .state import ImageSequence
 from .tree import (
     DraftTree,
@@ -35,7 +40,7 @@ from .tree import (
     StaticTreeShape,
     no_proposal_distribution,
 )
-from .tree_drafts import TreeDrafter, make_chain
+from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
 
@@ -46,8 +51,6 @@ class HeadDrafter(TreeDrafter):
         heads: draft heads of the bundle.
         max_nodes: maximum number of nodes of a sequence in a forward pass.
     """
-
-    needs_new_codes = True
 
     def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
         super().__init__(max_nodes)
@@ -67,12 +70,10 @@ class HeadDrafter(TreeDrafter):
         """Return a draft tree for every sequence; for `sjd` the tree has no branches."""
         trees = []
         for sequence in sequences:
-            try:
-                trees.append(self._states[sequence].draft())
-            except EngineError as error:
-                sequence.error = error
-                # The sequence ends after the pass, so a tree of the root alone will do.
-                trees.append(make_chain(sequence.codes[-1:]))
+            tree = self._states[sequence].draft()
+            if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:
+                sequence.error = make_invalid_logits_error()
+            trees.append(tree)
         return trees
 
     def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
@@ -137,9 +138,10 @@ class DraftHeadState:
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
             assert committed.draft is not None
-            self.unaccepted[done + i] = UnacceptedPosition(
-                int(committed.draft.tokens[node]), committed.target.guided_logits(node), gate
-            )
+            logits = committed.target.guided_logits(node)
+            # After a rejected token, the output may be NaN. Then the draft heads predict the logits.
+            if np.isfinite(logits.max()) and np.isfinite(gate).all():
+                self.unaccepted[done + i] = UnacceptedPosition(int(committed.draft.tokens[node]), logits, gate)
 
     def draft(self) -> DraftTree:
         """Return the next draft tree; for `sjd` the tree has no branches."""
@@ -195,14 +197,17 @@ class DraftHeadState:
         levels: list[Floats] = []
         for position in range(first, first + length):
             levels.append(self.compute_logits(position, np.array(codes[-1:])))
-            codes.append(int(self.perturb_logits(position, levels[-1]).argmax()))
+            values = self.perturb_logits(position, levels[-1])
+            if not np.isfinite(values.max()):
+                break
+            codes.append(int(values.argmax()))
         proposal = (
             no_proposal_distribution
             if self.sequence.exact
             else partial(_compute_chain_proposal, levels, self.sequence.sampling)
         )
         # Each node is the parent of the next node. The root has parent -1.
-        return DraftTree(np.array(codes, np.int64), np.arange(length + 1, dtype=np.int64) - 1, proposal)
+        return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
 
     def _draft_static_tree(self, shape: StaticTreeShape, max_depth: int) -> DraftTree:
         """Draft a tree of fixed shape, cut off after `max_depth` levels."""

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from ..errors import EngineError
 from .drafting import CommittedTokens
 from .raster import RasterLayout
-from .sampling import Probabilities
+from .sampling import NO_CODE, Probabilities
 from .state import ImageSequence
 from .target import TargetOutput
 from .tree import DraftTree
@@ -37,6 +37,8 @@ from .tree_drafts import TreeDrafter, make_chain, next_preserved_tokens
 class JacobiDrafter(TreeDrafter):
     """Drafter of speculative Jacobi decoding, with one window for each sequence."""
 
+    needs_new_codes = False
+
     def __init__(self, max_nodes: int) -> None:
         super().__init__(max_nodes)
         self._windows: dict[ImageSequence, JacobiWindow] = {}
@@ -45,10 +47,7 @@ class JacobiDrafter(TreeDrafter):
         """Draft the undecided tokens of each window again, from the distributions of the last target pass."""
         for commit in commits:
             if commit.sequence.num_remaining_codes and commit.sequence in self._windows:
-                try:
-                    self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
-                except EngineError as error:
-                    commit.sequence.error = error
+                self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
         """Return the window of each sequence as a draft tree without branches."""
@@ -142,5 +141,9 @@ class JacobiWindow:
         # The token that the target chooses after node n becomes the draft token of node n + 1. The token after the last
         # accepted node is committed, so the new window begins one node later. The last node adds one token to its end.
         undecided = range(num_accepted + 1, self.num_preserved_tokens + len(self.codes) + 1)
-        self.codes = [target_output.choose_token_without_recompute(node) for node in undecided]
-        self.proposals = [target_output.distribution(node) if self.stores_proposals else None for node in undecided]
+        codes = map(target_output.choose_token_without_recompute, undecided)
+        # After a rejected token, logits may be NaN. From there on, `draft` fills the window with copies.
+        self.codes = [*takewhile(lambda code: code != NO_CODE, codes)]
+        self.proposals = [
+            target_output.distribution(node) if self.stores_proposals else None for node in undecided[: len(self.codes)]
+        ]

@@ -29,6 +29,7 @@ from .drafting import AcceptedDraft, Draft, Drafter, SequenceStep
 from .engine import Bools, Ints
 from .layout import CodesWithCells, PassLayout
 from .raster import MAX_BATCH_NODES, RasterLayout
+from .sampling import NO_CODE, make_invalid_logits_error
 from .state import ImageSequence, LoadedModel
 from .target import TargetOutput
 from .tree import TreeStructure
@@ -191,7 +192,7 @@ class TokenGrid:
 
         Args:
             grid_pass: pass that was run.
-            codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled nodes]`.
+            codes: codes sampled after the nodes `grid_pass.sampled_nodes`, int64 `[sampled nodes]`; `NO_CODE` from NaN.
 
         Returns:
             Nodes whose keys and values are appended to the cache, and cells whose tokens are known now, both int64
@@ -201,16 +202,16 @@ class TokenGrid:
         lengths = [*self.lengths]  # lengths before this pass; nodes beyond these lengths are draft tokens
         accepted_nodes: list[int] = []
         new_cells: list[int] = []
-        expected = -1  # code sampled after the previous node; -1 if the previous node was rejected
+        expected = NO_CODE  # code sampled after the previous node, unless that node was rejected
         nodes = zip(
             grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended_tokens.tolist(), strict=True
         )
         for node, (token, row, count) in enumerate(nodes):
             cell = row * self.columns + count  # the cell after the node, for which a code is sampled
-            code = self._preserved.get(cell, choices[node]) if node in choices else -1
+            code = self._preserved.get(cell, choices[node]) if node in choices else NO_CODE
             matches = count <= lengths[row] or token == expected
             accepted = matches and self._has_full_context(row, count, self.cached_lengths)
-            expected = code if accepted else -1
+            expected = code if accepted else NO_CODE
             if not accepted:
                 if code >= 0:
                     self._drafts[cell] = code
@@ -224,6 +225,8 @@ class TokenGrid:
                 self._extend_row(cell // self.columns)
                 new_cells.append(cell)
                 self._drafts.pop(cell, None)
+            elif node in choices:
+                raise make_invalid_logits_error()
         return np.array(accepted_nodes, np.int64), np.array(new_cells, np.int64)
 
     def _extend_row(self, row: int) -> None:

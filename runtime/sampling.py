@@ -1,6 +1,7 @@
 """Sampling of codes from logits: guidance, temperature, top-k, top-p.
 
-NaN or infinity in logits raises EngineError, because a model with damaged weights must not generate an image.
+A draft that is rejected may have logits of NaN or infinity, from which `NO_CODE` is sampled. An accepted `NO_CODE`
+raises EngineError, because a model with damaged weights must not generate an image.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..methods import Sampling
 from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
+NO_CODE = -1  # sampled from NaN or infinite logits
 BLOCK_SIZE = 64  # number of values in a block; the search for the largest values compares block maxima first
 
 
@@ -62,14 +64,17 @@ def apply_repetition_penalty(logits: Floats, preceding_codes: Sequence[Ints], sa
 def softmax(logits: Floats) -> Probabilities:
     """Compute the softmax of float32 logits along the last axis, as float64 probabilities that sum to 1 in float64."""
     # The exponential of float32 is faster. Only the normalisation needs float64.
-    weights = logits - _compute_finite_maxima(logits)
+    top = logits.max(-1, keepdims=True)
+    if not np.isfinite(top).all():  # NaN counts as the largest
+        raise make_invalid_logits_error()
+    weights = logits - top
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
     probabilities *= 1 / probabilities.sum(-1, keepdims=True)
     return probabilities
 
 
 def choose_codes(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
-    """Sample codes `[...]` as the arg-max of logits plus Gumbel noise.
+    """Sample codes `[...]` as the arg-max of logits plus Gumbel noise; `NO_CODE` from NaN or infinite logits.
 
     The sums of logits and noise are float32. Rounding of a sum decides between two codes about once in a million
     samples. This changes a distribution less than the rounding of logits does.
@@ -82,9 +87,7 @@ def choose_codes(logits: Floats, noise: Floats | None, sampling: Sampling) -> In
     values = process_logits(logits, sampling)
     if noise is not None:
         values = values + noise
-    if not isfinite(values.max()):  # NaN counts as the largest
-        raise make_invalid_logits_error()
-    codes: Ints = values.argmax(-1)
+    codes: Ints = np.where(np.isfinite(values.max(-1)), values.argmax(-1), NO_CODE)  # NaN counts as the largest
     return codes
 
 
@@ -108,10 +111,8 @@ def choose_codes_with_margins(
     for row in values.copy() if noise is None else values + noise:
         code = int(row.argmax())
         best = row.item(code)
-        if not isfinite(best):  # NaN counts as the largest
-            raise make_invalid_logits_error()
         row[code] = -np.inf
-        codes.append(code)
+        codes.append(code if isfinite(best) else NO_CODE)  # NaN counts as the largest
         margins.append(best - row.item(row.argmax()))
     return codes, margins
 
@@ -145,12 +146,18 @@ def find_top_codes(log_weights: Floats, count: int) -> tuple[Ints, Floats]:
 
     Returns:
         The codes and their log-probabilities, both `[rows, min(count, vocab_size)]`. A code with log-weight -inf has
-        log-probability -inf.
+        log-probability -inf, as have all codes of a row with NaN or infinity.
     """
-    weights = log_weights - _compute_finite_maxima(log_weights)
+    top = log_weights.max(-1, keepdims=True)
+    valid = np.isfinite(top)
+    if not valid.all():
+        log_weights = np.where(valid, log_weights, np.float32(0))
+        top = np.where(valid, top, np.float32(0))
+    weights = log_weights - top
     codes = _find_largest_indices(log_weights, min(count, log_weights.shape[-1]))
     chosen = weights[np.arange(len(weights))[:, None], codes]
     scores: Floats = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
+    scores[~valid[:, 0]] = -np.inf
     return codes, scores
 
 
@@ -176,14 +183,6 @@ def _find_largest_indices(values: Floats, count: int) -> Ints:
     return codes
 
 
-def _compute_finite_maxima(logits: Floats) -> Floats:
-    """Compute maxima `[..., 1]` along the last axis; raise EngineError if a maximum is NaN or infinite."""
-    top: Floats = logits.max(-1, keepdims=True)
-    if not np.isfinite(top).all():
-        raise make_invalid_logits_error()
-    return top
-
-
 def make_invalid_logits_error() -> EngineError:
     """Return the error for NaN or infinite logits."""
     return EngineError("a graph gave NaN or infinite logits", remedy="its weights are damaged, export the bundle again")
@@ -194,18 +193,19 @@ def process_logits(logits: Floats, sampling: Sampling) -> Floats:
 
     Greedy decoding leaves the logits unchanged. Top-k includes the k largest logits. Top-p includes the largest logits,
     one after another, until their cumulative probability exceeds p. Both filters also include every logit that equals
-    the smallest included logit.
+    the smallest included logit. Filters set all logits of a vector with NaN or infinity to -inf.
     """
     scaled = apply_temperature(logits, sampling)
     if not sampling.filters_tokens:
         return scaled
-    _compute_finite_maxima(scaled)  # raises an error for NaN, which comparisons with a threshold would hide
     threshold = np.apply_along_axis(_compute_filter_threshold, -1, scaled, sampling)[..., None]
     return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
 def _compute_filter_threshold(scaled_logits: Floats, sampling: Sampling) -> np.float32:
-    """Return the smallest of `scaled_logits [vocab_size]` that the top-k and top-p filters include."""
+    """Return the smallest of `scaled_logits [vocab_size]` that the top-k and top-p filters include; NaN if none is."""
+    if not isfinite(scaled_logits.max()):
+        return np.float32(np.nan)
     included = scaled_logits
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(included):

@@ -13,6 +13,7 @@ from ..methods import Sampling
 from .engine import DeviceArray, Floats, Ints
 from .layout import PassLayout
 from .sampling import (
+    NO_CODE,
     Probabilities,
     apply_guidance,
     apply_repetition_penalty,
@@ -20,6 +21,7 @@ from .sampling import (
     choose_codes_with_margins,
     compute_distribution,
     is_robust_to_rounding,
+    make_invalid_logits_error,
 )
 from .state import ImageSequence
 from .tree import TreeStructure
@@ -96,17 +98,21 @@ class TargetOutput:
         self._distributions: dict[int, Probabilities] = {}  # {node: distribution after the node}
 
     def choose_token(self, node: int) -> int:
-        """Return the token that the target chooses after `node`; a near-tie costs additional forward passes."""
+        """Return the token that the target chooses after `node`; a near-tie costs additional forward passes.
+
+        Raises:
+            EngineError: the logits are NaN or infinite.
+        """
         code = self.choose_token_without_recompute(node)
-        if self.recompute_node_logits is None or self._is_robust_to_rounding(node, code):
-            return code
-        logits = self.recompute_node_logits(node)
-        code = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
-        self._choices[node] = code
+        if self.recompute_node_logits is not None and code != NO_CODE and not self._is_robust_to_rounding(node, code):
+            logits = self.recompute_node_logits(node)
+            code = self._choices[node] = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
+        if code == NO_CODE:
+            raise make_invalid_logits_error()
         return code
 
     def choose_token_without_recompute(self, node: int) -> int:
-        """Return the token that the target chooses after `node`, without recomputing near-ties.
+        """Return the token that the target chooses after `node`, without recomputing near-ties; maybe `NO_CODE`.
 
         At a near-tie, the token may differ from the token of `choose_token`. This is sufficient for a draft.
         """
@@ -129,8 +135,7 @@ class TargetOutput:
     def distribution(self, node: int) -> Probabilities:
         """Return the target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
-            block = self._get_logit_block(node)
-            self._distributions.update(enumerate(compute_distribution(block.logits, self.sampling), block.first_node))
+            self._distributions[node] = compute_distribution(self.guided_logits(node), self.sampling)
         return self._distributions[node]
 
     def acceptance_rng(self, node: int) -> np.random.Generator:
@@ -139,6 +144,8 @@ class TargetOutput:
 
     def choose_tokens(self, nodes: Sequence[int]) -> Ints:
         """Return the tokens that the target chooses after nodes, without recomputing near-ties, int64 `[nodes]`.
+
+        The token is `NO_CODE` where the logits are NaN or infinite.
 
         Args:
             nodes: nodes in ascending order, which need not form a chain.

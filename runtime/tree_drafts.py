@@ -29,6 +29,8 @@ class TreeDraft:
     next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
 
     def __post_init__(self) -> None:
+        if self.sequence.codes:  # a prefill has no codes yet
+            self._check_committed_nodes()
         self.first_code_index = len(self.sequence.codes)
         self.tokens = self.tree.tokens
         self.tree_structure = self.tree.tree_structure
@@ -38,6 +40,16 @@ class TreeDraft:
             if is_chain
             else (self.first_code_index + self.tree_structure.depths).tolist()
         )
+
+    def _check_committed_nodes(self) -> None:
+        """Check the nodes that are committed without verification."""
+        preserved, _ = self.sequence.next_preserved_codes()
+        count = self.tree.num_preserved_tokens
+        committed = self.tree.tokens[: 1 + count].tolist()
+        assert committed == [self.sequence.codes[-1], *preserved[:count].tolist()], (
+            "a draft begins with the last token and, if it has preserved tokens, the preserved codes of the sequence"
+        )
+        assert count or not len(preserved), "without the preserved codes that come next, a pass would commit nothing"
 
     @property
     def sampled_nodes(self) -> Sequence[int] | None:
@@ -104,10 +116,11 @@ class TreeDrafter(Drafter):
 
     Attributes:
         needs_new_codes: whether the drafter can draft after generated codes, but not after preserved codes. If True, a
-            draft contains preserved codes or draft tokens, never both.
+            draft contains preserved codes or draft tokens, never both. If False, the drafter's trees begin with the
+            preserved codes that come next.
     """
 
-    needs_new_codes = False
+    needs_new_codes = True
 
     def __init__(self, max_nodes: int = MAX_BATCH_NODES) -> None:
         self.max_nodes = min(max_nodes, MAX_BATCH_NODES)
@@ -129,7 +142,7 @@ class TreeDrafter(Drafter):
         Args:
             sequences: sequences with at least one committed code; not empty.
         """
-        return [make_preserved_chain(sequence, self.max_nodes) for sequence in sequences]
+        return [make_chain(sequence.codes[-1:]) for sequence in sequences]
 
     def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the number of nodes of the largest draft of a sequence.
@@ -145,25 +158,25 @@ class TreeDrafter(Drafter):
 
 def make_preserved_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
     """Return a chain of the last token of a sequence and the next preserved codes, at most `max_nodes` nodes."""
-    preserved_codes = () if sequence.preserved_codes is None else next_preserved_tokens(sequence, max_nodes)
-    return make_chain([sequence.codes[-1], *preserved_codes])
+    preserved_tokens = next_preserved_tokens(sequence, max_nodes)
+    return make_chain([sequence.codes[-1], *preserved_tokens], len(preserved_tokens))
 
 
 def next_preserved_tokens(sequence: ImageSequence, max_nodes: int) -> list[int]:
     """Return the next preserved codes of a sequence, at most `max_nodes` - 1 because the root is a node, too."""
-    return [] if sequence.preserved_codes is None else sequence.next_preserved_codes()[0][: max_nodes - 1].tolist()
+    tokens: list[int] = sequence.next_preserved_codes()[0][: max_nodes - 1].tolist()
+    return tokens
 
 
 def make_chain(
-    tokens: Sequence[int], num_preserved_tokens: int | None = None, proposal: Proposal = no_proposal_distribution
+    tokens: Sequence[int], num_preserved_tokens: int = 0, proposal: Proposal = no_proposal_distribution
 ) -> DraftTree:
     """Return a draft tree without branches.
 
     Args:
         tokens: tokens from the root down.
-        num_preserved_tokens: number of preserved tokens directly below the root; None: all tokens below the root.
+        num_preserved_tokens: number of preserved tokens directly below the root, which are not verified.
         proposal: function from a node to the distribution from which its child was sampled, see `DraftTree`.
     """
     parents = np.arange(-1, len(tokens) - 1, dtype=np.int64)
-    num_preserved_tokens = len(tokens) - 1 if num_preserved_tokens is None else num_preserved_tokens
     return DraftTree(np.array(tokens, np.int64), parents, proposal, num_preserved_tokens=num_preserved_tokens)

@@ -34,7 +34,7 @@ from lantern_rt.runtime.acceptance import (
     verify_tree_greedy,
     verify_tree_relaxed,
 )
-from lantern_rt.runtime.sampling import Probabilities
+from lantern_rt.runtime.sampling import Probabilities, make_invalid_logits_error
 from lantern_rt.runtime.tree import DraftTree
 
 VOCABULARY = 5  # number of tokens
@@ -219,6 +219,18 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
     ]
     longer = make_tree([0, 0, 1, 1], [-1, 0, 0, 2])
     assert verify_tree_greedy(longer, lambda node: p, rule, MANY_TOKENS).path == [0, 2, 3]
+
+
+def test_greedy_acceptance_ignores_nan_on_shorter_paths() -> None:
+    tree = make_tree([0, 0, 1, 2, 1], [-1, 0, 0, 1, 2])
+    rule = RelaxationSettings(np.array([[1], [0], [0]]), 1, delta=0.9)
+
+    def compute_distribution(node: int) -> Probabilities:
+        if node == 1:
+            raise make_invalid_logits_error()
+        return np.array([0.4, 0.5, 0.1])
+
+    assert verify_tree_greedy(tree, compute_distribution, rule, MANY_TOKENS).path == [0, 2, 4]
 
 
 @given(generate_distributions(VOCABULARY), st.permutations(range(VOCABULARY)), st.integers(0, VOCABULARY))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import (
+    AnyOrderTarget,
+    Hashes,
     ToyCache,
     ToyDrafter,
     ToyModel,
     ToyTarget,
     collect_codes,
+    compute_likelihood,
     decode,
     make_decode_settings,
     make_model,
@@ -28,14 +31,18 @@ from lantern_rt.methods import (
     Lantern,
     LanternPlusPlus,
     MethodConfig,
+    RowParallel,
     Sampling,
     SpeculativeJacobi,
     TreeMethod,
 )
 from lantern_rt.runtime.batch import Batch
 from lantern_rt.runtime.decode import UNLIMITED, select_next_sequences
+from lantern_rt.runtime.device import DeviceLogits, SamplingRequest
 from lantern_rt.runtime.drafting import SequenceStep
-from lantern_rt.runtime.engine import PassInput, PassOutput
+from lantern_rt.runtime.engine import Floats, Ints, PassInput, PassOutput
+from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
+from lantern_rt.runtime.sampling import apply_guidance, find_top_codes, process_logits
 from lantern_rt.runtime.state import ImageSequence, Prompt
 
 VOCABULARY = 5
@@ -251,15 +258,40 @@ def test_waiting_images_that_fill_a_batch_join_only_when_half_of_the_batch_is_id
     assert queue.next_sequences, "two waiting images do not fill the batch, so both join at once"
 
 
+class SampledByDevice(DeviceLogits):
+    """Logits in host memory with the interface of logits on a device."""
+
+    def __init__(self, logits: Floats) -> None:
+        self.logits = logits
+
+    def __getitem__(self, key: Any, /) -> Any:
+        return self.logits[key]
+
+    def supports_sampling(self, sampling: Sampling) -> bool:
+        return not sampling.has_repetition_penalty
+
+    def sample_top_codes(self, requests: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
+        best = []
+        for rows, nodes, sampling, noise, positions, scales in requests:
+            logits = self.logits[np.arange(rows.start, rows.stop)[:, None], nodes]
+            values = process_logits(apply_guidance(logits, scales) if len(logits) == 2 else logits[0], sampling)
+            if noise is not None:
+                values = values + np.concatenate([noise.gumbel(p, 1, VOCABULARY) for p in positions.tolist()])
+            best.append(find_top_codes(values, count))
+        return best
+
+
 class TargetWithNanRows(ToyTarget):
     """Target whose logits are NaN in the batch rows that `choose_nan_rows` returns."""
 
     choose_nan_rows: Callable[[], slice] = staticmethod(lambda: slice(0))
+    is_device = False
 
     def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
         output = super().run(batch, cache)
         output.logits[self.choose_nan_rows()] = np.nan
-        return output
+        on_device = self.is_device and batch.embeds is None
+        return output._replace(logits=SampledByDevice(output.logits)) if on_device else output
 
 
 class DrafterWithNanRows(ToyDrafter):
@@ -275,7 +307,9 @@ class DrafterWithNanRows(ToyDrafter):
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[5]], ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize(("engine_name", "nan_step"), [("target", 0), ("target", 1), ("target", 2), ("drafter", 1)])
+@pytest.mark.parametrize(
+    ("engine_name", "nan_step"), [("target", 0), ("target", 1), ("target", 2), ("device", 1), ("drafter", 1)]
+)
 def test_only_the_sequence_whose_logits_are_nan_fails(
     method: MethodConfig, sampling: Sampling, engine_name: str, nan_step: int
 ) -> None:
@@ -292,7 +326,8 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
         return rows if step == nan_step else slice(0)
 
     engines[engine_name == "drafter"].choose_nan_rows = choose_nan_rows
-    affects_method = engine_name == "target" or isinstance(method, TreeMethod)
+    engines[0].is_device = engine_name == "device"
+    affects_method = engine_name != "drafter" or isinstance(method, TreeMethod)
     failed_sequences: list[ImageSequence] = []
     while queue.has_sequences:
         is_nan_step = step == nan_step and sequences[1].num_remaining_codes > 0
@@ -306,3 +341,57 @@ def test_only_the_sequence_whose_logits_are_nan_fails(
             assert sequence.codes == generate_alone(TimedRequest(i, sampling, method, 0, 0), method)
     assert not batch_fields["_drafters"].drafters_with_sequences
     assert batch_fields["_cache"] is None
+
+
+@dataclass
+class PathTarget(AnyOrderTarget):
+    """Target that records the contexts of its nodes, and then gives NaN for all other contexts."""
+
+    contexts: set[int] = field(default_factory=set)
+    is_damaged: bool = False
+    is_device: bool = False
+
+    def compute_logits(self, context: Hashes) -> Floats:
+        logits = super().compute_logits(context)
+        if self.is_damaged:
+            logits[~np.isin(context, np.array([*self.contexts], np.uint64))] = np.nan
+        else:
+            self.contexts.update(context.ravel().tolist())
+        return logits
+
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
+        output = super().run(batch, cache)
+        output.hidden[np.isnan(output.logits[..., 0])] = np.nan
+        on_device = self.is_damaged and self.is_device and batch.embeds is None
+        return output._replace(logits=SampledByDevice(output.logits)) if on_device else output
+
+
+NAN_CASES = [(method, False) for method in METHODS[1:-1]]  # methods, and whether the model has draft heads
+NAN_CASES += [(RowParallel(window=2, drafts=3), False), (SpeculativeJacobi(window=4), True)]
+NAN_CASES += [(Eagle(tree=tree, drafter="heads"), True) for tree in ("chain-6", "tree-3-210-100", "dynamic-8-3-3")]
+
+
+@pytest.mark.parametrize("place", ["host", "host, near-ties", "device"])
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[5]], ids=str)
+@pytest.mark.parametrize(("method", "has_heads"), NAN_CASES, ids=str)
+def test_nan_after_tokens_that_are_not_accepted_changes_nothing(
+    method: MethodConfig, has_heads: bool, sampling: Sampling, place: str
+) -> None:
+    model = make_batch_model()
+    assert isinstance(model.drafter, ToyDrafter)
+    target = PathTarget(**vars(model.target), is_device=place == "device")
+    drafter = replace(model.drafter, target=target) if method.exact else model.drafter
+    tables = draft_head_shapes(VOCABULARY, 6, rank=3, units=2)
+    heads = DraftHeads(**{name: np.full(shape, 1e-8, np.float32) for name, shape in tables.items()})
+    model = replace(model, target=target, drafter=drafter, heads=heads if has_heads else None)
+    prompts = [make_padded_prompt(i) for i in range(3)]
+    if isinstance(method, RowParallel):
+        expected = collect_codes(decode(model, prompts, range(3), sampling, RowParallel(window=method.window)), 3)
+    else:
+        undrafted = Autoregressive() if method.exact else method
+        expected = collect_codes(decode(make_batch_model(), prompts, range(3), sampling, undrafted), 3)
+        for prompt, codes in zip(prompts, expected, strict=True):
+            compute_likelihood(model, prompt, np.array(codes), sampling)
+    target.is_damaged = True
+    model = replace(model, rounding_bound=0.1 if place == "host, near-ties" else 0.0)
+    assert collect_codes(decode(model, prompts, range(3), sampling, method), 3) == expected

@@ -18,6 +18,7 @@ from toy_engine import ToyCache, ToyDrafter, ToyModel, ToyTarget, collect_codes,
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import (
     Autoregressive,
+    DrafterName,
     Eagle,
     Lantern,
     LanternPlusPlus,
@@ -30,6 +31,7 @@ from lantern_rt.runtime import passes
 from lantern_rt.runtime.decode import DecodeStep
 from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.engine import PassInput, PassOutput
+from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.state import DrafterLayout, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 from lantern_rt.runtime.tree_names import parse_tree
@@ -280,11 +282,14 @@ class DamagedDrafter(ToyDrafter):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("tree", ["balanced-25", "dynamic-10-3-3"])
-def test_drafter_logits_that_are_nan_are_an_error(tree: str, temperature: float) -> None:
+@pytest.mark.parametrize("drafter", ["eagle", "heads"])
+def test_drafter_logits_that_are_nan_are_an_error(drafter: DrafterName, tree: str, temperature: float) -> None:
     model = make_tree_model()
-    damaged = DamagedDrafter(**vars(model.drafter))
+    tables = draft_head_shapes(VOCABULARY, 6, rank=3, units=2)
+    heads = DraftHeads(**{name: np.full(shape, np.nan, np.float32) for name, shape in tables.items()})
+    damaged = replace(model, drafter=DamagedDrafter(**vars(model.drafter)), heads=heads)
     with pytest.raises(EngineError, match="damaged"):
-        decode_images(replace(model, drafter=damaged), [0], Sampling(temperature=temperature), Eagle(tree=tree))
+        decode_images(damaged, [0], Sampling(temperature=temperature), Eagle(tree=tree, drafter=drafter))
 
 
 # ---------------------------------------------------------------- faults that the toy engines detect

@@ -7,7 +7,8 @@ use rejection sampling: their tokens differ from the tokens of `ar`, but have th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,15 @@ from lantern_rt.methods import (
     MethodConfig,
     Sampling,
     SpeculativeJacobi,
+    TreeMethod,
 )
 from lantern_rt.runtime import acceptance
+from lantern_rt.runtime.drafters import DRAFTERS
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import Probabilities
+from lantern_rt.runtime.state import ImageSequence
+from lantern_rt.runtime.tree import DraftTree
+from lantern_rt.runtime.tree_drafts import TreeDrafter, make_chain
 from lantern_rt.runtime.windows import AdaptiveWindow
 
 STATIC_TREE = "tree-3-210-100"
@@ -179,6 +185,49 @@ def test_every_exact_method_generates_the_tokens_of_ar(
     trees = ("chain-2", STATIC_TREE, "dynamic-8-4-2", "medusa-63", "dynamic-59")
     for method in (*(Eagle(tree=name) for name in trees), *(SpeculativeJacobi(window=size) for size in (1, 6, 16))):
         assert collect_codes(decode(model, prompts, seeds, sampling, method), 3) == expected
+
+
+class RandomDrafter(TreeDrafter):
+    """Drafter that proposes any tokens, in chains and in trees of any shape."""
+
+    def __init__(self, model: ToyModel, seed: int) -> None:
+        super().__init__(model.max_nodes)
+        self.num_codes = model.target.vocabulary
+        self.rng = np.random.default_rng(seed)
+
+    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
+        return [self.make_tree(sequence.codes[-1], sequence.max_nodes) for sequence in sequences]
+
+    def make_tree(self, root: int, max_nodes: int) -> DraftTree:
+        tokens = [root, *self.rng.integers(0, self.num_codes, self.rng.integers(max_nodes)).tolist()]
+        if self.rng.random() < 0.5:
+            return make_chain(tokens)
+        return DraftTree(np.array(tokens), np.array([-1, *(self.rng.integers(node) for node in range(1, len(tokens)))]))
+
+
+@given(
+    seed=st.integers(0, 1000),
+    method=st.sampled_from([Eagle(tree="chain-2"), Eagle(tree="dynamic-59"), SpeculativeJacobi(window=6)]),
+    sampling=st.sampled_from([*SAMPLINGS.values(), Sampling(temperature=0)]),
+    row_ends=st.booleans(),
+    preserved_codes=st.lists(st.integers(-3, 2), min_size=16, max_size=16),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_images_are_exact_whatever_a_drafter_proposes(
+    seed: int, method: MethodConfig, sampling: Sampling, row_ends: bool, preserved_codes: list[int]
+) -> None:
+    model = make_model(3, 16, seed=seed, columns=4, row_ends=row_ends)
+    edited = replace(make_prompt(2), preserved_codes=np.maximum(preserved_codes, -1))
+    prompts = [make_prompt(0), make_prompt(1, padding=1), edited]
+    expected = collect_codes(decode(model, prompts, range(3), sampling, Autoregressive()), 3)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (TreeMethod, SpeculativeJacobi):
+            factory = DRAFTERS[kind]._replace(make_drafter=lambda model, method, timer: RandomDrafter(model, seed))
+            patch.setitem(DRAFTERS, kind, factory)
+        steps = list(decode(model, prompts, range(3), sampling, method))
+    assert collect_codes(steps, 3) == expected
+    assert steps[-1].stats is not None
+    assert steps[-1].stats.realised_tvd == 0
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))

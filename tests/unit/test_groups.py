@@ -283,6 +283,23 @@ def test_group_decoding_preserves_the_tokens_of_an_edit_in_every_order_of_groups
     ]
 
 
+class TargetWithNan(GroupTarget):
+    """Target whose logits are NaN for the second cell of each pass."""
+
+    def run(self, batch: PassInput, cache: ToyCache) -> PassOutput:
+        output = super().run(batch, cache)
+        output.logits[:, 1::2] = np.nan
+        return output
+
+
+def test_logits_of_preserved_tokens_may_be_nan() -> None:
+    preserved_codes = np.full(16, -1)
+    preserved_codes[[3, 11, 6, 14, 7, 15]] = 0
+    prompt = replace(make_prompt(3), preserved_codes=preserved_codes)
+    healthy, damaged = (make_toy_model(target_type=kind) for kind in (GroupTarget, TargetWithNan))
+    assert generate_images(damaged, [prompt], [1], GUIDED) == generate_images(healthy, [prompt], [1], GUIDED)
+
+
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PARTLY_GUIDED])
 def test_the_likelihood_of_an_image_agrees_with_the_reference_implementation(

@@ -259,6 +259,16 @@ def test_no_token_is_drafted_past_the_end_of_the_image() -> None:
     assert window.draft([1], 1).num_nodes == 1
 
 
+def test_a_jacobi_window_drafts_no_token_from_nan() -> None:
+    window = make_window()
+    logits = 40 * np.eye(9, dtype=np.float32)[None]
+    logits[0, 3:] = np.nan
+    tree = window.draft([1], 20)
+    window.redraft(0, make_target_output(logits, tree.tree_structure, range(1, 6)))
+    assert (window.codes, len(window.proposals)) == ([1, 2], 2)
+    assert window.draft([1, 8], 20).tokens.tolist() == [8, 1, 2, 2, 2], "copies follow"
+
+
 def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_tokens() -> None:
     window = make_window()
     logits = 40 * np.eye(9, dtype=np.float32)[None]  # the token after node n is n

@@ -16,7 +16,16 @@ from toy_distributions import compute_naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import choose_codes, compute_distribution, find_top_codes, sample_code, softmax
+from lantern_rt.runtime.sampling import (
+    NO_CODE,
+    choose_codes,
+    choose_codes_with_margins,
+    compute_distribution,
+    find_top_codes,
+    process_logits,
+    sample_code,
+    softmax,
+)
 
 DATA = Path(__file__).parent.parent / "data"
 FILTER_ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
@@ -124,10 +133,15 @@ def test_the_best_token_with_gumbel_noise_is_a_sample_from_the_filtered_distribu
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
 @pytest.mark.parametrize("invalid_logit", [np.nan, np.inf])
-def test_choosing_a_token_from_nan_or_infinite_logits_is_an_error(invalid_logit: float, sampling: Sampling) -> None:
-    noise = None if sampling.greedy else np.zeros((1, 3), np.float32)
-    with pytest.raises(EngineError, match="NaN or infinite"):
-        choose_codes(np.array([[0, invalid_logit, 1]], np.float32), noise, sampling)
+@pytest.mark.filterwarnings("ignore:invalid value")  # as in `Batch.step`
+def test_nan_or_infinite_logits_give_no_token_to_their_node_alone(invalid_logit: float, sampling: Sampling) -> None:
+    noise = None if sampling.greedy else np.zeros((2, 3), np.float32)
+    logits = np.array([[0, invalid_logit, 1], [0, 1, 2]], np.float32)
+    assert choose_codes(logits, noise, sampling).tolist() == [NO_CODE, 2]
+    assert choose_codes_with_margins(logits, noise, sampling)[0] == [NO_CODE, 2]
+    codes, scores = find_top_codes(process_logits(logits, sampling), 2)
+    assert codes[1, 0] == 2
+    assert (scores > -np.inf).any(1).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
