@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from PIL.Image import Image
 
-from .bundle.files import Bundle, open_bundle
+from .bundle.files import Bundle
 from .completion import list_supported_methods
 from .edits import check_supports_edits
 from .engines.host import available_memory
@@ -103,17 +103,18 @@ class Pipeline:
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import BundleEngines, choose_providers
-        from .published import resolve_bundle_name
+        from .published import open_named_bundle
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         requested = ProviderChoice.parse(() if provider is None else provider)
         if folder is not None and requested not in (ProviderChoice(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(requested), expected=expected, remedy="omit the provider")
-        if isinstance(bundle, str):
-            bundle = resolve_bundle_name(bundle, download)
-        skipped_roles = folder.list_replaced_files() if folder else ()  # graphs whose engines run instead
-        opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, skipped_roles)
+        if isinstance(bundle, Bundle):
+            opened = bundle
+        else:
+            replaced = folder.list_replaced_files() if folder else ()  # graphs whose engines run instead
+            opened = open_named_bundle(bundle, download, verify=verify, skipped_roles=replaced)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
         loaded = BundleEngines(opened, threads, providers, folder)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)

@@ -85,11 +85,15 @@ def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list
     Raises:
         RequestError: a class id is out of range.
     """
-    last = (condition.classes or 1) - 1
-    count = len(class_ids)
-    ids = [check_int(_format_field_name("class id", i, count), value, 0, 0, last) for i, value in enumerate(class_ids)]
+    ids = check_class_ids(class_ids, condition.classes or 1)
     real = np.ones(condition.prefix, np.bool_)  # no position is padding
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
+
+
+def check_class_ids(class_ids: list[Any], classes: int) -> list[int]:
+    """Raise RequestError unless every class id is in `0 .. classes - 1`."""
+    names = [_format_field_name("class id", i, len(class_ids)) for i in range(len(class_ids))]
+    return [check_int(name, value, 0, 0, classes - 1) for name, value in zip(names, class_ids, strict=True)]
 
 
 def build_prompt_requests(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeGuard
 
 from ...bundle.hub import (
     HUB,
@@ -104,12 +105,16 @@ def measure_download_size(
 
 
 def _list_files(repository: str, revision: str | None) -> tuple[dict[str, int], str | None]:
-    """Return the sizes of a repository's files by name, and the commit of the repository."""
+    """Return the sizes of a repository's files by name, unknown ones as 0, and the commit of the repository."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
     files = [entry for entry in info.siblings or [] if re.fullmatch(PLAIN_PATH, entry.rfilename)]
-    return {entry.rfilename: entry.size or 0 for entry in files}, info.sha
+    return {entry.rfilename: entry.size if _is_size(entry.size) else 0 for entry in files}, info.sha
+
+
+def _is_size(size: object) -> TypeGuard[int]:
+    return type(size) is int and 0 <= size < 1 << 62
 
 
 def _select_download_files(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import ZipFile
 
 import numpy as np
@@ -35,7 +35,7 @@ from ..inputs import (
     split_lines,
 )
 from ..runtime.heads import DraftHeads, draft_head_shapes
-from .hub import HUB, fetch_bundle, list_allowed_link_targets
+from .hub import HUB, fetch_bundle_files, list_allowed_link_targets
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, compute_sha256
 from .onnx_scan import list_external_files
 
@@ -45,6 +45,7 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "bundles"
 _MANIFEST_LIMIT = 1 << 20  # Maximum size of a manifest in bytes; typical are a few thousand.
 _HEADER_LIMIT = 1 << 16  # Maximum size of an .npy header in bytes.
 _EXPORT_AGAIN = "copy or export the bundle again"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -171,25 +172,27 @@ def open_bundle(
         BundleError: the bundle cannot be downloaded or read, or a check fails.
     """
     name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
-    list_files = partial(_list_files_in_manifest, digest=digest)
-    folder = (
-        fetch_bundle(name, MANIFEST_FILE, list_files) if name.startswith(HUB) else _find_bundle_folder(path_or_name)
-    )
-    text = _read_manifest_text(folder, digest)
-    manifest = _parse_manifest(folder / MANIFEST_FILE, text)
+    reference = name if name.startswith(HUB) else None
+    folder = fetch_bundle_files(reference, [MANIFEST_FILE]) if reference else _find_bundle_folder(path_or_name)
+    check_file = partial(_check_or_download_again, reference, folder)
+    text, data = check_file(MANIFEST_FILE, lambda: _read_manifest(folder, digest))
+    manifest = _parse_manifest(folder / MANIFEST_FILE, data)
+    if reference:
+        fetch_bundle_files(reference, [entry.path for entry in manifest.files.values()], folder.name)
     hashed = {role for role in manifest.files if verify and role not in skipped_roles}
     done = 0
     total = sum(manifest.files[role].bytes for role in hashed)
 
     def report_hashed_bytes(size: int) -> None:
         nonlocal done
-        done += size
+        done = min(done + size, total)  # a file that is downloaded again is hashed twice
         if progress:
             progress(done, total)
 
     report_hashed_bytes(0)
     for role, entry in manifest.files.items():
-        _check_file(folder, role, entry, report_hashed_bytes if role in hashed else None)
+        report = report_hashed_bytes if role in hashed else None
+        check_file(entry.path, partial(_check_file, folder, role, entry, report))
     listed_files = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
@@ -200,6 +203,21 @@ def open_bundle(
         if entry.path.endswith(".onnx"):
             _check_external_files(folder / entry.path, PurePosixPath(entry.path).parent, listed_files)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
+
+
+def _check_or_download_again(reference: str | None, folder: Path, path: str, check: Callable[[], T]) -> T:
+    """Return the result of a check of a file. A file of the hub that fails is downloaded again, once."""
+    try:
+        return check()
+    except BundleError as damage:
+        if reference is None:
+            raise
+        try:
+            fetch_bundle_files(reference, [path], folder.name, again=True)
+        except BundleError as error:
+            damage.remedy = f"download it again ({error})"
+            raise damage from error
+    return check()
 
 
 def _find_bundle_folder(path_or_name: str | Path) -> Path:
@@ -221,16 +239,8 @@ def _find_bundle_folder(path_or_name: str | Path) -> Path:
     raise BundleError(field=field, found=actual, expected=expected, remedy=remedy)
 
 
-def _list_files_in_manifest(folder: Path, digest: str | None) -> list[str]:
-    """Return the paths of all files that `bundle.json` lists; `digest` is the sha256 of `bundle.json`, if known."""
-    manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder, digest))
-    for role, entry in manifest.files.items():
-        _check_file_path(folder, role, entry.path)
-    return [entry.path for entry in manifest.files.values()]
-
-
-def _read_manifest_text(folder: Path, digest: str | None) -> bytes:
-    """Read `bundle.json`, and raise BundleError unless its sha256 is `digest`; None: any sha256."""
+def _read_manifest(folder: Path, digest: str | None) -> tuple[bytes, Any]:
+    """Return the text of `bundle.json` and its JSON value. Its sha256 must be `digest`; None: any sha256."""
     path = folder / MANIFEST_FILE
     try:
         text = read_regular_file(path, _MANIFEST_LIMIT)
@@ -241,12 +251,11 @@ def _read_manifest_text(folder: Path, digest: str | None) -> bytes:
     actual = hashlib.sha256(text).hexdigest()
     if digest is not None and digest != actual:
         raise _make_file_error(path, f"sha256 {actual[:12]}...", f"{digest[:12]}...")
-    return text
-
-
-def _parse_manifest(path: Path, text: bytes) -> Manifest:
     with _convert_parse_errors(path, "JSON"):
-        data = json.loads(text.decode("utf-8"), object_pairs_hook=_check_unique_keys)
+        return text, json.loads(text.decode("utf-8"), object_pairs_hook=_check_unique_keys)
+
+
+def _parse_manifest(path: Path, data: Any) -> Manifest:
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
         expected = f"a version such as {FORMAT_VERSION}"
@@ -266,14 +275,16 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     if manifest.neighbors >= manifest.codebook_size:
         expected = f"less than codebook_size {manifest.codebook_size}"
         raise BundleError(field=f"{path}: field `neighbors`", found=str(manifest.neighbors), expected=expected)
+    for role, entry in manifest.files.items():
+        _check_file_path(path, role, entry.path)
     return manifest
 
 
-def _check_file_path(folder: Path, file_role: str, path: str) -> None:
+def _check_file_path(manifest_path: Path, file_role: str, path: str) -> None:
     invalid = "\\" in path or ":" in path or not path.isprintable() or len(path) > 1000
     if invalid or any(part in ("", ".", "..") for part in path.split("/")):
         raise BundleError(
-            field=f"{folder / MANIFEST_FILE}: file {format_value(file_role)}",
+            field=f"{manifest_path}: file {format_value(file_role)}",
             found=f"path {format_value(path)}",
             expected="a path inside the folder, with forward slashes",
         )
@@ -288,7 +299,6 @@ def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callab
         entry: the file's entry in the manifest.
         progress: callback, called with the number of bytes of each hashed block. None: the sha256 is not checked.
     """
-    _check_file_path(folder, file_role, entry.path)
     path = folder / entry.path
     try:
         real = path.resolve(strict=True)

@@ -92,13 +92,14 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
         raise error_class(f"{problem} ({format_error(_find_http_error(error))})", field=field, remedy=remedy) from error
 
 
-def download_files(repository: str, file_names: Iterable[str], revision: str | None) -> Path:
+def download_files(repository: str, file_names: Iterable[str], revision: str | None, again: bool = False) -> Path:
     """Download files that are not in the hub's cache. All files come from the commit of the first file.
 
     Args:
         repository: owner/name of the repository.
         file_names: names of one or more files, without `..`.
         revision: branch, tag or commit; None: the default branch.
+        again: whether to download files that are in the cache, too, and replace them there.
 
     Returns:
         The folder of the commit in the cache.
@@ -107,8 +108,8 @@ def download_files(repository: str, file_names: Iterable[str], revision: str | N
 
     _install_download_digest_check()
     for name in file_names:
-        path = Path(_run_interruptibly(partial(hf_hub_download, repository, name, revision=revision)))
-        folder = path.parents[name.count("/")]
+        download = partial(hf_hub_download, repository, name, revision=revision, force_download=again)
+        folder = Path(_run_interruptibly(download)).parents[name.count("/")]
         revision = folder.name
     return folder
 
@@ -167,26 +168,38 @@ def list_allowed_link_targets(folder: Path) -> list[Path]:
     return [folder, repository / "blobs", repository.parent / "blobs"]  # Repositories may share the latter.
 
 
-def fetch_bundle(reference: str, manifest_name: str, list_files: Callable[[Path], Iterable[str]]) -> Path:
+def find_snapshot_folder(reference: str) -> Path:
+    """Return the folder of a commit in the hub's cache, even if it does not exist.
+
+    Args:
+        reference: reference `hf:owner/name@commit`.
+    """
+    from huggingface_hub import constants
+
+    repository, _, commit = parse_hub_reference(reference, BundleError)
+    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / (commit or "main")
+
+
+def fetch_bundle_files(
+    reference: str, file_names: Iterable[str], commit: str | None = None, again: bool = False
+) -> Path:
     """Download the files of a bundle that are not in the hub's cache.
 
     Args:
         reference: reference `hf:owner/name[@revision]` to the repository of the bundle.
-        manifest_name: name of the manifest file.
-        list_files: function that takes the folder of the downloaded manifest, and returns the names of all other
-            files. These files are downloaded from the same commit.
+        file_names: names of one or more files, without `..`.
+        commit: commit of the files; None: the commit of the reference.
+        again: whether to download files that are in the cache, too.
 
     Returns:
-        The bundle's folder in the cache.
+        The bundle's folder in the cache, whose name is the commit.
 
     Raises:
-        BundleError: the reference is malformed, the bundle does not exist, or the hub cannot be reached.
+        BundleError: the reference is malformed, a file does not exist, or the hub cannot be reached.
     """
     repository, file, revision = parse_hub_reference(reference, BundleError)
     if file is not None:
         raise BundleError(field=reference, found=f"the file {file}", expected="a reference without a file")
-    with convert_hub_errors(
-        reference, BundleError, f"try again, or download the files of {repository} and give their folder"
-    ):
-        folder = download_files(repository, [manifest_name], revision)
-        return download_files(repository, [manifest_name, *list_files(folder)], folder.name)
+    remedy = f"try again, or download the files of {repository} and give their folder"
+    with convert_hub_errors(reference, BundleError, remedy):
+        return download_files(repository, file_names, commit or revision, again)

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import RequestError
 from ..inputs import format_value
 from ..output.names import choose_output_paths
+from ..prompts import check_class_ids
 from ..published import find_published_model
 from ..requests import INPUT_DESCRIPTIONS, check_options
 
@@ -50,6 +51,8 @@ def check_run_options(
         raise RequestError(field="size", found=format_value(size), expected=model.sizes)
     subject = options[present[0]]
     count = len(subject) if isinstance(subject, list) else 1
+    if model.classes:
+        check_class_ids(subject, model.classes)
     settings = {key: value for key, value in options.items() if key not in (*INPUT_DESCRIPTIONS, "negative_prompt")}
     method = check_options(count, **settings)
     if method is not None and (

@@ -106,10 +106,6 @@ ProviderOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Download a published model without asking.")]
-ExportOption = Annotated[
-    bool,
-    typer.Option("--export", help="Export a published model here, even if the hub has its finished bundle."),
-]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
@@ -254,7 +250,7 @@ class EngineOptions:
         return pipeline
 
 
-def download_published_model(name: str, skip_confirmation: bool, force_export: bool) -> None:
+def download_published_model(name: str, skip_confirmation: bool) -> None:
     """Download a published model to the cache, after the user has agreed.
 
     If the model has a finished bundle, the bundle is downloaded. Otherwise the checkpoint is downloaded and exported.
@@ -262,27 +258,29 @@ def download_published_model(name: str, skip_confirmation: bool, force_export: b
     Args:
         name: name of a bundle. Nothing is done unless it names a published model that is not in the cache.
         skip_confirmation: whether to download without asking the user.
-        force_export: whether to export the checkpoint even if there is a finished bundle.
 
     Raises:
         RequestError: the user does not agree, or there is no terminal to ask in.
         LanternError: the download or the export fails, as in `published.fetch_published_model`.
     """
+    from ..output.files import find_cache_folder
     from ..published import (
         check_host_requirements,
         fetch_published_model,
         find_bundle_source,
-        find_models_cache_folder,
         find_published_model,
+        find_unusable_bundle,
         is_missing_from_cache,
     )
     from .console import format_bytes, print_stderr, show_progress
 
     if not is_missing_from_cache(name):
         return
-    check_host_requirements(name, force_export)
-    source = find_bundle_source(name, force_export)
-    bundle = f", and a bundle of at most this size into {find_models_cache_folder()}" if source.bundle_bytes else ""
+    source = find_bundle_source(name)
+    check_host_requirements(name, source)
+    if old := find_unusable_bundle(name):
+        print_stderr(f"{old} is incomplete, damaged or of another release, and is replaced")
+    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if source.bundle_bytes else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
         f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"
@@ -295,7 +293,7 @@ def download_published_model(name: str, skip_confirmation: bool, force_export: b
                 "cannot be used without the download, which you declined", field=name, remedy="give another bundle"
             )
     with show_progress() as progress:
-        fetch_published_model(name, progress, force_export)
+        fetch_published_model(name, progress)
 
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
@@ -305,8 +303,7 @@ def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
         name: folder, name or hub reference of the bundle.
         skipped_roles: roles of the files whose SHA-256 is not checked, such as `target`.
     """
-    from ..bundle import files
-    from ..published import resolve_bundle_name
+    from .. import published
     from .console import show_progress
 
     with show_progress(announce_tasks=False) as progress:
@@ -314,4 +311,4 @@ def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
         def report_progress(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return files.open_bundle(resolve_bundle_name(name), skipped_roles=skipped_roles, progress=report_progress)
+        return published.open_named_bundle(name, skipped_roles=skipped_roles, progress=report_progress)

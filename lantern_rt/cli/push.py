@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ..bundle.files import MANIFEST_FILE, Bundle
-from ..bundle.hub import HUB, REPOSITORY, convert_hub_errors
-from ..errors import OutputError, RequestError
+from ..bundle.hub import HUB, PLAIN_PATH, REPOSITORY, convert_hub_errors
+from ..errors import BundleError, OutputError, RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
 from ..output.recipe import REMEDY, read_recipe
 from .console import print_stderr, print_text, show_progress
@@ -48,6 +48,12 @@ def push(
     if re.fullmatch(REPOSITORY, repository) is None:
         raise RequestError(field="repository", found=format_value(repository), expected="owner/name")
     opened = open_named_bundle(bundle)
+    for entry in opened.manifest.files.values():
+        # The hub rejects `.git`, and the model card would replace its files.
+        if re.fullmatch(PLAIN_PATH, entry.path) is None or re.match(r"README\.md$|samples/", entry.path, re.IGNORECASE):
+            expected = "a name of letters, digits and ._- that is not of the model card: README.md, samples/"
+            field = f"{opened.folder / MANIFEST_FILE}: file"
+            raise BundleError(field=field, found=format_value(entry.path), expected=expected)
     if images:
         opened.check_has_image_decoder()
     samples = [_read_sample_image(path, opened) for path in images or ()]

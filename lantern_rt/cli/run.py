@@ -26,7 +26,6 @@ from .options import (
     EmbeddingsOption,
     EngineOptions,
     EnginesOption,
-    ExportOption,
     ForceOption,
     JsonOption,
     ProviderOption,
@@ -140,7 +139,6 @@ def run(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
-    export: ExportOption = False,
     as_json: JsonOption = False,
     force: ForceOption = False,
     **options: Any,
@@ -168,7 +166,7 @@ def run(
             check_trace_paths(trace, check_run_options(name, options, output, force, file_type.suffix), force)
         else:
             read_replay_recipe(source, options)
-        download_published_model(name, yes, export)
+        download_published_model(name, yes)
     if source is None:
         bundle, request = _open_bundle_and_request(engine_options, name, options)
     else:

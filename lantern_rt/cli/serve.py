@@ -17,7 +17,6 @@ from ..methods import METHODS
 from .options import (
     EngineOptions,
     EnginesOption,
-    ExportOption,
     ProviderOption,
     ThreadsOption,
     YesOption,
@@ -148,7 +147,6 @@ def serve(
     engines: EnginesOption = None,
     provider: ProviderOption = None,
     yes: YesOption = False,
-    export: ExportOption = False,
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, SGLang's protocol for GLM-Image, a web page, metrics.
 
@@ -175,7 +173,7 @@ def serve(
     missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
     _parse_size_mappings(map_size or (), [bundle for bundle in opened.values() if bundle], missing)
     for text in missing:
-        download_published_model(text, yes, export)
+        download_published_model(text, yes)
     models = {
         name: _open_bundle_and_check_memory(text, bundle, options)
         for text, (name, bundle) in zip(texts, opened.items(), strict=True)

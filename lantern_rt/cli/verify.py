@@ -16,12 +16,12 @@ from ..bundle.manifest import Manifest
 from ..engines.engine_folder import open_engine_folder
 from ..errors import CheckpointError, ParityError, RequestError
 from ..inputs import require_library
+from ..output.files import convert_output_errors, find_cache_folder
 from ..output.tables import format_text_table
 from ..published import (
     check_host_requirements,
     choose_default_precision,
     export_bundle,
-    find_models_cache_folder,
     find_published_model,
 )
 from .console import print_stderr, print_text, show_progress
@@ -109,10 +109,13 @@ def _compare_with_export(name: str) -> None:
         BundleError: the bundle is not in the cache.
         ParityError: files differ.
     """
-    find_published_model(name)
+    model = find_published_model(name)
     opened = open_named_bundle(name)
-    check_host_requirements(name, force_export=True)
-    with TemporaryDirectory(dir=find_models_cache_folder()) as folder, show_progress() as progress:
+    check_host_requirements(name, model)
+    cache = find_cache_folder()
+    with convert_output_errors(cache, (OSError,)):
+        cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=cache) as folder, show_progress() as progress:
         made = open_bundle(export_bundle(name, Path(folder) / name, choose_default_precision(), progress))
     if opened.digest != made.digest:
         files = [{(role, entry.sha256) for role, entry in bundle.manifest.files.items()} for bundle in (opened, made)]

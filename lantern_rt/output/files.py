@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +29,7 @@ _OTHER_NAME = "give another name, or --force to replace it"
 
 
 def find_cache_folder() -> Path:
-    """Return the folder for compiled kernels: the value of `LANTERN_RT_CACHE`, or a default folder of the user.
+    """Return the folder for exported bundles and compiled kernels: `LANTERN_RT_CACHE`, or a default folder of the user.
 
     Raises:
         OutputError: the user has no home folder.
@@ -44,8 +44,7 @@ def find_cache_folder() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     if not base.is_absolute():
-        remedy = "set LANTERN_RT_CACHE to a folder"
-        raise OutputError(field=str(base), found="no home folder for compiled kernels", remedy=remedy)
+        raise OutputError(field=str(base), found="no home folder", remedy="set LANTERN_RT_CACHE to a folder")
     return base / "lantern-rt"
 
 
@@ -229,6 +228,29 @@ def _lock_folder(folder: Path) -> Iterator[bool]:
         except OSError:  # Another program holds the lock, or the disk does not support locks.
             locked = False
         yield locked
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def wait_for_folder(folder: Path, report_wait: Callable[[], None]) -> Iterator[None]:
+    """Lock a folder for the `with` block; if another program or thread has locked it, wait until it is free.
+
+    The lock leaves no file, and every user can take it. Without locks (on Windows, on some network disks) nobody waits.
+    """
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report_wait()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
     finally:
         os.close(handle)
 

@@ -140,8 +140,8 @@ class EmptyCacheHost:
 
     @property
     def bundles(self) -> list[str]:
-        """File names of the bundles in the cache, without lock files."""
-        return [path.name for path in self.cache.glob("*") if path.suffix != ".lock"]
+        """File names of the bundles in the cache."""
+        return [path.name for path in self.cache.glob("*")]
 
     def make_command(self, *arguments: object) -> list[str]:
         """Return the arguments for Python that run `lantern-rt` with `arguments`."""

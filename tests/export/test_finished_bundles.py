@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from published_host import EmptyCacheHost
-from stand_in_hub import COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
+from stand_in_hub import COMMIT, COMPLETED_BYTES, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import Bundle, open_bundle
@@ -75,8 +76,63 @@ def test_an_image_is_generated_without_pytorch_and_the_next_image_without_the_hu
         assert image.tobytes() == image_without_hub.tobytes()
         assert image.info["bundle_digest"] == bundle.digest
     assert "in the cache" in host("models").stdout
-    assert host("models", "--remove", NAME).returncode == 0
-    assert list(host.cache.iterdir()) == []
+    assert not host.cache.exists()  # the bundle lies in the hub's cache alone
+
+
+def test_damaged_files_of_the_cache_are_downloaded_again(host: EmptyCacheHost) -> None:
+    image = host.generate("a.png").read_bytes()
+    snapshot = host.folder / f"home/hub/models--owner--finished/snapshots/{COMMIT}"
+    names = ("target.onnx", "neighbors.npz", "bundle.json", "vq_decoder.onnx")
+    deleted, truncated, *changed = ((snapshot / name).resolve() for name in names)
+    deleted.unlink()
+    truncated.write_bytes(truncated.read_bytes()[:-1])
+    for path in changed:
+        path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    offline = host("run", NAME, "--class-id", 3, "--yes", "--output", host.folder / "b.png", hub="http://127.0.0.1:9")
+    assert (offline.returncode, "the hub cannot be reached" in offline.stderr) == (2, True)
+    COMPLETED_BYTES.clear()
+    assert host.generate("b.png").read_bytes() == image
+    assert COMPLETED_BYTES[REPOSITORY] == sum(len(REPOSITORIES[REPOSITORY][name]) for name in names)
+    graph = (snapshot / "target.onnx").resolve()
+    graph.write_bytes(graph.read_bytes()[:-1] + b"\x00")  # only the hash is wrong, which no check before finds
+    offline = host("run", NAME, "--class-id", 3, "--output", host.folder / "c.png", hub="http://127.0.0.1:9")
+    assert f"target.onnx: found sha256 {hashlib.sha256(graph.read_bytes()).hexdigest()[:12]}" in offline.stderr
+    assert "; download it again (hf:owner/finished@" in offline.stderr
+    assert host.generate("c.png").read_bytes() == image
+
+
+def test_a_release_that_pins_another_bundle_replaces_the_cached_one(host: EmptyCacheHost, bundle: Bundle) -> None:
+    host.generate("a.png")
+    mended = open_bundle(make_tiny_bundle(host.folder / "made" / "mended", "class", weight_offset=1))
+    REPOSITORIES[f"{REPOSITORY}@{OLD_COMMIT}"] = {p.name: p.read_bytes() for p in mended.folder.iterdir()}
+    fields = {"reference": f"hf:{REPOSITORY}@{OLD_COMMIT}", "digest": mended.digest, "download_bytes": 1}
+    try:
+        host = EmptyCacheHost(host.hub, host.folder, NAME, bundles={"int8": fields})
+        rejected = host("inspect", NAME)
+        assert f"snapshots/{COMMIT} is incomplete, damaged or of another release" in rejected.stderr
+        process = host("run", NAME, "--class-id", 3, "--yes", "--output", host.folder / "b.png")
+    finally:
+        del REPOSITORIES[f"{REPOSITORY}@{OLD_COMMIT}"]
+    assert f"{COMMIT} is incomplete, damaged or of another release, and is replaced\n" in process.stderr
+    with Image.open(host.folder / "b.png") as image:
+        assert image.info["bundle_digest"] == mended.digest
+
+
+def test_caches_copied_to_another_home_are_used_read_only_and_offline(host: EmptyCacheHost) -> None:
+    image = host.generate("a.png").read_bytes()
+    (host.folder / "home").rename(host.folder / "image")
+    variables = {"HF_HUB_OFFLINE": "1", "LANTERN_RT_CACHE": str(host.folder / "image/bundles")}
+    folders = [path for path in (host.folder / "image").rglob("*") if path.is_dir()]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        command = host.make_command("run", NAME, "--class-id", 3, "--seed", 0, "--output", host.folder / "b.png")
+        process = run(host.hub, host.folder / "image", *command, **variables)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert process.returncode == 0, process.stderr
+    assert (host.folder / "b.png").read_bytes() == image
 
 
 def test_a_killed_download_resumes_without_the_files_that_are_complete(host: EmptyCacheHost) -> None:
@@ -108,7 +164,7 @@ def test_a_bundle_with_a_changed_file_on_the_hub_is_rejected(host: EmptyCacheHos
     process = host("run", NAME, "--class-id", 3, "--yes")
     assert (process.returncode, process.stderr.count("\n")) == (2, 2)
     assert f"{name}: found " in process.stderr
-    assert process.stderr.endswith(f"; `lantern-rt run {NAME} --export` exports it from its checkpoint\n")
+    assert process.stderr.endswith(f"; `lantern-rt export {NAME}` exports it from its checkpoint\n")
     assert not host.cache.exists()
 
 
@@ -122,17 +178,10 @@ def test_a_changed_manifest_is_rejected_before_graphs_are_downloaded(host: Empty
         STALLING_FILES.clear()
 
 
-@pytest.mark.parametrize("export", [False, True])
-def test_a_bundle_that_was_deleted_from_the_cache_is_downloaded_or_exported_again(
-    host: EmptyCacheHost, export: bool
-) -> None:
+def test_a_bundle_that_was_deleted_from_the_cache_is_downloaded_again(host: EmptyCacheHost) -> None:
     host.generate("a.png")
     shutil.rmtree(host.folder / "home/hub/models--owner--finished")
-    host.missing_modules = []
-    options = ["--export"] if export else []
-    process = host("run", NAME, "--class-id", 3, "--yes", *options, "--output", host.folder / "b.png")
-    assert process.returncode == 0, process.stderr
-    assert (host.cache / f"{NAME}@int8").is_symlink() != export
+    host.generate("b.png")
 
 
 def test_verify_rejects_a_bundle_that_differs_from_an_export_of_the_checkpoint(host: EmptyCacheHost) -> None:
@@ -141,7 +190,7 @@ def test_verify_rejects_a_bundle_that_differs_from_an_export_of_the_checkpoint(h
     process = host("verify", NAME, "--export")
     assert process.returncode == 2
     assert f"{NAME}: found other files: code_embeddings, " in process.stderr
-    assert [path.name for path in host.cache.iterdir()] == [f"{NAME}@int8"]
+    assert [*host.cache.iterdir()] == []
 
 
 def test_the_python_api_downloads_a_finished_bundle(host: EmptyCacheHost, bundle: Bundle) -> None:
@@ -167,17 +216,3 @@ def test_a_server_downloads_a_finished_bundle(host: EmptyCacheHost) -> None:
     finally:
         server.terminate()
         server.communicate()
-    assert (host.cache / f"{NAME}@int8").is_symlink()
-
-
-def test_option_export_exports_the_checkpoint_and_does_not_download_the_bundle(
-    host: EmptyCacheHost, bundle: Bundle
-) -> None:
-    process = host("run", NAME, "--class-id", 3, "--yes", "--export")
-    assert "torch is not installed" in process.stderr
-    host.missing_modules = []
-    process = host("run", NAME, "--class-id", 3, "--yes", "--export", "--output", host.folder / "a.png")
-    assert process.returncode == 0, process.stderr
-    with Image.open(host.folder / "a.png") as image:
-        assert image.info["bundle"] == NAME
-        assert image.info["bundle_digest"] != bundle.digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -208,6 +209,22 @@ def test_a_checkpoint_that_exceeds_the_free_disk_space_is_rejected_before_the_do
     needed_gigabytes = len(sizes) * 1e8 * (1 + 0.625 / 4)
     assert f"GB free on the disk, expected {needed_gigabytes:.2f} GB; free some, choose" in process.stderr
     assert not [*(tmp_path / "home").rglob("*.safetensors")]
+
+
+SIZE_PROGRAM = """
+from lantern_rt.export.checkpoints.hub import measure_download_size
+print(*measure_download_size("hf:owner/target"))
+"""
+
+
+@pytest.mark.parametrize("size", [10**400, "x", -1, True, 0.5, None, [1]])
+def test_a_size_of_the_hub_that_is_no_size_counts_as_zero(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object
+) -> None:
+    monkeypatch.setattr(stand_in_hub, "LISTED_SIZES", {"model.safetensors": size})
+    process = run(endpoint, tmp_path, "-c", SIZE_PROGRAM)
+    config_bytes = len(REPOSITORIES["owner/target"]["config.json"])
+    assert process.stdout == f"{config_bytes} {config_bytes}\n", process.stderr
 
 
 @pytest.mark.parametrize("heads_also_fail", [True, False])
@@ -421,6 +438,14 @@ def test_a_bundle_that_was_changed_on_the_hub_is_rejected(program: HubCommandLin
 @pytest.mark.slow
 def test_errors_of_push_and_of_wrong_references_are_one_line(program: HubCommandLine, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
+    for path in ("README.md", "samples/1.png", ".git/config", "a b"):
+        copied = tmp_path / path.replace("/", "-")
+        shutil.copytree(folder, copied)
+        (copied / path).parent.mkdir(exist_ok=True)
+        (copied / "neighbors.npz").rename(copied / path)
+        (copied / "bundle.json").write_text((copied / "bundle.json").read_text().replace("neighbors.npz", path))
+        code, line = program("push", copied, "owner/pushed", HF_TOKEN="hf_token")
+        assert (code, f"file: found {path!r}, expected a name of letters" in line) == (2, True), line
     foreign_image = tmp_path / "foreign.png"  # an image of another bundle
     assert program(
         "run",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from refusals import catch_error
+from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import published
 from lantern_rt.errors import LanternError, OutputError
@@ -74,14 +75,18 @@ def change_table_row(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     monkeypatch.setattr(published, "load_published_models", lambda: {NAME: row})
 
 
+def check_host() -> None:
+    published.check_host_requirements(NAME, published.find_bundle_source(NAME))
+
+
 def get_host_error(name: str) -> str:
     with pytest.raises(LanternError) as error:
-        published.check_host_requirements(name)
+        published.check_host_requirements(name, published.find_bundle_source(name))
     return str(error.value)
 
 
 def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    published.check_host_requirements(NAME)
+    check_host()
     assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
     assert get_host_error(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
@@ -98,7 +103,7 @@ def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(
         f"{NAME}: the hub asks for a login; accept the terms at {pages}, then run `hf auth login`"
     )
     host.setattr("huggingface_hub.get_token", lambda: "token")
-    published.check_host_requirements(NAME)
+    check_host()
 
 
 def test_the_error_of_missing_pytorch_has_the_command_that_installs_pytorch(host: pytest.MonkeyPatch) -> None:
@@ -111,10 +116,9 @@ def test_the_cache_holds_different_bundles_for_cpu_and_gpu(host: pytest.MonkeyPa
     assert published.choose_default_precision() == "int8"
     host.setattr(published, "detect_provider", lambda _: "cuda")
     assert published.choose_default_precision() == "fp16"
-    for precision in ("int8", "fp16"):
-        (tmp_path / f"{NAME}@{precision}").mkdir()
-    assert published.find_cached_bundle(NAME) is None  # the folder has no manifest: an interrupted download
-    (tmp_path / f"{NAME}@fp16" / "bundle.json").touch()
+    make_tiny_bundle(tmp_path / f"{NAME}@int8")
+    assert published.find_cached_bundle(NAME) is None
+    make_tiny_bundle(tmp_path / f"{NAME}@fp16")
     assert published.find_cached_bundle(NAME) == tmp_path / f"{NAME}@fp16"
 
 
@@ -133,7 +137,7 @@ def test_a_bundle_cache_that_cannot_be_written_is_an_error_before_the_download(
     cache = tmp_path / "cache"
     make_unusable(cache)
     host.setenv("LANTERN_RT_CACHE", str(cache))
-    error = catch_error(OutputError, published.check_host_requirements, NAME)
+    error = catch_error(OutputError, check_host)
     assert (error.field, error.remedy) == (f"{cache}/{NAME}@int8", "set LANTERN_RT_CACHE to another folder")
 
 
@@ -142,11 +146,11 @@ def test_a_checkpoint_cache_that_cannot_be_read_is_an_error_before_the_download(
 ) -> None:
     make_symlink_to_itself(tmp_path / "hub")
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    error = catch_error(OutputError, published.check_host_requirements, NAME)
+    error = catch_error(OutputError, check_host)
     assert (error.field, error.remedy[:11]) == (str(tmp_path / "hub"), "set HF_HOME")
 
 
-@pytest.mark.parametrize("arguments", [["models"], ["models", "--remove", NAME], ["inspect", NAME], ["run", NAME]])
+@pytest.mark.parametrize("arguments", [["models"], ["inspect", NAME], ["run", NAME]])
 @pytest.mark.parametrize("cache_path", ["x" * 300, "/".join(["y" * 200] * 30)])
 def test_commands_report_a_bundle_cache_that_cannot_be_read_in_one_line(
     program: Any, host: pytest.MonkeyPatch, arguments: list[str], cache_path: str
@@ -161,18 +165,7 @@ def test_without_a_home_folder_listing_cached_bundles_is_an_error(host: pytest.M
     for name in ("LANTERN_RT_CACHE", "XDG_CACHE_HOME"):
         host.delenv(name, raising=False)
     host.setattr("os.path.expanduser", lambda path: path)
-    assert catch_error(OutputError, published.list_cached_bundles, NAME).found == "no home folder for bundles"
-
-
-def test_removing_a_bundle_that_is_a_symlink_keeps_the_target_of_the_symlink(
-    program: Any, host: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "bundle.json").touch()
-    (tmp_path / f"{NAME}@int8").symlink_to(tmp_path / "elsewhere")
-    assert program("models", "--remove", NAME)[0] == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
-    assert (tmp_path / "elsewhere" / "bundle.json").exists()
+    assert catch_error(OutputError, published.find_cached_bundle, NAME).found == "no home folder"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,7 @@ def test_free_space_is_measured_on_the_disk_of_the_cache(
         return SimpleNamespace(free=1 << 50)
 
     host.setattr(shutil, "disk_usage", disk_usage)
-    published.check_host_requirements(NAME)
+    check_host()
     assert measured_paths[-1] == tmp_path / expected_path
 
 
@@ -222,6 +215,8 @@ WRONG_OPTIONS: dict[str, tuple[str, ...]] = {
 WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
     *((field, ("run", NAME, "--class-id", "3", "--yes", *words)) for field, words in WRONG_OPTIONS.items()),
     ("nothing to generate", ("run", NAME, "--yes")),
+    ("--class-id: found 1000, expected a whole number 0 .. 999", ("run", NAME, "--class-id", "1000", "--yes")),
+    ("class id 2 of 2: found -1", ("run", NAME, "--class-id", "3", "--class-id", "-1", "--yes")),
     ("found a prompt, expected class ids", ("run", NAME, "a red cube", "--yes")),
     ("prompt: found class ids", ("run", TEXT_MODEL, "--class-id", "3", "--yes")),
     ("--size", ("run", TEXT_MODEL, "a red cube", "--size", "large", "--yes")),
