@@ -1,8 +1,8 @@
 """Checks that a change must pass, one session each: `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
 
-Session `install` creates `.venv` with README's install command. A session that needs more packages gets a separate
-environment on top of `.venv` (`layer`). No session changes packages that another session imports, so two sessions may
-run at the same time. Only `install` writes the links of the editable install.
+Session `install` creates `.venv` with CONTRIBUTING's install command. A session that needs more packages gets a
+separate environment on top of `.venv` (`layer`). No session changes packages that another session imports, so two
+sessions may run at the same time. Only `install` writes the links of the editable install.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def copy_tree(name: str) -> Path:
     return folder
 
 
-def check_readme(session: nox.Session, line: str) -> None:
-    """Fail unless README contains a line with exactly this command."""
-    if line not in map(str.strip, (ROOT / "README.md").read_text("utf-8").splitlines()):
-        session.error(f"README.md lacks this line, or noxfile.py is out of date: {line}")
+def check_page(session: nox.Session, page: str, line: str) -> None:
+    """Fail unless a page contains a line with exactly this command."""
+    if line not in map(str.strip, (ROOT / page).read_text("utf-8").splitlines()):
+        session.error(f"{page} lacks this line, or noxfile.py is out of date: {line}")
 
 
 # ---------------------------------------------------------------- the package
@@ -166,8 +166,8 @@ def check_readme(session: nox.Session, line: str) -> None:
 
 @nox.session(python=False)
 def install(session: nox.Session) -> None:
-    """Run README's install command in `.venv`, and check that constraints.txt pins every package."""
-    check_readme(session, f"{INSTALL} && {TEST}")
+    """Run CONTRIBUTING's install command in `.venv`, and check that constraints.txt pins every package."""
+    check_page(session, "CONTRIBUTING.md", f"{INSTALL} && {TEST}")
     session.run(sys.executable, "-m", "venv", str(DEV), external=True)
     line = INSTALL
     try:
@@ -188,8 +188,8 @@ def install(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def unit(session: nox.Session) -> None:
-    """Run README's test command, all fast tests, and print the slowest."""
-    check_readme(session, f"{INSTALL} && {TEST}")
+    """Run CONTRIBUTING's test command, all fast tests, and print the slowest."""
+    check_page(session, "CONTRIBUTING.md", f"{INSTALL} && {TEST}")
     run_in_dev(session, *TEST.split(), "--durations=30", *session.posargs)
 
 
@@ -240,7 +240,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def wheel(session: nox.Session) -> None:
     """Install the wheel without PyTorch, and run README's first image, `inspect`, `doctor` and tests of model names."""
-    check_readme(session, f"{INSTALL_TO_RUN} && {RUN}")
+    check_page(session, "README.md", f"{INSTALL_TO_RUN} && {RUN}")
     session.install("--quiet", *PINNED, f"{built_wheel(session)}[cpu]")
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("python", "-c", CHECK_BASE)
@@ -255,7 +255,7 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
     """Run every benchmark with a tiny model. Sessions `cuda` and `openvino` read the bundles that this one exports."""
-    for name in ("decode", "gpu_check", "first_stage"):
+    for name in ("decode", "gpu_check"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
     run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
     stored = ("int8", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
@@ -346,14 +346,13 @@ def journeys(session: nox.Session) -> None:
 
 @nox.session
 def gradio(session: nox.Session) -> None:
-    """Test the Gradio programs with the older Pillow that Gradio requires."""
+    """Test the Gradio page with the older Pillow that Gradio requires."""
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     limits = empty_folder("gradio") / "constraints.txt"
     limits.write_text("\n".join(line for line in lines if not line.startswith("pillow")), "utf-8")
     layer(session, "-c", str(limits), "gradio")
-    files = ("tests/unit/test_examples.py", "tests/service/test_clients.py")
     ignored = "ignore:unclosed:ResourceWarning"  # Gradio does not close its event loop and sockets
-    session.run("python", "-m", "pytest", *files, "-k", "gradio", "-W", ignored)
+    session.run("python", "-m", "pytest", "tests/unit/test_examples.py", "-k", "gradio", "-W", ignored)
 
 
 # ---------------------------------------------------------------- devices that this machine lacks

@@ -7,7 +7,7 @@ logits were computed. A position that no pass has reached has no logits. `DraftH
 the previous code, and from the hidden states that predicted the cell above and the cell to the right of the cell above.
 
 `lantern-rt train-drafter heads` trains both functions on images that the target generated, to match the target's guided
-distributions. This form is the simplest of several forms that were tried, see docs/drafters.md.
+distributions. This form is the simplest of several forms that were tried, see benchmarks/NOTES.md.
 
 The products use `np.einsum`, which runs loops of NumPy and not BLAS. BLAS took 1 to 3 ms per product instead of at most
 0.3 ms, because the threads of BLAS waited for the spinning threads of ONNX Runtime.

@@ -8,7 +8,7 @@ on a clock, so the same sequences take the same forward passes on every host.
 from __future__ import annotations
 
 # Pairs (n, w): with up to n images in a forward pass, each image drafts at most w tokens. Measured, see
-# docs/measurements.md.
+# benchmarks/NOTES.md.
 MAX_WINDOWS = ((1, 128), (2, 7), (4, 3), (8, 2))
 MAX_WINDOW_ABOVE = 1  # maximum window with more images than in `MAX_WINDOWS`; not measured
 # Time that one more node adds to a forward pass, as a fraction of the time of a pass over one node. Measured: a float32

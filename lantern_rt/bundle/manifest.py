@@ -251,7 +251,7 @@ class Preset(FrozenModel):
     figures: PresetMeasurements | None = None
 
 
-# The default preset. On three CPUs it is within 4 % of the best window (docs/measurements.md). The method for devices
+# The default preset. On three CPUs it is within 4 % of the best window (benchmarks/NOTES.md). The method for devices
 # is not measured.
 STRICT = Preset(method=SpeculativeJacobi(window=7), devices=SpeculativeJacobi(window=15))
 

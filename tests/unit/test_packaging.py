@@ -85,7 +85,7 @@ def test_ci_runs_every_nox_session_once_and_contributing_md_lists_every_session(
     names = [item.partition(":")[0] for item in f"{lists['FIRST']} {lists['SECOND']}".split()]
     assert len(sessions) > 10
     assert sorted([*names, "weekly"]) == sorted(sessions)
-    skippable = [line.partition(":")[0] for line in lists["TESTED"].splitlines()]
-    assert [name for name in skippable if name not in names and not (ROOT / name).is_dir()] == []
+    tested = re.findall(r"^(.+?):", lists["TESTED"], re.MULTILINE)
+    assert all(name in names or (name.startswith("tests/") and (ROOT / name).is_dir()) for name in tested)
     documented_names = set(re.findall(r"`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
     assert set(sessions) <= documented_names
