@@ -1,6 +1,6 @@
 """Checks that a change must pass, one session each: `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
 
-Session `install` creates `.venv` with CONTRIBUTING's install command. A session that needs more packages gets a
+Session `install` creates `.venv` with README's install command. A session that needs more packages gets a
 separate environment on top of `.venv` (`layer`). No session changes packages that another session imports, so two
 sessions may run at the same time. Only `install` writes the links of the editable install.
 """
@@ -155,10 +155,10 @@ def copy_tree(name: str) -> Path:
     return folder
 
 
-def check_page(session: nox.Session, page: str, line: str) -> None:
-    """Fail unless a page contains a line with exactly this command."""
-    if line not in map(str.strip, (ROOT / page).read_text("utf-8").splitlines()):
-        session.error(f"{page} lacks this line, or noxfile.py is out of date: {line}")
+def check_readme(session: nox.Session, line: str) -> None:
+    """Fail unless README contains a line with exactly this command."""
+    if line not in map(str.strip, (ROOT / "README.md").read_text("utf-8").splitlines()):
+        session.error(f"README.md lacks this line, or noxfile.py is out of date: {line}")
 
 
 # ---------------------------------------------------------------- the package
@@ -166,8 +166,8 @@ def check_page(session: nox.Session, page: str, line: str) -> None:
 
 @nox.session(python=False)
 def install(session: nox.Session) -> None:
-    """Run CONTRIBUTING's install command in `.venv`, and check that constraints.txt pins every package."""
-    check_page(session, "CONTRIBUTING.md", f"{INSTALL} && {TEST}")
+    """Run README's install command in `.venv`, and check that constraints.txt pins every package."""
+    check_readme(session, f"{INSTALL} && {TEST}")
     session.run(sys.executable, "-m", "venv", str(DEV), external=True)
     line = INSTALL
     try:
@@ -188,8 +188,8 @@ def install(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def unit(session: nox.Session) -> None:
-    """Run CONTRIBUTING's test command, all fast tests, and print the slowest."""
-    check_page(session, "CONTRIBUTING.md", f"{INSTALL} && {TEST}")
+    """Run README's test command, all fast tests, and print the slowest."""
+    check_readme(session, f"{INSTALL} && {TEST}")
     run_in_dev(session, *TEST.split(), "--durations=30", *session.posargs)
 
 
@@ -240,7 +240,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def wheel(session: nox.Session) -> None:
     """Install the wheel without PyTorch, and run README's first image, `inspect`, `doctor` and tests of model names."""
-    check_page(session, "README.md", f"{INSTALL_TO_RUN} && {RUN}")
+    check_readme(session, f"{INSTALL_TO_RUN} && {RUN}")
     session.install("--quiet", *PINNED, f"{built_wheel(session)}[cpu]")
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
         session.run("python", "-c", CHECK_BASE)
