@@ -294,7 +294,7 @@ def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
     expected = _select_checkpoint_fields(vars(manifest))
     files = dict(model.sources)
     for name, value in _select_checkpoint_fields(model.manifest_fields).items():
-        if value != expected.get(name, value):  # formats before 3.6 have no architecture
+        if value != expected.get(name, value):  # a drafter that the bundle does not have is not compared
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
                 found=format_value(value),

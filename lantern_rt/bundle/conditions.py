@@ -21,7 +21,7 @@ class TokenLayout(FrozenModel):
         template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
         before: ids before the text.
         after: ids after the text.
-        strip: whether white space around the prompt is removed. The field is new in bundle format 3.7.
+        strip: whether white space around the prompt is removed.
         uncond: ids of the unconditional row; None: `uncond_fill` makes this row.
         uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
         negative: template of negative prompts; None: the same as `template`.

@@ -9,16 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..errors import BundleError
 from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, SpeculativeJacobi
 from ..runtime.layout import ImageLayout
 from ..runtime.raster import RasterLayout, RowEndLayout
 from .conditions import ConditionSpec
-from .decoder import EXPORT_AGAIN, Architecture
+from .decoder import Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import GroupOrderSpec
 
-FORMAT_VERSION = "3.8"
+FORMAT_VERSION = "4.0"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
@@ -64,7 +63,7 @@ class FileEntry(FrozenModel):
 
 
 class _DecoderFields(FrozenModel):
-    """Manifest fields of both target and drafter; `architecture` is new in bundle format 3.6.
+    """Manifest fields of both target and drafter.
 
     The KV caches of both models have the shape `[past, rows, num_kv_heads, head_dim]`.
     """
@@ -74,26 +73,7 @@ class _DecoderFields(FrozenModel):
     num_kv_heads: SmallCount
     head_dim: SmallCount
     vocab_size: Count
-    architecture: Architecture | None = None
-
-    @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
-        heads = self.architecture and self.architecture.num_heads
-        return heads or self.hidden_size // self.head_dim
-
-    def require_architecture(self, graph_path: Path) -> Architecture:
-        """Return the architecture of the decoder.
-
-        Args:
-            graph_path: file of the decoder's graph, for the error message.
-
-        Raises:
-            BundleError: the manifest has no architecture.
-        """
-        if self.architecture is None:
-            raise BundleError(field=str(graph_path), found="no `architecture` in bundle.json", remedy=EXPORT_AGAIN)
-        return self.architecture
+    architecture: Architecture
 
 
 class DecoderSpec(_DecoderFields):
@@ -158,7 +138,7 @@ class Size(FrozenModel):
         first_grid: rows and columns of a smaller grid whose codes come before the codes of the image; None: no
             smaller grid.
         first_position: position of the first code; prompts end directly before it. None: prompts begin at position 0.
-        source_tokens: token ids that replace `tokens` in prompts with a source image; new in bundle format 3.8.
+        source_tokens: token ids that replace `tokens` in prompts with a source image.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -301,8 +281,8 @@ class Manifest(FrozenModel):
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
         row_end: token after every grid row except the last row, an index of `code_embeddings`. It is not sampled.
         order: groups of cells that are sampled together; None: codes are sampled one after another, in raster order.
-        source: layout of prompts with a source image, new in bundle format 3.8; None: images are generated from text
-            alone, and `vq_encoder` is for edits.
+        source: layout of prompts with a source image; None: images are generated from text alone, and `vq_encoder` is
+            for edits.
         neighbors: number of neighbours per code in the table `neighbors`; 0: the bundle has no table.
         vq_precision: precision of the image decoder's matrix products.
         presets: decoding methods by quality. `strict` is `STRICT` by default; `eval --write-presets` adds others.
@@ -424,8 +404,8 @@ class Manifest(FrozenModel):
 
         if self.source is None:
             return
-        if "vq_encoder" not in self.files or self.condition.layout is None or self.target.architecture is None:
-            raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
+        if "vq_encoder" not in self.files or self.condition.layout is None:
+            raise ValueError("`source` needs a `vq_encoder` and prompts of kind `tokens`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs `rotary` `grids`, and `first_position` in all `sizes`")
 
