@@ -13,19 +13,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import Field, TypeAdapter
 
 from .bundle.files import MANIFEST_FILE, Bundle, open_bundle
-from .bundle.hub import find_snapshot_folder, parse_hub_reference
-from .engines.host import EXPORT_BYTES, check_free_memory, import_onnxruntime
+from .bundle.hub import find_hub_cache, find_snapshot_folder, parse_hub_reference
+from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
 from .output.files import (
-    check_disk_space,
     check_new_folder,
     convert_output_errors,
     find_cache_folder,
@@ -66,12 +65,6 @@ class PublishedBundle(_HubSource):
     digest: str
     download_bytes: int
 
-    # `check_host_requirements` reads these fields from both classes. A finished bundle needs no export.
-    login: ClassVar = False
-    export_libraries: ClassVar[tuple[str, ...]] = ()
-    export_bytes: ClassVar = 0
-    bundle_bytes: ClassVar = 0
-
     @property
     def references(self) -> list[str]:
         return [self.reference]
@@ -110,14 +103,6 @@ class PublishedModel(_HubSource):
     login: bool = False
     makes_images: bool = True
     bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
-
-    export_libraries: ClassVar = ("torch", "onnx", "onnxruntime")
-    export_bytes: ClassVar = EXPORT_BYTES
-
-    @property
-    def bundle_bytes(self) -> int:
-        """Maximum size of an exported bundle, in bytes."""
-        return self.download_bytes  # a bundle has the same weights in the same or a smaller type
 
     @property
     def export_options(self) -> dict[str, Any]:
@@ -250,27 +235,37 @@ def check_host_requirements(name: str, source: PublishedModel | PublishedBundle)
         OutputError: a cache cannot be read or written, or there is too little disk space.
         CheckpointError: the hub requires a login, and there is none.
     """
-    model = find_published_model(name)
-    for library in source.export_libraries:
-        require_library(library, "export", "cpu,export")
-    from huggingface_hub import constants, get_token
-
     # `memory_bytes` is for int8; fp16 weights have twice as many bytes.
-    needed = max(source.export_bytes, model.memory_bytes * (2 if choose_default_precision() == "fp16" else 1))
-    check_free_memory(needed, "use a smaller model")
+    memory = find_published_model(name).memory_bytes * (2 if choose_default_precision() == "fp16" else 1)
+    exported: list[tuple[Path, int]] = []
     if isinstance(source, PublishedModel):
-        try:
-            check_new_folder(exported := _exported_bundle_folder(name), True, MANIFEST_FILE)
-        except OutputError as error:
-            error.remedy = f"delete it, or {_OTHER_CACHE}" if os.path.lexists(exported) else _OTHER_CACHE
-            raise
-    hub = Path(constants.HF_HUB_CACHE)
-    remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
-    with convert_read_errors(hub, "a folder of checkpoints", OutputError, remedy):
+        for library in ("torch", "onnx", "onnxruntime"):
+            require_library(library, "export", "cpu,export")
+        memory = max(memory, EXPORT_BYTES)
+        # A bundle has the same weights as the checkpoints, in the same or a smaller type.
+        exported = [(_check_export_folder(name), source.download_bytes)]
+        _check_login(name, source)
+    hub = find_hub_cache()
+    with convert_read_errors(hub, "a folder of downloads", OutputError, "set HF_HOME to another folder"):
         missing = source.download_bytes - sum(map(_count_downloaded_bytes, source.references))
-        check_disk_space([(hub, missing), (find_cache_folder(), source.bundle_bytes)], remedy)
-    if source.login and get_token() is None:
-        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
+        check_space(memory, [(hub, missing), *exported])
+
+
+def _check_export_folder(name: str) -> Path:
+    folder = _exported_bundle_folder(name)
+    try:
+        check_new_folder(folder, True, MANIFEST_FILE)
+    except OutputError as error:
+        error.remedy = f"delete it, or {_OTHER_CACHE}" if os.path.lexists(folder) else _OTHER_CACHE
+        raise
+    return folder
+
+
+def _check_login(name: str, model: PublishedModel) -> None:
+    from huggingface_hub import get_token
+
+    if model.login and get_token() is None:
+        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in model.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
         raise CheckpointError("the hub asks for a login", field=name, remedy=remedy)
 

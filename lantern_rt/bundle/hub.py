@@ -82,9 +82,7 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
         reraise_error_of_signal_handler(error)
         problem = "the hub cannot be reached"
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:
-            from huggingface_hub import constants
-
-            problem = f"the hub's cache {constants.HF_HUB_CACHE} cannot be written"
+            problem = f"the hub's cache {find_hub_cache()} cannot be written"
             remedy = "set HF_HOME to a folder on a disk with space that you may write to"
         if is_hub_rejection(error):
             problem = "rejected by the hub"
@@ -168,16 +166,21 @@ def list_allowed_link_targets(folder: Path) -> list[Path]:
     return [folder, repository / "blobs", repository.parent / "blobs"]  # Repositories may share the latter.
 
 
+def find_hub_cache() -> Path:
+    """Return the folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def find_snapshot_folder(reference: str) -> Path:
     """Return the folder of a commit in the hub's cache, even if it does not exist.
 
     Args:
         reference: reference `hf:owner/name@commit`.
     """
-    from huggingface_hub import constants
-
     repository, _, commit = parse_hub_reference(reference, BundleError)
-    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / (commit or "main")
+    return find_hub_cache() / f"models--{repository.replace('/', '--')}" / "snapshots" / (commit or "main")
 
 
 def fetch_bundle_files(

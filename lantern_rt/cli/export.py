@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engines.host import available_memory
+from ..bundle.hub import find_hub_cache
+from ..engines.host import EXPORT_BYTES, available_memory, check_space
 from ..errors import CheckpointError
 from ..export.registry import (
     FAMILIES,
@@ -17,7 +18,7 @@ from ..export.registry import (
     load_model_family,
     read_family_checkpoints,
 )
-from ..export.space import ExportSizes, check_disk_and_memory, estimate_export_sizes
+from ..export.space import ExportSizes, estimate_export_sizes
 from ..inputs import require_library
 from ..memory import PeakMemoryMonitor
 from ..published import find_published_model
@@ -183,7 +184,10 @@ def export(
 def _check_space_for_download(output: Path, sizes: ExportSizes) -> None:
     """Check that there is enough space for a download and its bundle, and print their sizes."""
     if sizes.download_bytes:
-        check_disk_and_memory(output, sizes.bundle_bytes, sizes.download_bytes)
+        check_space(
+            min(EXPORT_BYTES, sizes.bundle_bytes),
+            [(output, sizes.bundle_bytes), (find_hub_cache(), sizes.download_bytes)],
+        )
         free = format_bytes(available_memory())
         needed = f"at least {format_bytes(sizes.bundle_bytes)} on disk, and as much memory to run ({free} free)"
         print_stderr(f"downloads {format_bytes(sizes.download_bytes)} from the hub; the bundle needs {needed}")

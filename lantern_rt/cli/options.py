@@ -265,6 +265,7 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     """
     from ..output.files import find_cache_folder
     from ..published import (
+        PublishedModel,
         check_host_requirements,
         fetch_published_model,
         find_bundle_source,
@@ -280,7 +281,8 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     check_host_requirements(name, source)
     if old := find_unusable_bundle(name):
         print_stderr(f"{old} is incomplete, damaged or of another release, and is replaced")
-    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if source.bundle_bytes else ""
+    exports = isinstance(source, PublishedModel)
+    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if exports else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
         f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -100,26 +100,6 @@ def check_new_folder(output: Path, force: bool, marker_file: str) -> None:
             raise OutputError(problem, field=str(output), remedy="give another name")
     with convert_output_errors(output), tempfile.TemporaryFile(dir=find_existing_ancestor(output.absolute().parent)):
         pass
-
-
-def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) -> None:
-    """Check that there is enough free disk space for several folders, which may be on the same disk.
-
-    Args:
-        required_bytes: pairs of a folder, which need not exist, and the number of bytes to write into this folder.
-        remedy: instruction in the error message, such as to use another disk.
-
-    Raises:
-        OutputError: a disk is too full.
-    """
-    places = [find_existing_ancestor(folder) for folder, _ in required_bytes]
-    disks = [place.stat().st_dev for place in places]
-    for (folder, _), place, disk in zip(required_bytes, places, disks, strict=True):
-        size = sum(size for (_, size), other in zip(required_bytes, disks, strict=True) if other == disk)
-        free = shutil.disk_usage(place).free
-        if free < size:
-            actual = f"{free / 1e9:.2f} GB free on the disk"
-            raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.2f} GB", remedy=remedy)
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:

@@ -207,7 +207,7 @@ def test_a_checkpoint_that_exceeds_the_free_disk_space_is_rejected_before_the_do
     assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
     # The download has 4 bytes per weight. The bundle, with int4 weights, has 0.625 bytes.
     needed_gigabytes = len(sizes) * 1e8 * (1 + 0.625 / 4)
-    assert f"GB free on the disk, expected {needed_gigabytes:.2f} GB; free some, choose" in process.stderr
+    assert f"GB free on the disk, expected {needed_gigabytes:.2f} GB; free some, or use another disk" in process.stderr
     assert not [*(tmp_path / "home").rglob("*.safetensors")]
 
 

@@ -87,11 +87,14 @@ def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pyte
     check_host()
     assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
-    assert get_host_error(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
+    assert (
+        get_host_error(NAME)
+        == "memory: found 2.1 GB free, expected 2.2 GB; close other programs, or use a smaller model or precision"
+    )
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # on the disk of the bundles
     host.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert "found 1.07 GB free on the disk, expected 1.46 GB; set HF_HOME and LANTERN_RT_CACHE" in get_host_error(NAME)
+    assert "found 1.07 GB free on the disk, expected 1.46 GB; free some, or use another disk" in get_host_error(NAME)
 
 
 def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
