@@ -223,7 +223,7 @@ def verify_bundle(
         BundleError: a graph does not run.
     """
     manifest = bundle.manifest
-    precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
+    precisions = Precisions(manifest.target.precision)
     report = VerificationReport(manifest.name, bundle.digest, reference_name, manifest.target.precision)
     graphs: dict[str, Graph | None]
     if model is None:

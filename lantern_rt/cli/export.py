@@ -108,9 +108,6 @@ PrecisionOption = Annotated[
         "int4-weights, or auto (the fastest on this processor). [default: as --compute]"
     ),
 ]
-DrafterPrecisionOption = Annotated[
-    str | None, typer.Option(help="Storage of the drafter's weights. [default: as --precision]")
-]
 VqPrecisionOption = Annotated[
     str, typer.Option(help="Precision of the image decoder: fp32, fp16 (for GPUs) or int8 (for CPUs).")
 ]
@@ -133,7 +130,6 @@ def export(
     lora: LoraOption = None,
     family: FamilyOption = None,
     precision: PrecisionOption = None,
-    drafter_precision: DrafterPrecisionOption = None,
     vq_precision: VqPrecisionOption = "fp32",
     compute: ComputeOption = "float32",
     force: ForceOption = False,
@@ -166,7 +162,7 @@ def export(
 
         family = family or detect_model_family(options["target"])
         check_family_options(family, options)
-    precisions = parse_precisions(precision, drafter_precision, compute, vq_precision)
+    precisions = parse_precisions(precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
     check_output_folder(output, force)  # before downloads

@@ -228,7 +228,6 @@ WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
         for field, words in {
             "--alias": ("--alias", "x"),
             "--map-size": ("--map-size", "1024x1024=5x5"),
-            "--name": ("--name", "one", "--name", "two"),
             "bundles": (NAME,),
             "--batch": ("--batch", "0"),
             "--waiting": ("--waiting", "-1"),
