@@ -39,23 +39,24 @@ TEST = "pytest -n 2 --dist loadfile"
 INSTALL_TO_RUN = 'pip install -c constraints.txt -e ".[cpu,serve]"'
 RUN = 'lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"'
 
-# Tests that call pydantic, tokenizers, ftfy, Pillow, typer, rich, ONNX Runtime and HTTP libraries. The tests in
-# `tests/export`, `tests/train` and `tests/recipes` call PyTorch, ONNX, safetensors, transformers and the hub.
+# Tests that call pydantic, tokenizers, ftfy, Pillow, typer, rich, ONNX Runtime, the hub and HTTP libraries. The goldens
+# of families, beside these, call PyTorch, ONNX, safetensors and transformers.
 EDGES = (
     "tests/unit/test_bundle.py",
     "tests/unit/test_cli.py",
     "tests/unit/test_evaluation_statistics.py",
-    "tests/unit/test_exactness.py",
     "tests/unit/test_output_files.py",
     "tests/unit/test_progress.py",
     "tests/unit/test_text_tokenizers.py",
     "tests/onnxruntime/test_engine.py",
     "tests/onnxruntime/test_loader.py",
     "tests/onnxruntime/test_scenes.py",
+    "tests/export/test_hub.py",
     "tests/service/test_http.py",
     "tests/service/test_odd_requests.py",
     "tests/service/test_openai_client.py",
 )
+EXPORTS = ("tests/recipes", "tests/train", "tests/export")  # run with the lowest versions every week
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -277,8 +278,16 @@ def lowest(session: nox.Session) -> None:
     layer(session, *{line.replace(">=", "==") for line in (*PROJECT["dependencies"], *extras) if ">=" in line})
     sums = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # the order in which ARM processors sum
     sums["ONEDNN_MAX_CPU_ISA"] = "AVX2"  # else attention in bfloat16 fails on processors with AMX
+    goldens = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("tests/export/test_*golden*.py"))
     with session.chdir(copy_tree("lowest")):  # tests there export bundles with these versions
-        session.run("python", "-m", "pytest", "tests/recipes", "tests/train", "tests/export", *EDGES, env=sums)
+        session.run("python", "-m", "pytest", *(session.posargs or goldens), *EDGES, env=sums)
+
+
+@nox.session(python=False, default=False)
+def weekly(session: nox.Session) -> None:
+    """Run what takes too long for every change: all exports with the lowest versions, and every published model."""
+    for name, arguments in (("install", ()), ("lowest", EXPORTS), ("journeys", ("-m", "weekly"))):
+        session.notify(name, arguments)
 
 
 @nox.session(python=PYTHONS)
@@ -325,12 +334,14 @@ def journeys(session: nox.Session) -> None:
     project = {"LANTERN_NODE_PROJECT": str(node) if shutil.which("npm") else ""}
     tests = [f"{service}_{name}.py" for name in ("ray_backend", "clients", "rolling_restart", "sglang_client")]
     tests += ["tests/onnxruntime/test_diffusers.py", "tests/unit/test_workflows.py", manifests]
+    slow = [f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published")]
+    pages = ("page", "page_edits", "codes_page", "ray", "scale_out_page", "connections")
+    slow += [f"{service}_{name}.py" for name in pages]
+    if session.posargs:
+        session.run(*pytest, *session.posargs, *slow, env=project)
+        return
     session.run(*pytest, *tests, env=project)
-    exports = (f"tests/export/test_{name}.py" for name in ("first_hour", "hub", "published"))
-    services = (
-        f"{service}_{name}.py" for name in ("page", "page_edits", "codes_page", "ray", "scale_out_page", "connections")
-    )
-    session.run(*pytest, "-m", "slow", *exports, *services)
+    session.run(*pytest, "--durations=10", "-m", "slow and not weekly", *slow)
 
 
 @nox.session

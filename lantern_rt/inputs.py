@@ -20,12 +20,15 @@ from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Parameters of a pipeline that have other names on the command line or in HTTP:
 # parameter -> (command-line option, HTTP field).
@@ -39,10 +42,40 @@ PARAMETER_NAMES = {
     "max_queued_images": ("waiting", "max_queued_images"),
 }
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # memory address in the `repr` of an object
+_MAX_ERRORS = 100  # invalid fields of which the first is named; pydantic takes long to list more
+# What a value should be: by the limit in pydantic's `ctx`, else by the first word of pydantic's error type.
+_EXPECTED_BY_LIMIT = {
+    "ge": "at least {}",
+    "gt": "more than {}",
+    "le": "at most {}",
+    "lt": "less than {}",
+    "min_length": "at least {} {}",
+    "max_length": "at most {} {}",
+    "pattern": "text of the pattern {}",
+    "expected": "{}",
+    "expected_tags": "{}",
+}
+_EXPECTED_BY_TYPE = {
+    "base64": "base64",
+    "bool": "true or false",
+    "dict": "an object",
+    "float": "a number",
+    "int": "a whole number",
+    "json": "JSON",
+    "list": "a list",
+    "model": "an object",
+    "string": "text",
+    "tuple": "a list",
+}
 _MAX_BITS = 1 << 12  # maximum size of an integer in a message; Python refuses to format much longer integers
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # package index of PyTorch without CUDA
 _SHORT_REPR = reprlib.Repr()  # formats only the start of a value; `repr` would format the whole value
 vars(_SHORT_REPR).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a whole number from 0 with at most 20 digits. Python refuses to convert long numbers."""
+    return re.fullmatch("[0-9]{1,20}", text) is not None
 
 
 def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
@@ -69,7 +102,9 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
 
     The value of `field` is the path of the invalid field, such as `target.hidden_size`.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
+    if error.error_count() > _MAX_ERRORS:
+        return {"field": "", "problem": f"{error.error_count():,} invalid fields"}
+    first = error.errors(include_url=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
         return {"field": field, "found": "nothing", "expected": "a value"}
@@ -79,9 +114,18 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
     if first["type"] == "value_error":
         actual = "" if isinstance(first["input"], dict) else actual
         return {"field": field, "found": actual, "problem": first["msg"].removeprefix("Value error, ")}
-    message = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
-    expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], message)
-    return {"field": field, "found": actual, "expected": expected}
+    return {"field": field, "found": actual, "expected": _describe_expected_value(first)}
+
+
+def _describe_expected_value(error: ErrorDetails) -> str:
+    """Return our words for what pydantic expected; pydantic's own words describe Python's types."""
+    context = error.get("ctx", {})
+    unit = "element" if "field_type" in context else "character"
+    for name, words in _EXPECTED_BY_LIMIT.items():
+        if name in context:
+            return words.format(context[name], unit if context[name] == 1 else f"{unit}s")
+    message = error["msg"].removeprefix("Input should be ")
+    return _EXPECTED_BY_TYPE.get(error["type"].partition("_")[0], message)
 
 
 def format_value(value: object) -> str:

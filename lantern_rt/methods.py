@@ -7,6 +7,8 @@ objects of these classes. A parameter that is None has no effect.
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -35,15 +37,14 @@ def _check_temperature(temperature: float) -> float:
 
 def _parse_cfg_tokens(value: Any) -> Any:
     text = value if isinstance(value, str) else ""
-    if text.isdecimal():
+    if re.fullmatch("[0-9]{1,20}", text):
         return int(text)
-    percentage = text.removesuffix("%")
-    integer, _, fraction = percentage.partition(".")
-    # The length is limited because the text is stored in the recipe of every image.
-    is_number = integer.isdecimal() and (fraction or "0").isdecimal() and len(percentage) <= 20
-    is_percentage = percentage != text and is_number and float(percentage) <= 100
+    # The recipe of an image records the share, so every share has one text: 050.0% is 50%.
+    share = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)%", text)
+    if share and (percentage := Decimal(share[1])) <= 100:
+        return f"{percentage.normalize():f}%"
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if value is None or is_percentage or is_count:
+    if value is None or is_count:
         return value
     raise ValueError("expected a number of tokens from 0, or a percentage of the image's tokens such as 50%")
 

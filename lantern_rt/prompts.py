@@ -24,7 +24,9 @@ from .text.words import WordTokenizer, read_word_tokenizer
 
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-PROMPT_LIMIT = 2000  # maximum number of characters of a prompt
+# The model's tokens limit a prompt. Usual text has 3 to 5 characters per token, so a far longer text is not tokenized.
+_CHARACTERS_PER_TOKEN = 16
+_MIN_CHARACTERS = 2000  # allowed for every model: some models drop the last tokens of a long prompt
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -192,7 +194,8 @@ def _build_text_requests(
             requests.append(_build_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
             error.field = _format_field_name(field, i, len(prompts))  # says which of several prompts is invalid
-            if near := tokenizer.find_nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
+            start = str(prompt)[:_MIN_CHARACTERS]
+            if near := tokenizer.find_nearest_examples(start) if isinstance(tokenizer, WordTokenizer) else []:
                 error.suggestions = tuple(near)
                 error.remedy = "; ".join(
                     filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
@@ -204,13 +207,14 @@ def _build_text_requests(
 def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
+    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * condition.prefix)
+    if len(prompt) > max_characters:
+        raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {max_characters:,}")
     if not prompt.strip():
         raise RequestError(field="prompt", found="empty text", expected="a few words")
     # Python decodes bytes of command-line arguments that are not UTF-8 to surrogates.
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
-    if len(prompt) > PROMPT_LIMIT:
-        raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
     layout = condition.layout
     before, after = ((), ()) if layout is None else layout.surrounding_tokens(size.tokens)
     text = prompt.strip() if layout is not None and layout.strip else prompt

@@ -18,7 +18,7 @@ from .bundle.manifest import Manifest, Size
 from .completion import parse_method_config, resolve_method, validate_model
 from .edits import check_supports_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
-from .inputs import check_int, format_value
+from .inputs import check_int, format_value, is_number
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Embeddings, ImageSource, Options
 from .prompts import (
@@ -313,7 +313,7 @@ def _read_recorded_prompt(image_info: Mapping[Any, Any]) -> dict[str, str | int]
     number = image_info.get("class_id")
     if isinstance(prompt, str):
         return {"prompts": prompt}
-    return {"class_ids": int(number)} if isinstance(number, str) and number.isdecimal() else {}
+    return {"class_ids": int(number)} if isinstance(number, str) and is_number(number) else {}
 
 
 def _build_image_requests(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..inputs import is_number
 from ..output.names import choose_output_paths
 from .console import print_stderr, print_text
 from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
@@ -91,7 +92,7 @@ def edit(
     seed = choose_random_seed() if seed is None else seed
     chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    if prompt is not None and opened.manifest.condition.kind == "class" and prompt.isdecimal():
+    if prompt is not None and opened.manifest.condition.kind == "class" and is_number(prompt):
         options["class_ids"] = int(prompt)
     else:
         options["prompts"] = prompt

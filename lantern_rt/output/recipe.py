@@ -23,9 +23,9 @@ from ..inputs import (
 )
 from ..methods import FrozenModel, MethodName
 
-TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
+TEXTS_LIMIT = 1 << 18  # Maximum size of all relevant text chunks in bytes.
 CHUNKS_LIMIT = 1 << 17  # Maximum number of chunks; most of them contain pixels.
-TEXT_LIMIT = 1 << 14  # Maximum number of characters of a decompressed text.
+TEXT_LIMIT = 1 << 16  # Maximum number of characters of a decompressed text, more than any prompt has.
 PIXELS_LIMIT = 1 << 28  # For example 1,024 x 1,024, enlarged 16 times.
 REMEDY = "give a PNG that `lantern-rt run` wrote"
 
@@ -47,7 +47,7 @@ class Recipe(FrozenModel, strict=True):
     prompt: str | None = None
     negative_prompt: str | None = None
     class_id: int | None = None
-    token_ids: Annotated[str | None, Field(pattern=r"^[0-9]+( [0-9]+)*$")] = None
+    token_ids: Annotated[str | None, Field(pattern=r"^[0-9]{1,10}( [0-9]{1,10})*$")] = None
     embedding: str | None = None
     edit: str | None = None
     seed: int

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import cached_property
 from importlib.metadata import version
 from importlib.resources import files
 from ipaddress import ip_address
@@ -159,11 +160,15 @@ class _InfoEndpoints:
         )
 
     async def get_openapi_document(self, http_request: HttpRequest) -> Response:
+        return Response(self._openapi_document, media_type="application/json")
+
+    @cached_property
+    def _openapi_document(self) -> bytes:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
         schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest, CodesRequest)}
         document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(GenerationStats).json_schema()}
-        return JSONResponse(document)
+        return json.dumps(document).encode()
 
     async def get_api_docs_page(self, http_request: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "docs.html")

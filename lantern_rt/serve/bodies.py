@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,9 +11,12 @@ from starlette.datastructures import Headers
 
 from .codes import NPZ, CodesFileRequest, CodesRequest
 from .forms import FORM, FormBodyParser
-from .protocol import EditRequest, ImagesRequest, ParsedBody, VariationRequest, parse_json_body
+from .protocol import EditRequest, HttpError, ImagesRequest, ParsedBody, VariationRequest, parse_json_body
 from .sglang import parse_sglang_body
 from .state import ServerLimits
+
+# Field with an image in base64. In base64, a JSON string has no escapes but these.
+_IMAGE_FIELD = re.compile(rb'"image"\s*+:\s*+"[^"\\]*+(?:\\[/nr][^"\\]*+)*+"')
 
 
 class BodyParser(Protocol):
@@ -114,8 +118,25 @@ class FormBodyFormat:
 
 def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits) -> ParsedBody:
     """Parse a request for codes. The header `Accept` selects JSON or an .npz file as the response."""
-    accepted = [part.partition(";")[0].strip() for part in headers.get("accept", "").split(",")]
-    return parse_json_body(CodesFileRequest if NPZ in accepted else CodesRequest, body)
+    image = _IMAGE_FIELD.search(body)
+    size = len(body) - len(image[0] if image else b"")
+    if size > server_limits.max_body_bytes:  # before parsing, as many small fields take long to parse
+        expected = f"at most {server_limits.max_body_bytes:,} bytes beside the image"
+        raise HttpError(413, field="body", found=f"{size:,} bytes", expected=expected)
+    accept = ",".join(headers.getlist("accept")).lower()
+    file_weight = _find_weight(accept, NPZ)
+    wants_file = file_weight > 0 and file_weight >= _find_weight(accept, JsonBodyFormat.media_type)
+    return parse_json_body(CodesFileRequest if wants_file else CodesRequest, body)
+
+
+def _find_weight(accept: str, media_type: str) -> float:
+    """Return the weight `q` of a media type in a header `Accept`; 0 if the header does not name the type."""
+    for part in accept.split(","):
+        name, *parameters = [item.strip() for item in part.split(";")]
+        if name == media_type:
+            weights = [re.fullmatch(r"q=([01](?:\.[0-9]{0,3})?)", parameter) for parameter in parameters]
+            return next((float(weight[1]) for weight in weights if weight), 1.0)
+    return 0.0
 
 
 # Format of the request bodies of each endpoint, by the last part of the endpoint's path.

@@ -27,12 +27,13 @@ class FormBodyParser:
 
     Args:
         content_type: header `Content-Type` of the request, which contains the boundary between parts.
-        max_text_bytes: maximum number of bytes of a text field.
+        max_text_bytes: maximum number of bytes of all text fields together.
         request_class: class of the request that the form is converted to.
     """
 
     def __init__(self, content_type: str, max_text_bytes: int, request_class: type[EditRequest] = EditRequest) -> None:
         self._max_text_bytes = max_text_bytes
+        self._remaining_text_bytes = max_text_bytes
         self._request_class = request_class
         self._values: dict[str, bytes] = {}
         self._complete = False
@@ -90,8 +91,10 @@ class FormBodyParser:
         content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
         assert isinstance(content, BytesIO)
         self._values[name] = content.getvalue()
-        if name not in FILES and len(self._values[name]) > self._max_text_bytes:
-            raise HttpError(413, field=name, expected=f"at most {self._max_text_bytes:,} bytes")
+        if name not in FILES:
+            self._remaining_text_bytes -= len(self._values[name])
+        if self._remaining_text_bytes < 0:
+            raise HttpError(413, field=name, expected=f"at most {self._max_text_bytes:,} bytes of text in all")
 
     def _mark_complete(self) -> None:
         self._complete = True

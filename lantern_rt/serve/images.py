@@ -13,7 +13,6 @@ from traceback import clear_frames
 from typing import TypeVar
 
 from sse_starlette import EventSourceResponse
-from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -26,7 +25,6 @@ from .protocol import Completion, Event, GenerationRequest, HttpError, ParsedBod
 from .state import DISCONNECTED, ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
-SEND_SECONDS = 60.0  # timeout for a client that stops reading a stream
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class _RequestHandler:
                 "queue_seconds": round(max(each.queue_seconds for each in generation_stats), 4),
                 "tokens_per_forward_pass": round(fmean(each.tokens_per_forward_pass for each in generation_stats), 3),
             }
-        except (ClientDisconnect, ConnectionError, SendTimeoutError):
+        except (ClientDisconnect, ConnectionError):
             pass
         except Exception as error:
             http_error = HttpError.from_exception(error)
@@ -114,11 +112,10 @@ class _RequestHandler:
         content_type = headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != kind:
             raise HttpError(415, field="content-type", found=repr(content_type[:80]), expected=kind)
-        size = int(headers.get("content-length", max_size))
-        if size > max_size:
+        if int(headers.get("content-length", 0)) > max_size:
             raise _make_too_large_error(max_size)
-        with state.body_memory.reserve((record.key_name or record.client, kind), size):
-            parsed_body = await self._read_body(max_size)
+        with state.body_memory.open_account(record.caller) as reserve:
+            parsed_body = await self._read_body(max_size, reserve)
             requests = state.adapt_requests_to_bundles(parsed_body.generation_requests)
             request = requests[0]
             self._quality = request.quality or ""
@@ -140,25 +137,23 @@ class _RequestHandler:
         await self._send_response(parsed_body.make_response(completions))
         return completions
 
-    async def _read_body(self, max_bytes: int) -> ParsedBody:
-        """Read and parse the body of the request."""
-        with closing(self._body_format.make_parser(self._http_request.headers, self._state.server_limits)) as parser:
-            await self._receive_chunks(parser.write, max_bytes)
-            return parser.parse_request()
-
-    async def _receive_chunks(self, write_chunk: Callable[[bytes], None], max_bytes: int) -> None:
-        """Read the body of the request within the time limit, and call `write_chunk` with each piece."""
-        timeout = self._state.server_limits.body_timeout
+    async def _read_body(self, max_bytes: int, reserve: Callable[[int], None]) -> ParsedBody:
+        """Read and parse the body of the request, and reserve the memory of a large body as its bytes arrive."""
+        limits = self._state.server_limits
+        timeout = limits.body_timeout
         size = 0
-        try:
-            async with asyncio.timeout(timeout):
-                async for chunk in self._http_request.stream():
-                    size += len(chunk)
-                    if size > max_bytes:
-                        raise _make_too_large_error(max_bytes)
-                    write_chunk(chunk)
-        except TimeoutError as error:
-            raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
+        with closing(self._body_format.make_parser(self._http_request.headers, limits)) as parser:
+            try:
+                async with asyncio.timeout(timeout):
+                    async for chunk in self._http_request.stream():
+                        size += len(chunk)
+                        if size > max_bytes:
+                            raise _make_too_large_error(max_bytes)
+                        reserve(min(len(chunk), max(0, size - limits.max_body_bytes)))
+                        parser.write(chunk)
+            except TimeoutError as error:
+                raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
+            return parser.parse_request()
 
     async def _generate_updates(
         self, backend: ImageBackend, request: GenerationRequest
@@ -168,7 +163,7 @@ class _RequestHandler:
         remaining = request.deadline - (time.perf_counter() - self._record.start_time)
         end = asyncio.get_running_loop().time() + remaining
         timed_request = request.model_copy(update={"deadline": remaining})
-        async with aclosing(backend.generate(timed_request, self._record.key_name or self._record.client)) as updates:
+        async with aclosing(backend.generate(timed_request, self._record.caller)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -185,7 +180,7 @@ class _RequestHandler:
     ) -> Completion:
         """Send server-sent events until the images are finished, and return the finished images."""
         events = self._format_stream_events(request, updates)
-        response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
+        response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n")
         await response(self._http_request.scope, self._http_request.receive, self._send)
         if self._failure is not None:
             raise self._failure

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from ..errors import escape_unprintable
@@ -41,6 +43,17 @@ class RequestRecord:
     model: str = ""
     log_fields: dict[str, Any] = field(default_factory=dict)
     start_time: float = field(default_factory=time.perf_counter)
+
+    @property
+    def caller(self) -> str:
+        """API key, or address of the client. The addresses of an IPv6 /64 network are one caller."""
+        if self.key_name:
+            return self.key_name
+        with suppress(ValueError):  # a Unix socket has no address
+            address = ip_address(self.client)
+            if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+                return f"{int(address) >> 64:x}::/64"
+        return self.client
 
     def write_to_log(self) -> None:
         """Write a line about the request to the log. The line does not contain the prompt."""
@@ -77,9 +90,14 @@ class LogFormatter(logging.Formatter):
         if self._log_format == "json":
             line = {"time": moment, "level": level, "message": message, **facts}
             return json.dumps(line | ({"traceback": traceback} if traceback else {}))
-        values = [f"{name}={value}" for name, value in facts.items() if value != ""]
+        values = [f"{name}={_quote(str(value))}" for name, value in facts.items() if value != ""]
         text = " ".join([moment, level, message, *values]).replace("\n", " ")
         return escape_unprintable(text) + (f"\n{traceback}" if traceback else "")
+
+
+def _quote(text: str) -> str:
+    """Quote a value that would not be read as one field."""
+    return text if re.fullmatch(r'[^\s"=]+', text) else json.dumps(text, ensure_ascii=False)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,12 +20,11 @@ from ..errors import RequestError
 from ..inputs import format_error, format_value
 from .app import make_app, normalize_origin
 from .backend import LocalBackend
-from .connections import BACKLOG, LimitedConnection
+from .connections import BACKLOG, FLUSH_SECONDS, LimitedConnection
 from .state import ServerLimits, ServerState
 
 _LOG = logging.getLogger(__name__)
 HANGUP = [item for item in signal.Signals if item.name == "SIGHUP"]  # Windows lacks SIGHUP
-FLUSH_SECONDS = 1  # timeout for the last bytes of open connections
 
 
 class Server:
@@ -75,7 +75,7 @@ class Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
+            timeout_graceful_shutdown=math.ceil(FLUSH_SECONDS) + 2,  # until then, connections close themselves
         )
         self._uvicorn = uvicorn.Server(config)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from ..inputs import format_value
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 _Grid = Annotated[list[int], Field(min_length=3, max_length=3)]  # frames (1), rows, columns
-_Ids = Annotated[list[int], Field(min_length=1)]
+_Ids = Annotated[list[int], Field(min_length=1), FailFast()]
 
 
 class TokenPromptRequest(CodesRequest):
@@ -106,7 +106,7 @@ class _BatchRequestBody(BaseModel):
 
     model_config = _STRICT
 
-    input_ids: Annotated[list[_Ids], Field(min_length=1)]
+    input_ids: Annotated[list[_Ids], Field(min_length=1), FailFast()]
     image_data: list[_Images]
     sampling_params: list[_SamplingParameters]
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections import Counter as Tally
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +44,10 @@ class ServerLimits:
 
     Args:
         deadline: maximum duration of a request in seconds.
-        max_body_bytes: maximum size of a JSON body.
-        max_form_bytes: maximum size of a body that may contain images.
+        max_body_bytes: maximum size of a body without its images.
+        max_form_bytes: maximum size of a body with images.
         body_timeout: maximum time in seconds to receive a body.
-        max_total_body_bytes: maximum size of the bodies of all requests together.
+        max_total_body_bytes: maximum size of all bodies above `max_body_bytes` together.
         api_key_file: file of valid API keys; None: the environment variable `LANTERN_RT_API_KEY`. If neither is
             set, no key is needed.
         methods: names of the decoding methods that requests may select; empty: all. Qualities are always allowed.
@@ -107,43 +107,38 @@ def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
 
 
 class BodyMemoryBudget:
-    """Memory budget for request bodies.
+    """Memory budget for the large bodies of all requests, of which every caller may use as much as remains free.
 
-    A body is rejected if its client would then use more memory than remains free. So memory always remains for other
-    clients.
-
-    Args:
-        max_bytes: maximum size of all bodies together.
+    So memory always remains for other callers. Small bodies need no budget, as the number of connections is limited.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._free = max_bytes
-        self._held = Tally[Hashable]()
+        self._held = Tally[str]()
 
     @contextmanager
-    def reserve(self, caller: Hashable, num_bytes: int) -> Iterator[None]:
-        """Allocate memory in the budget for a body while the `with` block runs.
+    def open_account(self, caller: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves a number of bytes until the `with` block ends.
 
-        Args:
-            caller: client that sends the body.
-            num_bytes: size of the body.
-
-        Raises:
-            HttpError: the client uses too much memory.
+        The function raises `HttpError` if the caller would use too much memory.
         """
-        if self._held[caller] + num_bytes > self._free - num_bytes:
-            remedy = "try again when other requests are finished"
-            raise HttpError(
-                429, "no memory for the body", "busy", 5, field="body", found=f"{num_bytes:,} bytes", remedy=remedy
-            )
-        self._adjust_usage(caller, num_bytes)
-        try:
-            yield
-        finally:
-            self._adjust_usage(caller, -num_bytes)
+        reserved = 0
 
-    def _adjust_usage(self, caller: Hashable, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative, to the memory that a client uses."""
+        def reserve(num_bytes: int) -> None:
+            nonlocal reserved
+            if self._held[caller] + num_bytes > self._free - num_bytes:
+                remedy = "try again when other requests are finished"
+                raise HttpError(429, "no memory for the body", "busy", 5, field="body", remedy=remedy)
+            self._adjust_usage(caller, num_bytes)
+            reserved += num_bytes
+
+        try:
+            yield reserve
+        finally:
+            self._adjust_usage(caller, -reserved)
+
+    def _adjust_usage(self, caller: str, num_bytes: int) -> None:
+        """Add a number of bytes, which may be negative, to the memory that a caller uses."""
         self._free -= num_bytes
         self._held[caller] += num_bytes
         self._held = +self._held

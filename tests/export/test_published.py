@@ -176,8 +176,17 @@ def test_the_last_line_of_the_error_without_a_network_says_that_the_hub_cannot_b
     assert "Traceback" not in process.stderr
 
 
+def list_names() -> Iterator[Any]:
+    """Yield the published models; all but the first with the same family and kinds of files are for every week."""
+    kinds = set()
+    for name, model in published.load_published_models().items():
+        kind = (model.family, *model.files)
+        yield pytest.param(name, marks=pytest.mark.weekly if kind in kinds else ())
+        kinds.add(kind)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", published.load_published_models())
+@pytest.mark.parametrize("name", [*list_names()])
 def test_every_published_model_generates_an_image_by_name(hub: str, tmp_path: Path, name: str) -> None:
     host = EmptyCacheHost(hub, tmp_path, name)
     model = published.find_published_model(name)

@@ -76,19 +76,25 @@ def read_published_codes(trace: dict[str, Any]) -> list[int]:
 def test_a_request_with_a_base64_source_image_returns_the_codes_of_the_pipeline(
     glm_server: RunningServer, glm_pipe: Pipeline
 ) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (96, 160, 3), np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (192, 320, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     assert len(file.getvalue()) > 32 << 10
-    body = {"prompt": "a red fox", "seed": 4, "image": base64.b64encode(file.getvalue()).decode()}
-    status, response = post(glm_server, CODES_PATH, body)
-    assert (status, response["size"]) == (200, "160x96"), response
-    (data,) = response["data"]
-    assert data["first_codes"] == []
-    assert np.ravel(data["codes"]).tolist() == glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
-    for image, field in (("AAAA", "image"), ("no base64", "image"), (7, "image")):
+    text = base64.b64encode(file.getvalue()).decode()
+    expected = glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
+    for image in (text, f"data:image/png;base64,{text}", base64.encodebytes(file.getvalue()).decode()):
+        body = {"prompt": "a red fox", "seed": 4, "image": image}
+        assert len(json.dumps(body)) > 64 << 10
+        status, response = post(glm_server, CODES_PATH, body)
+        assert (status, response["size"]) == (200, "160x96"), response
+        (data,) = response["data"]
+        assert data["first_codes"] == []
+        assert np.ravel(data["codes"]).tolist() == expected
+    for image in ("AAAA", "no base64", f"data:text/plain;base64,{text}", 7):
         status, response = post(glm_server, CODES_PATH, body | {"image": image})
-        assert (status, response["error"]["param"]) == (400, field)
+        assert (status, response["error"]["param"]) == (400, "image")
+    for field in ("user", "mask", '"image": "'):  # only the image may be long
+        assert post(glm_server, CODES_PATH, body | {field: text})[0] == 413
 
 
 def test_a_source_image_is_rejected_for_a_bundle_that_does_not_support_source_images(
@@ -219,7 +225,9 @@ def test_json_file_and_stream_responses_contain_the_codes_of_the_pipeline(
     assert (status, [image_data["codes"] for image_data in response["data"]]) == (200, grids)
     assert [[*chain(*image_data["first_codes"])] for image_data in response["data"]] == small_grids
     assert (response["size"], response["lantern"]["seeds"]) == (size.name, [5, 6])
-    headers = {"accept": "text/html, application/x-npz;q=1"}
+    for accept in ("application/x-npz;q=0", "application/x-npz; q=0.5, application/json"):
+        assert "data" in post(server, CODES_PATH, body, accept=accept)[1]
+    headers = {"accept": "text/html, Application/X-NPZ;Q=1, application/json;q=0.9"}
     status, response_headers, file = server.request("POST", CODES_PATH, json.dumps(body).encode(), JSON | headers)
     assert (status, response_headers["content-type"]) == (200, "application/x-npz")
     with np.load(io.BytesIO(file)) as arrays:

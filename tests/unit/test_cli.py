@@ -362,7 +362,7 @@ def test_the_program_prints_help_without_arguments_and_the_version_with_an_optio
             ["edit", "a.png", "--seed", "random"],
             "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
         ),
-        (["run", "a red cube", "--top-p", "most"], "--top-p: found 'most', expected number"),
+        (["run", "a red cube", "--top-p", "most"], "--top-p: found 'most', expected a number"),
         (["run", "--class-id", "3.5"], "--class-id: found '3.5', expected a whole number"),
         (["bench", "--count", "few"], "--count: found 'few', expected a whole number"),
         (["serve", "--port", "http"], "--port: found 'http', expected a whole number"),
