@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -44,6 +45,18 @@ def test_model_names_in_commands_of_the_docs_are_names_of_published_models() -> 
     names = re.findall(r"lantern-rt (?:run|serve|export) ((?:llamagen|janus|emu3|simplear|anole|lumina)\S*)", text)
     assert len(names) > 3
     assert set(names) <= published.load_published_models().keys()
+
+
+@pytest.mark.parametrize("name", published.load_published_models())
+def test_models_name_prints_facts_and_commands(program: Any, host: pytest.MonkeyPatch, name: str) -> None:
+    model = published.find_published_model(name)
+    code, out, _ = program("models", name)
+    assert code == 0
+    assert f"licence          {model.licence}\n" in out
+    assert f"\nlantern-rt run {name} " in out
+    assert ("lantern-rt serve" in out) == model.makes_images
+    (row,) = json.loads(program("models", name, "--json")[1])["models"]
+    assert (row["name"], row["memory_bytes"]) == (name, model.memory_bytes)
 
 
 @pytest.mark.parametrize("name", published.load_published_models())
