@@ -91,7 +91,6 @@ def bench(
 
 
 def describe_pipeline(pipeline: Pipeline) -> dict[str, Any]:
-    """Return the version, bundle, processor, backends and threads of a measured pipeline, as fields for JSON."""
     return {
         "lantern_rt": __version__,
         "bundle": pipeline.bundle.manifest.name,

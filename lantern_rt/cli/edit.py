@@ -114,14 +114,7 @@ def edit(
 def _generate_edits(
     pipeline: Pipeline, image_path: Path, options: dict[str, Any], planned_files: list[tuple[Path, bool]]
 ) -> None:
-    """Generate the images, and write the files that do not exist yet.
-
-    Args:
-        pipeline: pipeline of the bundle.
-        image_path: path of the image to edit.
-        options: keyword arguments of `Pipeline.edit`.
-        planned_files: path of each image, and whether the file exists and already contains the image.
-    """
+    """Generate the images, and write the files that do not exist yet. `planned_files`: path, and whether it exists."""
     from ..output.files import write_output
     from ..output.images import encode_png
 

@@ -171,7 +171,6 @@ def serve(
 
 
 def _check_choice_options(methods: Sequence[str], log_level: str, log_format: str) -> None:
-    """Check that each option has one of its allowed values."""
     from ..serve.log import FORMATS, LEVELS
 
     selected = [("methods", name, METHODS) for name in methods]
@@ -183,11 +182,7 @@ def _check_choice_options(methods: Sequence[str], log_level: str, log_format: st
 def _check_limit_options(
     api_key_file: Path | None, allowed_origins: Sequence[str], max_images_per_pass: int | None, max_queued_images: int
 ) -> None:
-    """Check options that the server uses only after it has opened the bundles.
-
-    Raises:
-        RequestError: an option is invalid.
-    """
+    """Check options that the server uses only after it has opened the bundles."""
     from ..serve.app import normalize_origin
     from ..serve.state import read_api_keys
 
@@ -214,18 +209,10 @@ def _parse_aliases(alias_options: Sequence[str], model_names: Sequence[str]) -> 
 def _parse_size_mappings(
     size_options: Sequence[str], bundles: Sequence[Bundle], missing_models: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Parse the values of `--map-size`.
+    """Return the size of the images by the size in a request, from options such as `1024x1024=256x256`.
 
     Args:
-        size_options: values such as `1024x1024=256x256`: the size in a request, and the size of the images.
-        bundles: open bundles, whose sizes are all known.
         missing_models: names of published models that are not in the cache. Their sizes come from the table of models.
-
-    Returns:
-        The size of the images by the size in a request.
-
-    Raises:
-        RequestError: a value has the wrong form, or no model has the size of the images.
     """
     from ..published import find_published_model
 
@@ -247,11 +234,8 @@ def _parse_size_mappings(
 def _open_available_bundles(bundle_names: Sequence[str], engine_options: EngineOptions) -> dict[str, Bundle | None]:
     """Open bundles that are on this host, and check that the names of all models differ.
 
-    Args:
-        bundle_names: folders or names of bundles.
-
     Returns:
-        The open bundle of each model, by the name of the model; None for a published model that is not in the cache.
+        The bundle of each model, by the name of the model; None for a published model that is not in the cache.
     """
     from ..published import is_missing_from_cache
 
@@ -272,13 +256,6 @@ def _open_available_bundles(bundle_names: Sequence[str], engine_options: EngineO
 
 
 def _open_bundle_and_check_memory(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
-    """Open a bundle unless it is already open, and check that there is enough memory for it.
-
-    Args:
-        name: folder, name or hub reference of the bundle.
-        bundle: the open bundle; None: open the bundle.
-        engine_options: options that choose how graphs are run.
-    """
     from ..memory import check_memory, choose_settings_of_highest_memory
 
     bundle = bundle or engine_options.open_bundle(name)

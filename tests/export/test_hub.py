@@ -414,7 +414,7 @@ def test_a_bundle_without_an_image_decoder_is_pushed_without_sample_images(
     pushed_files = REPOSITORIES["owner/pushed"]
     assert not [name for name in pushed_files if name.startswith("samples/")]
     card = pushed_files["README.md"].decode()
-    assert "draws codes" in card
+    assert "generates codes" in card
     assert ("--from" in card, 'lantern-rt run hf:owner/pushed "a prompt"' in card) == (False, True)
     code, out = program("run", "hf:owner/pushed@v1", "a fox", "--size", "64x64", "--output", tmp_path / "fox.npz")
     assert (code, out) == (0, str(tmp_path / "fox.npz"))

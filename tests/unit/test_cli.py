@@ -165,7 +165,7 @@ def test_an_argument_beside_an_option_that_gives_the_prompt_is_reported_as_a_mis
         (["red", "--count", "0"], "--count: found 0, expected a whole number 1 .. 1024"),
         (["red", "--threads", "0"], ".*threads: found 0"),
         (["red", "--scale", "99"], "--scale: found 99"),
-        (["red", "--from", "a.png"], "prompt: cannot be combined with --from"),
+        (["red", "--from", "a.png"], "prompt: is recorded in a.png already"),
         (["red", "--output", "there.png"], "there.png: found a file, expected none; .*--force"),
         (["red", "--output", "x" * 300], "x+: cannot be written"),
         (["red", "--trace", "x" * 300 + ".npz"], "x+.npz: cannot be written"),
