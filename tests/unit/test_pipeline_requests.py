@@ -230,7 +230,7 @@ def test_embeddings_with_a_wrong_shape_or_wrong_values_are_rejected(
         ),
         (
             {"method": "sjd:window=300"},
-            "window: found 300, expected less than or equal to 128; correct method 'sjd:window=300'",
+            "window: found 300, expected at most 128; correct method 'sjd:window=300'",
         ),
         ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or groups"),
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
