@@ -162,7 +162,7 @@ def find_unusable_bundle(name: str) -> Path | None:
     places = [_exported_bundle_folder(name)]
     if isinstance(source, PublishedBundle):
         places += find_snapshot_folder(source.reference).parent.glob("*")
-    return next((folder for folder in places if (folder / MANIFEST_FILE).is_file()), None)
+    return next((folder for folder in places if os.path.isfile(folder / MANIFEST_FILE)), None)
 
 
 def _exported_bundle_folder(name: str) -> Path:
@@ -274,7 +274,7 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
         try:
             open_bundle(source.reference, digest=source.digest)
         except BundleError as error:
-            instead = f"`lantern-rt export {name}` exports it from its checkpoint"
+            instead = f"`lantern-rt export {name} --output FOLDER` exports it from its checkpoint"
             error.remedy = "; ".join(filter(None, [error.remedy, instead]))
             raise
         return source.reference

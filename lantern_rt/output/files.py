@@ -71,18 +71,19 @@ def check_output_path(path: Path, force: bool) -> None:
 
 def check_new_folder(output: Path, force: bool, marker_file: str) -> None:
     """Raise OutputError if a folder cannot be created, or replaced: with `force`, if it has the marker file."""
-    if os.path.lexists(output):
-        if not force:
-            raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
-        if output.is_mount():
-            problem = "is a mount point, which cannot be replaced"
-            raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
-        replaceable = output.is_dir() and not output.is_symlink()
-        if not replaceable or (any(output.iterdir()) and not (output / marker_file).is_file()):
-            problem = f"has no {marker_file}, so --force does not replace it"
-            raise OutputError(problem, field=str(output), remedy="give another name")
-    with convert_output_errors(output), tempfile.TemporaryFile(dir=find_existing_ancestor(output.absolute().parent)):
-        pass
+    with convert_output_errors(output):
+        if os.path.lexists(output):
+            if not force:
+                raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
+            if output.is_mount():
+                problem = "is a mount point, which cannot be replaced"
+                raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
+            replaceable = output.is_dir() and not output.is_symlink()
+            if not replaceable or (any(output.iterdir()) and not (output / marker_file).is_file()):
+                problem = f"has no {marker_file}, so --force does not replace it"
+                raise OutputError(problem, field=str(output), remedy="give another name")
+        with tempfile.TemporaryFile(dir=find_existing_ancestor(output.absolute().parent)):
+            pass
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
@@ -181,7 +182,8 @@ def wait_for_folder(folder: Path, report_wait: Callable[[], None]) -> Iterator[N
     if fcntl is None:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with convert_output_errors(folder, (OSError,)):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

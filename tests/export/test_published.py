@@ -252,7 +252,7 @@ def test_the_commands_that_models_name_prints_run_on_small_weights(hub: str, tmp
     program = host.start(*shlex.split(command)[1:], "--port", port, stderr=subprocess.DEVNULL, cwd=tmp_path)
     try:
         request = request.replace("localhost:8000", f"127.0.0.1:{port}").replace("curl", "curl --retry-connrefused", 1)
-        command = f"{request} --retry 60 --retry-delay 1"
+        command = f"{request} --fail --retry 60 --retry-delay 1"
         response = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
         assert "b64_json" in json.loads(response)["data"][0], response
     finally:

@@ -83,16 +83,19 @@ def test_a_mount_point_as_output_folder_is_rejected_before_the_work_begins() -> 
     )
 
 
-def test_an_output_folder_in_a_read_only_folder_is_rejected_before_the_work_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "number"), [("tempfile.TemporaryFile", errno.EROFS), ("pathlib.Path.iterdir", errno.EACCES)]
+)
+def test_an_output_folder_that_cannot_be_read_or_written_is_rejected_before_the_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
-    def fail(**_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
 
     (tmp_path / "bundle").mkdir()
-    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    monkeypatch.setattr(function, fail)
     error = catch_error(OutputError, check_new_folder, tmp_path / "bundle", True, "bundle.json")
-    assert error.problem == "cannot be written (Read-only file system)"
+    assert error.problem == f"cannot be written ({os.strerror(number)})"
 
 
 def test_the_disk_space_check_adds_the_sizes_of_folders_on_the_same_disk(
