@@ -9,7 +9,7 @@
 The program prints milliseconds of a forward pass by its number of nodes. The KV cache holds half an image, and the
 batch has two rows (one image with guidance). The bound is the time to read the target's weights once. On CPUs, ONNX
 Runtime's profiler divides the time into weight products, attention and other operations; profiling takes time itself.
-`lantern-rt bench --wide` measures whole methods. The program needs `lantern-rt[export]`. There is no pass or fail.
+`lantern-rt bench` measures whole methods. The program needs `lantern-rt[export]`. There is no pass or fail.
 """
 
 from __future__ import annotations

@@ -131,9 +131,9 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         use_multi_head_op: bool,
     ) -> None:
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        num_heads = spec.num_heads
+        num_heads = spec.architecture.num_heads
         kv_group_size = num_heads // spec.num_kv_heads
-        super().__init__(graph, spec.require_architecture(path), weights, dtype, num_heads, kv_group_size)
+        super().__init__(graph, spec.architecture, weights, dtype, num_heads, kv_group_size)
         self.spec = spec
         self.basic_ops_only = basic_ops_only
         self.capacity = capacity

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import EngineError, RequestError
+from ..errors import EngineError, OutputError, RequestError
 from ..inputs import format_error, format_value, make_install_command
+from ..output.files import find_existing_ancestor
 from .gpu import find_gpu
 from .system import check_thread_count, read_host_memory
 
@@ -147,15 +150,31 @@ def available_memory() -> int:
     return max(0, min(free))
 
 
-def check_free_memory(needed_bytes: int, remedy: str) -> None:
-    """Check that `needed_bytes` bytes of memory are free.
+def check_space(memory_bytes: int, disk_bytes: Sequence[tuple[Path, int]]) -> None:
+    """Check that memory and disks have enough free space.
 
-    Raises: RequestError: less memory is free; the message recommends `remedy`.
+    Args:
+        memory_bytes: needed memory.
+        disk_bytes: folders, which need not exist, with the number of bytes to write. Folders on one disk are added up.
+
+    Raises:
+        RequestError: there is too little memory.
+        OutputError: a disk is too full.
     """
     free = available_memory()
-    if free < needed_bytes:
-        actual = f"{free / 1e9:.1f} GB free"
-        raise RequestError(field="memory", found=actual, expected=f"{needed_bytes / 1e9:.1f} GB", remedy=remedy)
+    if free < memory_bytes:
+        remedy = "close other programs, or use a smaller model or precision"
+        found = f"{free / 1e9:.1f} GB free"
+        raise RequestError(field="memory", found=found, expected=f"{memory_bytes / 1e9:.1f} GB", remedy=remedy)
+    places = [find_existing_ancestor(folder) for folder, _ in disk_bytes]
+    disks = [place.stat().st_dev for place in places]
+    for (folder, _), place, disk in zip(disk_bytes, places, disks, strict=True):
+        needed = sum(size for (_, size), other in zip(disk_bytes, disks, strict=True) if other == disk)
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            remedy = "free some, or use another disk: HF_HOME is the folder of downloads, LANTERN_RT_CACHE of exports"
+            found = f"{free / 1e9:.2f} GB free on the disk"
+            raise OutputError(field=str(folder), found=found, expected=f"{needed / 1e9:.2f} GB", remedy=remedy)
 
 
 def list_installed_packages(*names: str) -> list[str]:

@@ -196,7 +196,7 @@ def estimate_forward_pass_memory(
     """
     logits = num_nodes * spec.vocab_size * 4  # float32
     # the attention mask, and two copies of the attention scores of one layer
-    scores = num_nodes * (past_length + num_nodes) * (2 * spec.num_heads + 1) * itemsize
+    scores = num_nodes * (past_length + num_nodes) * (2 * spec.architecture.num_heads + 1) * itemsize
     states = num_nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
     return num_rows * (logits + scores + states)
 

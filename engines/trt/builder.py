@@ -199,7 +199,7 @@ def build_engine_file(
         parser_errors = [message for message in errors.messages if message.startswith("In node")]
         first_error = format_first_error(parser_errors or errors.messages)
         problem = f"{backend} {library.__version__} does not build this graph: {first_error}"
-        remedy = "try smaller --max-rows or --max-nodes, or run the commands that --dry-run prints"
+        remedy = "try smaller --max-rows or --max-nodes"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
         logging.getLogger("Polygraphy").removeFilter(errors)

@@ -145,7 +145,5 @@ BODY_FORMATS: dict[str, BodyFormat] = {
     "edits": FormBodyFormat(EditRequest),
     "variations": FormBodyFormat(VariationRequest),
     "codes": JsonBodyFormat(_parse_codes_body, may_contain_image=True),
-    "generate": JsonBodyFormat(
-        lambda body, headers, server_limits: parse_sglang_body(body, server_limits.own_sampling), allows_batch=True
-    ),
+    "generate": JsonBodyFormat(lambda body, headers, server_limits: parse_sglang_body(body), allows_batch=True),
 }

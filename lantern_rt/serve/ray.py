@@ -59,7 +59,6 @@ class DeploymentSettings(BaseModel):
         max_n: maximum number of images per request.
         aliases: name of a model by its alias, an additional name that requests may use.
         mapped_sizes: size of the images, or `auto`, by the size in a request.
-        own_sampling: whether `POST /generate` ignores a request's sampling settings.
         cors: sites whose pages may send requests.
     """
 
@@ -79,7 +78,6 @@ class DeploymentSettings(BaseModel):
     max_n: int = Field(default=10, ge=1, le=10)
     aliases: dict[str, str] = {}
     mapped_sizes: dict[str, str] = {}
-    own_sampling: bool = False
     cors: list[str] = []
 
 
@@ -169,7 +167,7 @@ class Ingress:
     """Web application of `lantern-rt serve` that forwards requests to replicas."""
 
     def __init__(self, settings: DeploymentSettings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
-        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes", "own_sampling"}
+        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes"}
         limits = settings.model_dump(include=names)
         self._state = ServerState(ServerLimits(**limits))
         self._replicas = replicas

@@ -90,16 +90,14 @@ class _SingleRequestBody(BaseModel):
     image_data: _Images
     sampling_params: _SamplingParameters
 
-    def make_request(self, use_bundle_sampling: bool) -> TokenPromptRequest:
-        """Convert the body to a request, without its sampling settings if the bundle's settings replace them."""
+    def make_request(self) -> TokenPromptRequest:
         parameters = self.sampling_params
-        sampling = {} if use_bundle_sampling else {name: getattr(parameters, name) for name in SAMPLING}
         return TokenPromptRequest(
             token_ids=self.input_ids,
             grid_shapes=self.image_data[0].image_grid_thw,
             max_tokens=parameters.max_new_tokens,
             seed=parameters.sampling_seed,
-            **sampling,
+            **{name: getattr(parameters, name) for name in SAMPLING},
         )
 
 
@@ -150,27 +148,24 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
     return {"output_ids": completion.codes[0].tolist(), "meta_info": meta_info}
 
 
-def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
+def parse_sglang_body(body: bytes) -> SGLangRequest:
     """Parse the body of a single request or of a batch request.
 
     Args:
         body: JSON text.
-        use_bundle_sampling: whether the sampling settings of the bundle replace the settings in the body.
 
     Raises:
         HttpError: a field is invalid.
     """
     head = parse_json_body(_InputIdsBody, body)
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
-        return SGLangRequest(
-            [parse_json_body(_SingleRequestBody, body).make_request(use_bundle_sampling)], is_batch=False
-        )
+        return SGLangRequest([parse_json_body(_SingleRequestBody, body).make_request()], is_batch=False)
     batch = parse_json_body(_BatchRequestBody, body)
     columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
     singles = [
         _SingleRequestBody(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns
     ]
-    return SGLangRequest([single.make_request(use_bundle_sampling) for single in singles], is_batch=True)
+    return SGLangRequest([single.make_request() for single in singles], is_batch=True)
 
 
 class _InputIdsBody(BaseModel):

@@ -54,7 +54,6 @@ class ServerLimits:
         max_n: maximum number of images per request.
         aliases: name of a model by its alias, an additional name that requests may use.
         mapped_sizes: size of the images, or `auto`, by the size in a request.
-        own_sampling: whether `POST /generate` ignores a request's sampling settings.
     """
 
     deadline: float = 600.0
@@ -67,7 +66,6 @@ class ServerLimits:
     max_n: int = 10
     aliases: Mapping[str, str] = field(default_factory=dict)
     mapped_sizes: Mapping[str, str] = field(default_factory=dict)
-    own_sampling: bool = False
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:

@@ -248,7 +248,7 @@ def test_the_error_of_a_wrong_option_says_how_to_correct_the_request(
         ("eagle", "has no drafter of the kind heads or eagle"),
         ("lantern:drafter=heads", "has no drafter of the kind heads"),
         ("sjd:lambda=2", "has 0 neighbors per code, but the method's bound reads 10"),
-        ("groups", "draws one token after another"),
+        ("groups", "generates one token after another"),
         (Eagle(), "has no drafter of the kind heads or eagle"),
         (SpeculativeJacobi(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],

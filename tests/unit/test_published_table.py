@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -49,6 +50,18 @@ def test_model_names_in_commands_of_the_docs_are_names_of_published_models() -> 
 
 
 @pytest.mark.parametrize("name", published.load_published_models())
+def test_models_name_prints_facts_and_commands(program: Any, host: pytest.MonkeyPatch, name: str) -> None:
+    model = published.find_published_model(name)
+    code, out, _ = program("models", name)
+    assert code == 0
+    assert f"licence          {model.licence}\n" in out
+    assert f"\nlantern-rt run {name} " in out
+    assert ("lantern-rt serve" in out) == model.makes_images
+    (row,) = json.loads(program("models", name, "--json")[1])["models"]
+    assert (row["name"], row["memory_bytes"]) == (name, model.memory_bytes)
+
+
+@pytest.mark.parametrize("name", published.load_published_models())
 def test_every_published_model_has_the_export_options_that_the_model_family_needs(name: str) -> None:
     pytest.importorskip("torch")
     model = published.find_published_model(name)
@@ -89,11 +102,14 @@ def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pyte
     check_host()
     assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
-    assert get_host_error(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
+    assert (
+        get_host_error(NAME)
+        == "memory: found 2.1 GB free, expected 2.2 GB; close other programs, or use a smaller model or precision"
+    )
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # on the disk of the bundles
     host.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert "found 1.07 GB free on the disk, expected 1.46 GB; set HF_HOME and LANTERN_RT_CACHE" in get_host_error(NAME)
+    assert "found 1.07 GB free on the disk, expected 1.46 GB; free some, or use another disk" in get_host_error(NAME)
 
 
 def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
@@ -227,7 +243,6 @@ WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
         for field, words in {
             "--alias": ("--alias", "x"),
             "--map-size": ("--map-size", "1024x1024=5x5"),
-            "--name": ("--name", "one", "--name", "two"),
             "bundles": (NAME,),
             "--batch": ("--batch", "0"),
             "--waiting": ("--waiting", "-1"),

@@ -154,11 +154,11 @@ def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
     manifest = bundle.manifest
     spec = manifest.target
     prefix = manifest.condition.prefix
-    architecture = spec.require_architecture(bundle.path("target"))
+    architecture = spec.architecture
     config = DecoderConfig(
         hidden_size=spec.hidden_size,
         num_layers=1,
-        num_heads=spec.num_heads,
+        num_heads=architecture.num_heads,
         num_kv_heads=spec.num_kv_heads,
         intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,
