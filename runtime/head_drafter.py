@@ -66,27 +66,12 @@ class HeadDrafter(TreeDrafter):
                     self._states[sequence] = DraftHeadState(sequence, self._heads)
                 self._states[sequence].update(commit)
 
-    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Return a draft tree for every sequence; for `sjd` the tree has no branches."""
-        trees = []
-        for sequence in sequences:
-            tree = self._states[sequence].draft()
-            if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:
-                sequence.error = make_invalid_logits_error()
-            trees.append(tree)
-        return trees
-
-    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
-        """Choose the window size for the number of images, and return the number of nodes of the window.
-
-        A smaller pass is padded to this number.
-
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass.
-        """
-        sequence.adapt_window(num_images)
-        return sequence.max_nodes
+    def draft_tree(self, sequence: ImageSequence) -> DraftTree:
+        """Return a draft tree; for `sjd` the tree has no branches."""
+        tree = self._states[sequence].draft()
+        if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:  # NaN after the root
+            sequence.error = make_invalid_logits_error()
+        return tree
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the states of these sequences."""

@@ -49,28 +49,13 @@ class JacobiDrafter(TreeDrafter):
             if commit.sequence.num_remaining_codes and commit.sequence in self._windows:
                 self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
 
-    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Return the window of each sequence as a draft tree without branches."""
-        trees = []
-        for sequence in sequences:
-            preserved = next_preserved_tokens(sequence, self.max_nodes)
-            remaining = sequence.count_codes_until_preserved(len(preserved))
-            if preserved:  # preserved tokens and window have to fit into one pass
-                remaining = min(remaining, self.max_nodes - len(preserved))
-            trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
-        return trees
-
-    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
-        """Choose the window size for the number of images, and return the number of nodes of the window.
-
-        A smaller pass is padded to this number.
-
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass.
-        """
-        sequence.adapt_window(num_images)
-        return sequence.max_nodes
+    def draft_tree(self, sequence: ImageSequence) -> DraftTree:
+        """Return the window as a draft tree without branches."""
+        preserved = next_preserved_tokens(sequence, self.max_nodes)
+        remaining = sequence.count_codes_until_preserved(len(preserved))
+        if preserved:  # preserved tokens and window have to fit into one pass
+            remaining = min(remaining, self.max_nodes - len(preserved))
+        return self._get_window(sequence).draft(sequence.codes, remaining, preserved)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
         """Delete the windows of these sequences."""

@@ -28,13 +28,11 @@ class RasterLayout:
 
     num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
-    # Rows and columns of a smaller grid, whose codes are generated before the codes of the main grid; (0, 0): none.
-    first_grid: tuple[int, int] = (0, 0)
 
     @property
-    def num_first_grid_codes(self) -> int:
-        """Number of codes of the smaller grid."""
-        return self.first_grid[0] * self.first_grid[1]
+    def grid_start(self) -> int:
+        """Number of codes that are generated before the grid."""
+        return 0
 
     @property
     def num_tokens(self) -> int:
@@ -68,11 +66,7 @@ class RasterLayout:
 
     def find_code_index_above(self, code_index: int) -> int:
         """Return the code index of the cell above in the same grid, or a negative number in the first row of a grid."""
-        first_codes = self.num_first_grid_codes
-        if code_index < first_codes:
-            return code_index - self.first_grid[1]
-        above = code_index - self.columns
-        return above if above >= first_codes else -1
+        return code_index - self.columns
 
     def find_left_or_upper_neighbor(self, code_index: int) -> int:
         """Return the code index of the cell to the left or, in the first column, of the cell above."""
@@ -103,6 +97,24 @@ class RasterLayout:
     def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
         """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoGridLayout(RasterLayout):
+    """Raster layout of an image whose codes follow the codes of a smaller version of the image."""
+
+    first_grid: tuple[int, int]  # rows and columns of the smaller grid
+
+    @property
+    def grid_start(self) -> int:
+        rows, columns = self.first_grid
+        return rows * columns
+
+    def find_code_index_above(self, code_index: int) -> int:
+        if code_index < self.grid_start:
+            return code_index - self.first_grid[1]
+        above = code_index - self.columns
+        return above if above >= self.grid_start else -1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,17 +142,18 @@ class TreeDrafter(Drafter):
         Args:
             sequences: sequences with at least one committed code; not empty.
         """
-        return [make_chain(sequence.codes[-1:]) for sequence in sequences]
+        return [self.draft_tree(sequence) for sequence in sequences]
+
+    def draft_tree(self, sequence: ImageSequence) -> DraftTree:
+        """Return a draft tree for one sequence; override this, or `draft_trees` to draft for all sequences at once."""
+        return make_chain(sequence.codes[-1:])
 
     def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the number of nodes of the largest draft of a sequence.
+        """Return the number of nodes of the largest draft of a sequence, which may depend on the number of images.
 
-        Smaller passes are padded to this number, so that all passes have the same shape.
-
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass, which this method does not need.
+        Smaller passes are padded to this number, so that passes have few different shapes.
         """
+        sequence.adapt_window(num_images)
         return sequence.max_nodes
 
 
