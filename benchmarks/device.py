@@ -147,7 +147,7 @@ def run_target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
     from lantern_rt.runtime.engine import PassInput
 
     tokens = np.zeros((ROWS, nodes), np.int64)
-    mask = np.zeros((ROWS, nodes, pipe.engines.target.compute_padded_past_length(cache, nodes) + nodes), bool)
+    mask = np.zeros((ROWS, nodes, pipe.engines.target.past_columns(cache, nodes) + nodes), bool)
     mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
     return pipe.engines.target.run(PassInput(positions=tokens, attention_mask=mask, tokens=tokens), cache)
 

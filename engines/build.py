@@ -97,10 +97,7 @@ def build_engines(
 
 
 def choose_compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
-    """Return the requested compute capabilities in upper case; by default, the compute capability of this host's GPU.
-
-    Raises: EngineError: no compute capabilities were requested, and this host has no GPU.
-    """
+    """Return the requested compute capabilities, such as `SM89`; by default, that of this host's GPU."""
     if options.compute_capabilities:
         return tuple(name.upper() for name in options.compute_capabilities)
     if gpu := find_gpu():

@@ -41,7 +41,8 @@ _import_lock = threading.Lock()
 def import_onnxruntime() -> Any:
     """Import onnxruntime with telemetry disabled, and return the module.
 
-    Raises: EngineError: onnxruntime cannot be imported.
+    Raises:
+        EngineError: onnxruntime cannot be imported.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads this variable
     with _import_lock:
@@ -102,10 +103,7 @@ def count_usable_cores() -> int:
 
 
 def choose_thread_count(threads: int | None) -> int:
-    """Return the number of threads for running a graph.
-
-    Args:
-        threads: requested number, 1 .. 1024; None: one thread per usable core.
+    """Return the number of threads for running a graph: `threads` (1 .. 1024), or one per usable core.
 
     Raises:
         EngineError: the number is out of range, or this system cannot start as many threads.
@@ -118,10 +116,7 @@ def choose_thread_count(threads: int | None) -> int:
 
 
 def read_cpu_quota() -> float | None:
-    """Return the CPU quota of this process in cores, such as 1.5; None if there is no quota.
-
-    If several control groups have a quota, the smallest applies.
-    """
+    """Return the smallest CPU quota of this process in cores, such as 1.5; None if there is no quota."""
     return min(
         (quota for folder in _list_control_groups() if (quota := _read_group_quota(folder)) is not None), default=None
     )
@@ -148,10 +143,7 @@ def available_memory() -> int:
 
 
 def check_free_memory(needed_bytes: int, remedy: str) -> None:
-    """Check that `needed_bytes` bytes of memory are free.
-
-    Raises: RequestError: less memory is free; the message recommends `remedy`.
-    """
+    """Raise RequestError if fewer than `needed_bytes` bytes of memory are free; the message recommends `remedy`."""
     free = available_memory()
     if free < needed_bytes:
         actual = f"{free / 1e9:.1f} GB free"
@@ -159,7 +151,6 @@ def check_free_memory(needed_bytes: int, remedy: str) -> None:
 
 
 def list_installed_packages(*names: str) -> list[str]:
-    """Return the packages in `names` that are installed."""
     distributions = []
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -194,20 +185,10 @@ def _list_control_groups() -> list[Path]:
     return folders
 
 
-def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
-    """Return the free memory of a control group.
-
-    Args:
-        folder: folder of the control group.
-        limit_file: name of the file with the limit in bytes.
-        used_file: name of the file with the memory in use, in bytes.
-        cache_field: field of `memory.stat` with the size of cached files, which count as in use.
-
-    Returns:
-        A list with the number of free bytes; an empty list if the control group has no limit.
-    """
+def _read_free_memory(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> list[int]:
+    """Return the free bytes of a control group in a list, which is empty if the group has no limit."""
     limit = _read_text(folder / limit_file)
-    used = _read_text(folder / used_file)
+    used = _read_text(folder / usage_file)
     if not (limit.isdigit() and used.isdigit()):
         return []
     stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines() if len(line.split()) == 2)
@@ -216,7 +197,6 @@ def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field
 
 
 def _read_group_quota(folder: Path) -> float | None:
-    """Return the CPU quota of a control group in cores; None if the group has no quota."""
     limit, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not period:
         limit = _read_text(folder / "cpu.cfs_quota_us")

@@ -103,25 +103,17 @@ class BundleEngines:
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Compute the embeddings of the conditional and unconditional prefixes.
+        """Compute the embeddings of the conditional and unconditional prefixes from the condition graph's inputs.
 
-        Args:
-            inputs: inputs of the condition graph by name, such as `class_ids` or `token_ids`.
-
-        Returns:
-            Conditional and unconditional embeddings, float32 `[rows, length, hidden_size]`; the lengths may differ.
+        Both are float32 `[rows, length, hidden_size]`, and may differ in length.
         """
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def decode_images(self, codes: Ints) -> Floats:
-        """Decode tokens to images; the bundle must have a VQ decoder.
+        """Decode tokens, int64 `[images, rows, columns]`, to pixels, float32 `[images, 3, height, width]`.
 
-        Args:
-            codes: token of each cell of the grid, int64 `[images, rows, columns]`.
-
-        Returns:
-            Pixels, float32 `[images, 3, height, width]`, about -1 (black) .. 1.
+        Pixels are about -1 (black) .. 1.
         """
         assert self._vq_decoder is not None
         # A bundle with several image sizes has a graph that reads the grid. Other graphs read a flat sequence.
@@ -129,13 +121,7 @@ class BundleEngines:
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def encode_images(self, images: Floats) -> Ints:
-        """Encode images to tokens.
-
-        Args:
-            images: pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1.
-
-        Returns:
-            Token of each cell of the grid, int64 `[images, cells]`.
+        """Encode pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1, to tokens, int64 `[images, cells]`.
 
         Raises:
             BundleError: the bundle has no VQ encoder.
@@ -150,10 +136,7 @@ class BundleEngines:
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
-        """Load the drafter, and run the VQ decoder once, so that damaged graphs are reported now.
-
-        Graphs that the bundle does not have are skipped.
-        """
+        """Load the drafter, and run the VQ decoder once, so that damaged graphs are reported now."""
         _ = self.drafter
         if self._vq_decoder is None:
             return
@@ -166,10 +149,6 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
 
     For `auto`, int8 decoders run on the CPU, because a GPU would generate other images for the same seed. An int8 VQ
     decoder runs on the CPU unless the user requests a provider for it.
-
-    Args:
-        requested: providers that the user requested.
-        bundle: bundle to load.
 
     Raises:
         EngineError: the library of a GPU provider cannot be loaded.
@@ -186,7 +165,7 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
 
 
 def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return declarations of the inputs and of the outputs of the VQ decoder."""
+    """Declare the input, and the output, of the VQ decoder."""
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:
@@ -195,7 +174,6 @@ def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[T
 
 
 def _declare_condition_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return declarations of the inputs and of the outputs of the condition graph."""
     condition = manifest.condition
     prefix = condition.prefix
     kind = condition.kind

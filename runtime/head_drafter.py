@@ -45,12 +45,7 @@ from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads.
-
-    Args:
-        heads: draft heads of the bundle.
-        max_nodes: maximum number of nodes of a sequence in a forward pass.
-    """
+    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads."""
 
     def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
         super().__init__(max_nodes)
@@ -58,7 +53,6 @@ class HeadDrafter(TreeDrafter):
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the output of a target pass, from which the next drafts are computed."""
         for commit in commits:
             sequence = commit.sequence
             if sequence.num_remaining_codes:
@@ -67,14 +61,12 @@ class HeadDrafter(TreeDrafter):
                 self._states[sequence].update(commit)
 
     def draft_tree(self, sequence: ImageSequence) -> DraftTree:
-        """Return a draft tree; for `sjd` the tree has no branches."""
         tree = self._states[sequence].draft()
         if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:  # NaN after the root
             sequence.error = make_invalid_logits_error()
         return tree
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the states of these sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
 
@@ -88,12 +80,7 @@ class UnacceptedPosition(NamedTuple):
 
 
 class DraftHeadState:
-    """State of one sequence between drafts: the outputs of target passes from which the next draft is computed.
-
-    Args:
-        sequence: sequence to draft for.
-        heads: draft heads of the bundle.
-    """
+    """State of one sequence between drafts: the outputs of target passes from which the next draft is computed."""
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence = sequence
@@ -103,11 +90,7 @@ class DraftHeadState:
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, committed: CommittedTokens) -> None:
-        """Store the output of a target pass.
-
-        Args:
-            committed: tokens that the pass committed, with the output of the pass.
-        """
+        """Store the output of a target pass."""
         done = len(self.sequence.codes)
         count = len(committed.tokens)
         # First node of each depth from `count` on. Nodes at smaller depths predicted the committed codes.
@@ -160,15 +143,9 @@ class DraftHeadState:
         )
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
-        """Apply temperature and filters to logits, and add the Gumbel noise of a position.
+        """Apply temperature and filters to logits `[n, vocab_size]`, and add the Gumbel noise of a position.
 
-        Args:
-            position: code index that the logits belong to.
-            logits: guided logits, float32 `[n, vocab_size]`.
-            add_noise: whether to add noise; greedy decoding never adds noise.
-
-        Returns:
-            The changed logits, float32 `[n, vocab_size]`; -inf for codes that a filter excludes.
+        Greedy decoding never adds noise. Codes that a filter excludes get -inf.
         """
         values = process_logits(logits, self.sequence.sampling)
         if add_noise and not self.sequence.sampling.greedy:
@@ -176,7 +153,6 @@ class DraftHeadState:
         return values
 
     def _draft_chain(self, length: int) -> DraftTree:
-        """Draft `length` tokens as a tree without branches."""
         codes = self.sequence.codes[-1:]
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -195,7 +171,6 @@ class DraftHeadState:
         return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
 
     def _draft_static_tree(self, shape: StaticTreeShape, max_depth: int) -> DraftTree:
-        """Draft a tree of fixed shape, cut off after `max_depth` levels."""
         builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -211,7 +186,6 @@ class DraftHeadState:
         return builder.build(proposal, self.sequence.sampling.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
-        """Draft a tree along the most probable paths, with at most `max_depth` levels."""
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):
@@ -224,20 +198,14 @@ class DraftHeadState:
 
 
 def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    """Compute the distribution from which the child of a chain node was sampled.
-
-    Args:
-        levels: logits for the child of each node, float32 `[1, vocab_size]` each.
-        sampling: sampling settings.
-        node: parent of the child.
-    """
+    """Compute the distribution from which the child of `node` was sampled, from its logits `levels[node]`."""
     return compute_distribution(levels[node][0], sampling)
 
 
 def _compute_tree_proposal(
     shape: StaticTreeShape, levels: Sequence[Floats], sampling: Sampling, node: int
 ) -> Probabilities:
-    """Compute the distribution from which the children of a tree node were sampled.
+    """Compute the distribution from which the children of `node` were sampled.
 
     Args:
         shape: shape of the tree.

@@ -50,7 +50,6 @@ class JacobiDrafter(TreeDrafter):
                 self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
 
     def draft_tree(self, sequence: ImageSequence) -> DraftTree:
-        """Return the window as a draft tree without branches."""
         preserved = next_preserved_tokens(sequence, self.max_nodes)
         remaining = sequence.count_codes_until_preserved(len(preserved))
         if preserved:  # preserved tokens and window have to fit into one pass
@@ -58,7 +57,6 @@ class JacobiDrafter(TreeDrafter):
         return self._get_window(sequence).draft(sequence.codes, remaining, preserved)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the windows of these sequences."""
         for sequence in sequences:
             self._windows.pop(sequence, None)
 
@@ -73,24 +71,16 @@ class JacobiDrafter(TreeDrafter):
 
 @dataclass
 class JacobiWindow:
-    """Draft tokens for the next positions of one sequence.
+    """Draft tokens for the next positions of one sequence."""
 
-    Attributes:
-        size: maximum number of tokens to draft, at least 1.
-        layout: layout of the image.
-        stores_proposals: whether acceptance needs the distributions q of the draft tokens.
-        codes: draft tokens of the next positions.
-        proposals: for each draft token the distribution q from which it was sampled; None: the token was not sampled
-            and counts as certain (q = 1).
-        num_preserved_tokens: number of preserved tokens before the window in the last draft.
-    """
-
-    size: int
+    size: int  # maximum number of tokens to draft, at least 1
     layout: RasterLayout
-    stores_proposals: bool
+    stores_proposals: bool  # whether acceptance needs the distributions q of the draft tokens
     codes: list[int] = field(default_factory=list)
+    # For each draft token the distribution q from which it was sampled; None: the token was not sampled and counts as
+    # certain (q = 1).
     proposals: list[Probabilities | None] = field(default_factory=list)
-    num_preserved_tokens: int = 0
+    num_preserved_tokens: int = 0  # number of preserved tokens before the window in the last draft
 
     def draft(
         self, committed_tokens: Sequence[int], max_tokens: int, preserved_tokens: Sequence[int] = ()
@@ -116,12 +106,7 @@ class JacobiWindow:
         )
 
     def redraft(self, num_accepted: int, target_output: TargetOutput) -> None:
-        """Draft all tokens after the first `num_accepted` tokens again, from the last pass over the window.
-
-        Args:
-            num_accepted: number of tokens of the chain that the pass accepted.
-            target_output: output of the target in this pass.
-        """
+        """Draft all tokens after the `num_accepted` tokens again, from the last pass over the window."""
         num_accepted = max(num_accepted, self.num_preserved_tokens)
         # The token that the target chooses after node n becomes the draft token of node n + 1. The token after the last
         # accepted node is committed, so the new window begins one node later. The last node adds one token to its end.

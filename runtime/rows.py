@@ -68,7 +68,6 @@ class GridPass:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the pass."""
         return len(self.tokens)
 
     @property
@@ -243,12 +242,9 @@ class TokenGrid:
             self.lengths[row] = self.columns
 
     def _has_full_context(self, row: int, num_tokens: int, row_lengths: list[int]) -> bool:
-        """Return whether the rows above have all tokens to which the token `num_tokens` of a row attends.
+        """Return whether the rows above have all tokens to which token `num_tokens` of `row`, counted from 1, attends.
 
-        Args:
-            row: grid row of the token.
-            num_tokens: number of tokens in the row up to the token, the token included.
-            row_lengths: number of available tokens of each row above.
+        `row_lengths` are the numbers of available tokens of each row above.
         """
         for above in range(row - 1, -1, -1):
             num_tokens += self.window
@@ -266,11 +262,6 @@ class RowParallelPassLayout(PassLayout):
     past_mask: Bools  # whether each node attends to each cached token of the image, bool `[nodes, entries]`
 
     def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        """Clear the entries of an attention mask over cached tokens to which the nodes do not attend.
-
-        Args:
-            attention_mask: attention mask that is changed in place, bool `[nodes, cached tokens]`.
-        """
         attention_mask[:, : self.past_mask.shape[1]] &= self.past_mask
 
 
@@ -293,7 +284,6 @@ class RowParallelDraft:
         self.sampled_nodes = self.grid_pass.sampled_nodes
 
     def make_pass_layout(self) -> PassLayout:
-        """Return the tokens, positions and attention masks of the nodes in a forward pass."""
         tree_structure = self.tree_structure
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
         return RowParallelPassLayout(self.tokens, tree_structure.depths, tree_structure.ancestor_mask, past_mask)
@@ -306,12 +296,7 @@ class RowParallelDraft:
         )
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Sample tokens, verify the draft tokens, and add the accepted tokens to the grid and the sequence.
-
-        Args:
-            output: output of the target after each node.
-            model: engines and tables of the model, which this method does not need.
-        """
+        """Sample tokens, verify the draft tokens, and add the accepted tokens to the grid and the sequence."""
         sequence = self.sequence
         grid = self.grid
         accepted_nodes, new_cells = grid.verify_drafts(self.grid_pass, output.choose_tokens(self.sampled_nodes))
@@ -329,18 +314,13 @@ class RowParallelDraft:
 
 
 class RowParallelDrafter(Drafter):
-    """Drafter of row-parallel decoding, with one token grid for each sequence.
-
-    Args:
-        max_nodes: maximum number of nodes of one sequence in a forward pass.
-    """
+    """Drafter of row-parallel decoding, with one token grid for each sequence."""
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = min(max_nodes, MAX_BATCH_NODES)
         self._grids: dict[ImageSequence, TokenGrid] = {}
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[Draft]:
-        """Return the draft of every sequence for the next pass."""
         # Codes of a smaller first grid are generated one after another, before the grid is generated in parallel.
         drafts: list[Draft] = []
         for sequence in sequences:
@@ -352,7 +332,6 @@ class RowParallelDrafter(Drafter):
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the token grids of these sequences."""
         for sequence in sequences:
             self._grids.pop(sequence, None)
 

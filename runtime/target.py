@@ -20,8 +20,8 @@ from .sampling import (
     choose_codes,
     choose_codes_with_margins,
     compute_distribution,
-    is_robust_to_rounding,
     make_invalid_logits_error,
+    stays_best_under_rounding,
 )
 from .state import ImageSequence
 from .tree import TreeStructure
@@ -143,12 +143,9 @@ class TargetOutput:
         return self.noise.acceptance_rng(self.next_code_indices[node])
 
     def choose_tokens(self, nodes: Sequence[int]) -> Ints:
-        """Return the tokens that the target chooses after nodes, without recomputing near-ties, int64 `[nodes]`.
+        """Return the tokens that the target chooses after `nodes`, in ascending order, without recomputing near-ties.
 
         The token is `NO_CODE` where the logits are NaN or infinite.
-
-        Args:
-            nodes: nodes in ascending order, which need not form a chain.
         """
         if not all(node in self._choices for node in nodes):
             # NumPy reads a slice without a copy, but copies the logits of a list of nodes.
@@ -164,10 +161,7 @@ class TargetOutput:
     def store_chosen_codes(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
         """Store tokens that were sampled elsewhere, on a device or together with other sequences.
 
-        Args:
-            nodes: nodes after which the codes were sampled.
-            codes: sampled codes, int64 `[nodes]`.
-            block: logits and noise of the nodes; None if they are on a device.
+        `block` has logits and noise of the nodes; None if they are on a device.
         """
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
         self._block = block
@@ -179,7 +173,7 @@ class TargetOutput:
             return block.margins[index] > self.sequence.rounding_margin
         assert block.noise is not None or self.sampling.greedy, "the block of a sampled node contains the noise"
         noise = None if block.noise is None else block.noise[index]
-        return is_robust_to_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
+        return stays_best_under_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
 
     def _get_logit_block(self, node: int) -> LogitBlock:
         """Return the block of logits that contains a node: the whole chain, or in a tree the node alone."""
@@ -209,10 +203,6 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
 
     Sequences are sampled together if they are neighbours in the batch, have the same sampling settings, and have drafts
     that are chains of the same length. The other sequences are skipped; their tokens are sampled on demand.
-
-    Args:
-        logits: logits of a pass, float32 `[rows, nodes, vocab_size]`.
-        target_outputs: outputs of several sequences, in the order of their batch rows.
     """
     for (nodes, num_rows, sampling), group in groupby(target_outputs, _sampling_group_key):
         # The limit on the nodes saves memory. The other sequences of the group are sampled on demand.

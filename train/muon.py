@@ -32,7 +32,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             # Weights of the same shape are orthogonalised together, because batched matmuls are faster.
             stacks: dict[torch.Size, list[Tensor]] = defaultdict(list)

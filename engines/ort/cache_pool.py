@@ -33,13 +33,9 @@ _MAX_SAMPLERS = 8  # maximum number of bound sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """Buffer that uploads several arrays to a device in one copy.
+    """Buffer of `size` bytes that uploads several arrays to a device in one copy.
 
     If the device does not support views into memory, each array is uploaded separately.
-
-    Args:
-        device: device to upload to.
-        size: size of the buffer in bytes, as `count_bytes` returns for all arrays.
     """
 
     def __init__(self, device: OrtDevice, size: int) -> None:
@@ -53,12 +49,7 @@ class UploadBuffer:
         return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
     def allocate_tensors(self, arrays: Mapping[str, Array], byte_offset: int = 0) -> dict[str, Any]:
-        """Allocate tensors on the device, as inputs of graphs, with the shapes and types of `arrays`.
-
-        Args:
-            arrays: arrays by name, with the shapes and types of all arrays that will be uploaded later.
-            byte_offset: offset of the first tensor in the buffer, in bytes.
-        """
+        """Allocate tensors on the device with the shapes and types of `arrays`, from `byte_offset` in the buffer on."""
         if self._value is None:
             return {name: self.device.upload(array) for name, array in arrays.items()}
         tensors: dict[str, Any] = {}
@@ -71,10 +62,6 @@ class UploadBuffer:
         """Copy arrays to the host copy of the buffer, which `upload_staged` uploads.
 
         On a device without views, the arrays are uploaded at once.
-
-        Args:
-            tensors: tensors by name, as `allocate_tensors` returned them.
-            arrays: arrays for the tensors, by name.
         """
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
@@ -89,18 +76,11 @@ class UploadBuffer:
 
 
 class BoundSampler(NamedTuple):
-    """Sampling graph bound to the logits of a forward pass.
+    """Sampling graph bound to the logits of a forward pass."""
 
-    Attributes:
-        noise_table: noise table on the device, an input of the graph; None: greedy sampling.
-        inputs: all other inputs of the graph, tensors on the device.
-        samples: output of the graph: sampled tokens and their scores, `[2, images, nodes, num_best]`.
-        run: function that runs the graph and waits for the device.
-    """
-
-    noise_table: Any
-    inputs: dict[str, Any]
-    samples: Any
+    noise_table: Any  # noise table on the device, an input of the graph; None: greedy sampling
+    inputs: dict[str, Any]  # all other inputs of the graph, tensors on the device
+    samples: Any  # output of the graph: sampled tokens and their scores, `[2, images, nodes, num_best]`
     run: Callable[[], None]
 
 
@@ -149,10 +129,7 @@ class BoundForwardPass:
     def queue_inputs(self, feeds: Mapping[str, Any], input_owner: object = None) -> None:
         """Store the inputs of the next run, which `run_queued_pass` or `sample` starts.
 
-        Args:
-            feeds: inputs by name, of the same shapes as before.
-            input_owner: object that owns device memory which the pass reads. The
-                pass keeps a reference to the object until the pass has run.
+        `input_owner` owns device memory that the pass reads, and is referenced until the pass has run.
         """
         self._queued_inputs = [(feeds, input_owner)]
 
@@ -165,10 +142,6 @@ class BoundForwardPass:
 
     def sample(self, head: SamplingHead, requests: Sequence[SamplingRequest]) -> tuple[Ints, Floats]:
         """Run the pass if it is queued, and sample tokens from its logits.
-
-        Args:
-            head: settings of the sampling graph.
-            requests: nodes and sampling settings of each image.
 
         Returns:
             Tokens and scores, both `[requests, nodes, num_best]`. `nodes` is the largest number of nodes of a request,
@@ -194,12 +167,7 @@ class BoundForwardPass:
             self._run()
 
     def _get_sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
-        """Return the sampling graph bound to the logits of this pass; it is bound at first use.
-
-        Args:
-            head: settings of the sampling graph.
-            feeds: inputs of the sampling graph by name, except the logits.
-        """
+        """Return the sampling graph bound to the logits of this pass; it is bound at first use."""
         shape = feeds["conditional"].shape
         sampler = self._samplers.pop((head, shape), None)
         noise_table = feeds.get("noise")
@@ -225,21 +193,17 @@ def _select_host_arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Device memory for the keys and values of a cache, and the forward passes that are bound to this memory.
+    """Device memory for the keys and values of a cache, and the forward passes that are bound to this memory."""
 
-    Attributes:
-        shape: number of batch rows, number of columns, and shape of a column. If heads are stored separately, the
-            number of columns is the sum over all heads.
-        device_tensors: OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with
-            all of these if heads are stored separately.
-        bound_passes: bound passes. A key is the shape of a pass, followed by its number among passes of this shape.
-        is_reusable: whether other caches may use the block later. False: the block may contain NaN, which masks do not
-            hide.
-    """
-
+    # Number of batch rows, number of columns, and shape of a column. If heads are stored separately, the number of
+    # columns is the sum over all heads.
     shape: tuple[int, ...]
+    # OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with all of these if
+    # heads are stored separately.
     device_tensors: list[Any]
+    # Bound passes. A key is the shape of a pass, followed by its number among passes of this shape.
     bound_passes: dict[tuple[int, ...], BoundForwardPass] = field(default_factory=dict)
+    # Whether other caches may use the block later. False: the block may contain NaN, which masks do not hide.
     is_reusable: bool = True
 
 
@@ -301,12 +265,7 @@ class CachePool:
         return [TensorView(value, start, size, self._dtype) for value in block.device_tensors for start in starts]
 
     def gather_rows(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
-        """Copy rows of other blocks to a block.
-
-        Args:
-            sources: blocks, and the rows to copy from each, in the order of the rows of `target`.
-            target: block to overwrite, with as many rows as are copied.
-        """
+        """Copy rows of other blocks to a block, in the order of its rows."""
         for i, value in enumerate(target.device_tensors):
             rows_of = [(block.device_tensors[i], rows) for block, rows in sources]
             self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)
@@ -331,14 +290,9 @@ class CachePool:
     def get_bound_pass(
         self, block: CacheBlock, shape: tuple[int, ...], make_bound_pass: Callable[[], BoundForwardPass]
     ) -> BoundForwardPass:
-        """Return a pass that is bound to a block, and whose outputs nothing refers to.
+        """Return a pass of a shape that is bound to a block, and whose outputs nothing refers to.
 
         A block keeps at most `MAX_BOUND_PASSES` passes: the least recently used pass is dropped.
-
-        Args:
-            block: block that the pass reads and writes.
-            shape: shape of the pass.
-            make_bound_pass: function that makes a new bound pass, for use if no existing pass is free.
         """
         # While outputs of earlier passes are referenced, several passes of one shape are bound, numbered from 0.
         keys = ((*shape, number) for number in itertools.count())
@@ -350,7 +304,6 @@ class CachePool:
         return bound
 
     def _release(self, block: CacheBlock) -> None:
-        """Return a block to the pool for later caches, if the block is reusable."""
         if not block.is_reusable:
             return
         with self._lock:

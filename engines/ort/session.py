@@ -97,17 +97,11 @@ class GraphSession:
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph on inputs by name, and return the outputs in the declared order.
-
-        Contiguous inputs are not copied.
-        """
+        """Run the graph, and return the outputs in the declared order. Contiguous inputs are not copied."""
         return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
     def run_and_check(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph like `run`, and check the shapes of the outputs.
-
-        Raises: BundleError: an output does not have its declared shape.
-        """
+        """Run the graph, and raise BundleError if an output does not have its declared shape."""
         outputs = self.run(feeds)
         for tensor, array in zip(self.outputs, outputs, strict=True):
             if not tensor.matches_shape(array.shape):
@@ -115,26 +109,10 @@ class GraphSession:
         return outputs
 
     def make_shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
-        """Return the error for an output of the wrong shape.
-
-        Args:
-            name: name of the output.
-            actual: shape of the output.
-            expected: declaration or description of the expected shape.
-        """
         remedy = "the graph is damaged, export the bundle again"
         return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
     def _make_tensor_error(self, direction: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
-        """Return the error for an input or output that differs from its declaration.
-
-        Args:
-            direction: `input` or `output`.
-            remedy: recommendation to the user.
-            name: name of the tensor.
-            actual: actual type and shape.
-            expected: declared type and shape.
-        """
         return BundleError(field=f"{self.path}: {direction} `{name}`", found=actual, expected=expected, remedy=remedy)
 
     def bind_tensors(
@@ -317,10 +295,7 @@ def load_session(
 
 
 def check_provider(name: str) -> None:
-    """Check that a provider can run a convolution. Otherwise only the VQ decoder would fail, after generation.
-
-    Raises: EngineError: the provider is not installed, its device does not work, or it cannot run a convolution.
-    """
+    """Raise EngineError if a provider cannot run a convolution: else only the VQ decoder would fail, at the end."""
     provider = find_available_provider(name, import_onnxruntime())
     if provider.memory_device == "cpu":
         return

@@ -48,27 +48,16 @@ _FINAL_IMAGES = 64  # maximum number of validation images for the final figures
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options that determine the weights, together with data and target.
+    """Options that determine the weights, together with data and target."""
 
-    Args:
-        steps: number of updates.
-        batch: number of images per update.
-        cfg_scale: guidance scale of the distributions; 1 uses conditional rows only.
-        seed: seed of the weights, the sequence of images and the noise.
-    """
-
-    steps: int
-    batch: int = 12
-    cfg_scale: float = 1.0
-    seed: int = 0
+    steps: int  # number of updates
+    batch: int = 12  # number of images per update
+    cfg_scale: float = 1.0  # guidance scale of the distributions; 1 uses conditional rows only
+    seed: int = 0  # seed of the weights, the sequence of images and the noise
 
 
 def check_device(device: str) -> None:
-    """Check that PyTorch can train on a device.
-
-    Raises:
-        RequestError: PyTorch cannot compute on the device.
-    """
+    """Raise RequestError if PyTorch cannot compute on a device."""
     try:
         torch.zeros(1, device=device).item()  # fails on `meta`, whose tensors have no values
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
@@ -77,7 +66,6 @@ def check_device(device: str) -> None:
 
 
 def get_training_state_path(output: Path) -> Path:
-    """Return the path of the training state beside `output`."""
     return output.with_name(f"{output.name}.training.pt")
 
 
@@ -170,9 +158,6 @@ class DrafterTrainer:
     @torch.no_grad()
     def compute_validation_metrics(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
         """Compare the distributions of the drafter (with averaged weights) and of the target, on validation images.
-
-        Args:
-            max_images: maximum number of images.
 
         Returns:
             `overlap`, `overlap at depth 1`, `overlap at depth 2`: mean of sum(min(p, q)), 0 .. 1. `top-1`: share of
@@ -281,7 +266,6 @@ class DrafterTrainer:
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Format metrics as one line, such as `overlap 0.512, top-1 0.430`."""
     return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 
