@@ -37,7 +37,7 @@ def build_engines(
         output: path of the engine folder to write.
         force: whether to replace an existing engine folder.
         progress: progress callback.
-        dry_run: whether to write only the ONNX graphs. A dry run needs neither TensorRT nor a GPU.
+        dry_run: whether to write only the ONNX graphs, without TensorRT or a GPU.
 
     Returns:
         Contents of `engine.json`, and shell commands with which a user can rebuild an engine and check its outputs.

@@ -29,26 +29,16 @@ class CacheColumnMap(BaseKVCache):
 
     With `num_columns`, entries are in order. A pass writes its nodes after the entries of the row, and appending
     accepted nodes of a draft tree moves them.
-
-    Args:
-        lengths: number of entries of each row, int64 `[rows]`.
-        capacity: maximum number of entries of a row.
-        num_columns: number of columns, for entries in order; None: entries are in any order.
-
-    Attributes:
-        in_order: whether entries are in order.
-        column_of: column of each entry, int64 `[rows, columns]`. After the entries of a row follow its free columns, in
-            ascending order.
-        is_sorted: whether entry i of every row is in column i. Accepted nodes of a tree can change this.
-        written_columns: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
     """
 
     def __init__(self, lengths: Ints, capacity: int, num_columns: int | None = None) -> None:
         super().__init__(lengths, capacity)
         self.in_order = num_columns is not None
-        # One more column than the capacity, for padding nodes.
+        # Column of each entry, int64 `[rows, columns]`, then the free columns of the row in ascending order. There is
+        # one more column than the capacity, for padding nodes.
         self.column_of = np.tile(np.arange(num_columns or round_up(capacity + 1)), (len(lengths), 1))
-        self.is_sorted = True
+        self.is_sorted = True  # whether entry i of every row is in column i. Accepted nodes of a tree can change this.
+        # Column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
         self.written_columns: Ints | None = None
 
     @property

@@ -52,8 +52,7 @@ def check_graph_tensors(
     Args:
         actual: type and sizes of the tensors of the graph, by name; free sizes are not integers.
         expected: declarations of the tensors.
-        make_error: function that returns an error, given the name of a tensor and descriptions of its actual and
-            expected type and shape.
+        make_error: function that returns an error from the name of a tensor, and its actual and expected form.
         reject_undeclared: whether a tensor without a declaration is an error.
     """
     declared = {tensor.name: tensor for tensor in expected}

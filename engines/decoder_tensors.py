@@ -42,11 +42,7 @@ def declare_device_tensors(
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph in the device layout (`device_graph.py`).
 
-    Args:
-        spec: sizes of the decoder.
-        is_drafter: whether the decoder is the drafter, not the target.
-        dtypes: allowed types of the cache. From each type, `get_hidden_dtype` derives an allowed type of hidden states.
-        capacity: number of columns of a cache with entries in order; None: entries are in any order.
+    The cache may have any type of `dtypes`. With a capacity, its entries are in order.
     """
     hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
     states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
@@ -115,11 +111,7 @@ def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
 def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
     """Return the inputs of a decoder graph except keys and values, as contiguous arrays by name.
 
-    Args:
-        batch: pass to run.
-        embedding_table: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter, which reads
-            tokens and hidden states.
-        dtypes: types of the inputs by name.
+    Without an embedding table, the decoder is a drafter, which reads tokens and hidden states.
 
     Raises:
         ValueError: `batch` lacks an input that the decoder reads, or has both tokens and embeddings.

@@ -70,16 +70,15 @@ def make_device_graph(
     max_nodes: int | None = None,
     use_multi_head_op: bool = False,
 ) -> DeviceGraph:
-    """Convert a target or drafter graph of a bundle to the device layout.
+    """Convert a target or drafter graph, in the folder of its weights, to the device layout.
 
     Args:
-        path: graph file in a bundle, in the folder of its weights.
+        path: graph file in a bundle.
         spec: sizes and architecture of the decoder.
         is_drafter: whether the decoder is a drafter.
-        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16. With `basic_ops_only`, float32
-            replaces bfloat16.
-        basic_ops_only: whether to avoid the operators for attention, the type bfloat16, and embedding tables in float16
-            when the graph computes in float32.
+        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
+        basic_ops_only: whether to avoid the operators for attention, the type bfloat16 (float32 replaces it), and
+            embedding tables in float16 when the graph computes in float32.
         capacity: number of columns of a cache with entries in order; None: entries are in any order.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
         use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.

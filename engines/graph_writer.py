@@ -298,9 +298,9 @@ class DecoderGraphWriter(ABC):
         """Cast `x` to float32, if the graph computes in another type."""
         return self.graph.cast(x, "float32") if self.half else x
 
-    def to_dtype(self, x: str, name: str | None = None) -> str:
+    def to_dtype(self, x: str) -> str:
         """Cast `x` from float32 to the type that the graph computes in."""
-        return self.graph.cast(x, self.dtype, name) if self.half else x
+        return self.graph.cast(x, self.dtype) if self.half else x
 
 
 def choose_column_part_shape(column_width: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class BundleEngines:
         bundle: bundle to load.
         threads: number of threads per graph; None: one per core.
         providers: providers that run the bundle's graphs in ONNX Runtime.
-        engine_folder: engine folder whose TensorRT engines run instead of graphs; None: run all graphs in ONNX Runtime.
+        engine_folder: engine folder whose TensorRT engines run instead; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
@@ -44,7 +44,6 @@ class BundleEngines:
             passes. 0: near-ties (choices that rounding could change) are not recomputed.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
-        target: target engine.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.

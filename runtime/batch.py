@@ -37,10 +37,6 @@ class Batch:
         model: engines and tables of the model.
         on_commit: callback that gets the committed tokens after every forward pass.
         timers: timers of the target and of the drafter; None: new timers.
-
-    Attributes:
-        active_sequences: sequences in the next pass, in the order of their batch rows.
-        failed_sequences: sequences that the last step removed because of an `error`, such as NaN in their logits.
     """
 
     def __init__(
@@ -52,7 +48,8 @@ class Batch:
         self.model = model
         self._on_commit = on_commit
         self.target_timer, self.drafter_timer = timers or (EngineTimer(), EngineTimer())
-        self.active_sequences: list[ImageSequence] = []
+        self.active_sequences: list[ImageSequence] = []  # sequences in the next pass, in the order of their batch rows
+        # Sequences that the last step removed because of an `error`, such as NaN in their logits.
         self.failed_sequences: list[ImageSequence] = []
         self._cache: Cache | None = None  # its rows are the batch rows of `active_sequences`
         self._drafters = BatchDrafters(model, self.drafter_timer)

@@ -36,14 +36,6 @@ from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
 
-def _count_max_draft_slots(shape: StaticTreeShape | DynamicTreeShape) -> int:
-    return (
-        max(shape.num_nodes, shape.depth * shape.branching_factor)
-        if isinstance(shape, DynamicTreeShape)
-        else shape.num_nodes
-    )
-
-
 class EagleDrafter(TreeDrafter):
     """Drafter that runs an EAGLE model for all sequences with the same method."""
 
@@ -51,7 +43,10 @@ class EagleDrafter(TreeDrafter):
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
-        self.slots = EagleRunner(model, _count_max_draft_slots(self.shape), timer)
+        max_slots = self.shape.num_nodes
+        if isinstance(self.shape, DynamicTreeShape):  # the drafter also processes nodes that are pruned
+            max_slots = max(max_slots, self.shape.depth * self.shape.branching_factor)
+        self.slots = EagleRunner(model, max_slots, timer)
 
     @property
     def sequences(self) -> list[ImageSequence]:
@@ -108,7 +103,10 @@ class EagleDrafter(TreeDrafter):
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
                 samples.append(SamplingRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            return on_device.sample_top_codes(samples, count)
+            best = on_device.sample_top_codes(samples, count)
+            if not all(np.isfinite(scores[:, 0]).all() for _, scores in best):
+                self.slots.cache.forbid_memory_reuse()  # the slots with NaN stay in the device's memory
+            return best
         best = []
         for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
@@ -182,13 +180,7 @@ def _compute_child_distribution(
 ) -> Probabilities:
     """Compute the drafter's distribution from which the children of a node were sampled.
 
-    Args:
-        shape: shape of the tree.
-        levels: output of the drafter at each level of the tree.
-        rows_by_depth: batch rows of the sequence at each depth.
-        next_code_index: index of the code that follows the root.
-        sequence: sequence of the tree.
-        node: parent of the children.
+    `levels` and `rows_by_depth` are the output of the drafter, and the batch rows of the sequence, at each depth.
     """
     depth = len(shape.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
     level = levels[depth]

@@ -207,11 +207,7 @@ def _compute_tree_proposal(
 ) -> Probabilities:
     """Compute the distribution from which the children of `node` were sampled.
 
-    Args:
-        shape: shape of the tree.
-        levels: for each level, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
-        sampling: sampling settings.
-        node: parent of the children.
+    `levels` are, for each depth, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
     """
     depth = len(shape.paths[node - 1]) if node else 0
     return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

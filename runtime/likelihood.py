@@ -93,17 +93,10 @@ def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> floa
 def recompute_logits(
     model: LoadedModel, sequence: ImageSequence, preceding_codes: Ints, code_index: int, timer: EngineTimer
 ) -> Floats:
-    """Compute the guided logits of one code of a sequence again, with passes whose shapes are the same for all methods.
+    """Compute the guided logits of one code of a sequence again, float32 `[1, vocab_size]`.
 
-    Args:
-        model: model with its target engine.
-        sequence: sequence that contains the code.
-        preceding_codes: codes that the logits depend on, in generation order, int64 `[count]`.
-        code_index: index of the code in generation order.
-        timer: timer of the target's passes.
-
-    Returns:
-        Float32 `[1, vocab_size]`.
+    The shapes of the passes are the same for all methods. `preceding_codes` are the codes that the logits depend on, in
+    generation order.
     """
     layout = sequence.layout
     rows = sequence.rows[: sequence.guidance.count_batch_rows(code_index)]
@@ -151,12 +144,7 @@ def _run_passes_over_codes(
 ) -> Iterator[tuple[PassOutput, Ints, Sequence[PassLayout | None]]]:
     """Run a pass over the prefixes, then passes over consecutive parts of the known codes, and yield their outputs.
 
-    Args:
-        model: model with its target engine.
-        layout: layout of the images.
-        rows: prefix of each batch row.
-        codes: known codes: one array for all rows together, or one array for each row, int64 `[count]`.
-        timer: timer of the target's passes.
+    `codes` is one array for all rows together, or one array for each row, int64 `[count]`.
 
     Yields:
         Output of the pass, number of nodes of each row, and layout of the pass for each array in `codes`; the layout of

@@ -63,17 +63,14 @@ def build_committed_mask(
 
 
 class PrefixBatch:
-    """Prefixes of all batch rows, from which the inputs of forward passes are built.
-
-    Attributes:
-        lengths: number of tokens of each prefix, padding included, int64 `[rows]`.
-        padding: True for padding, bool `[rows, longest prefix]`; the mask has no columns if no prefix has padding.
-    """
+    """Prefixes of all batch rows, from which the inputs of forward passes are built."""
 
     def __init__(self, rows: Sequence[PrefixRow]) -> None:
         self._rows = rows
+        # Number of tokens of each prefix, padding included, int64 `[rows]`.
         self.lengths = np.array([len(row.embeds) for row in rows], np.int64)
         padding = stack_padding_masks([~row.is_real_token for row in rows])
+        # True for padding, bool `[rows, longest prefix]`; the mask has no columns if no prefix has padding.
         self.padding = padding if padding.any() else padding[:, :0]
         self._first_positions = np.array([row.first_code_position for row in rows], np.int64)[:, None]
 

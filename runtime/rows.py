@@ -98,14 +98,6 @@ class TokenGrid:
         num_drafts: number of draft tokens in every row; may be changed between passes.
         max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
         preserved_codes: preserved codes, -1 in cells to generate, int64 `[codes]`; None: all cells are generated.
-
-    Attributes:
-        cells: token of every cell, the codes before the grid included; -1 if the token is not known yet.
-        codes_per_row: number of columns without the column of end-of-row tokens.
-        columns: number of columns with the column of end-of-row tokens.
-        lengths: number of known tokens of every row; the end-of-row token counts once the last code is known.
-        cached_lengths: number of cached tokens of every row. The newest code and the end-of-row token enter the cache
-            in the next pass, so a row can have fewer cached tokens than known tokens.
     """
 
     def __init__(
@@ -117,19 +109,23 @@ class TokenGrid:
         max_nodes: int = MAX_BATCH_NODES,
         preserved_codes: Ints | None = None,
     ) -> None:
-        self.codes_per_row = layout.columns
+        self.codes_per_row = layout.columns  # number of columns without the column of end-of-row tokens
         self.start = layout.grid_start
         end_token = layout.row_end_token_after(self.start + self.codes_per_row - 1)
         self.has_row_ends = end_token is not None
-        self.columns = self.codes_per_row + self.has_row_ends
+        self.columns = self.codes_per_row + self.has_row_ends  # number of columns with the column of end-of-row tokens
         num_rows = (layout.num_codes - self.start) // self.codes_per_row
         cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1  # only the end-of-row tokens are known
+        # Token of every cell, the codes before the grid included; -1 if the token is not known yet.
         self.cells: list[int] = [*codes, *cells.ravel()[1:].tolist()]
         self.window = min(window, self.codes_per_row)
         self.num_drafts = num_drafts
         self.max_nodes = max_nodes
+        # Number of known tokens of every row; the end-of-row token counts once the last code is known.
         self.lengths = [0] * num_rows
+        # Number of cached tokens of every row. The newest code and the end-of-row token enter the cache in the next
+        # pass, so a row can have fewer cached tokens than known tokens.
         self.cached_lengths = [0] * num_rows
         self._cached_cells = [*range(self.start)]  # cells of cached tokens, in cache order
         preserved = enumerate([] if preserved_codes is None else preserved_codes.tolist())

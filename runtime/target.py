@@ -104,7 +104,11 @@ class TargetOutput:
             EngineError: the logits are NaN or infinite.
         """
         code = self.choose_token_without_recompute(node)
-        if self.recompute_node_logits is not None and code != NO_CODE and not self._is_robust_to_rounding(node, code):
+        if (
+            self.recompute_node_logits is not None
+            and code != NO_CODE
+            and not self._stays_best_under_rounding(node, code)
+        ):
             logits = self.recompute_node_logits(node)
             code = self._choices[node] = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
         if code == NO_CODE:
@@ -166,7 +170,7 @@ class TargetOutput:
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
         self._block = block
 
-    def _is_robust_to_rounding(self, node: int, code: int) -> bool:
+    def _stays_best_under_rounding(self, node: int, code: int) -> bool:
         block = self._get_logit_block(node)
         index = node - block.first_node
         if len(block.margins):

@@ -88,18 +88,8 @@ class BoundForwardPass:
     """Forward pass of a fixed shape with preallocated tensors. A queued pass runs when its outputs are first used.
 
     Each run overwrites `outputs`. If tokens are sampled first, one copy uploads the inputs of the pass and of sampling.
-
-    Args:
-        graph: decoder to run.
-        device: device that the decoder runs on.
-        feeds: inputs by name: arrays, for which device memory is allocated, or values on the device.
-        device_tensors: caches and outputs by name, values on the device.
-        capture_graph: whether the pass and its sampling graphs may be recorded.
-
-    Attributes:
-        outputs: caches and outputs by name.
-        output_owners: objects that refer to the outputs. While an owner exists, `queue_inputs` must not be
-            called, as a run would overwrite the outputs.
+    `feeds` are the inputs by name: arrays, for which device memory is allocated, or values on the device.
+    `device_tensors` are caches and outputs. With `capture_graph`, the pass and its sampling graphs may be recorded.
     """
 
     def __init__(
@@ -111,8 +101,10 @@ class BoundForwardPass:
         capture_graph: bool,
     ) -> None:
         self.device = device
-        self.outputs = device_tensors
+        self.outputs = device_tensors  # caches and outputs by name
         self._capture_graph = capture_graph
+        # Objects that refer to the outputs. While an owner exists, `queue_inputs` must not be called, as a run would
+        # overwrite the outputs.
         self.output_owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
         self._queued_inputs: list[tuple[Mapping[str, Any], object]] = []
@@ -210,14 +202,10 @@ class CacheBlock:
 class CachePool:
     """Pool of the cache blocks of an engine, which reuses a block after its cache is released.
 
-    Args:
-        device: device that provides the memory.
-        num_tensors: number of tensors of keys or values, two per layer.
-        dtype: type of the tensors.
-        column_width: width of a column: of one head if heads are stored separately, else of all heads.
-        num_cache_heads: number of heads, if heads are stored separately. All tensors are then one OrtValue
-            `[tensors, rows, num_cache_heads * columns, width]`, so that one operation moves entries of all tensors.
-            None: a column contains all heads, and each tensor is an OrtValue `[rows, columns, parts, part]`.
+    Without `num_cache_heads`, a column contains all heads, and each tensor of keys or values is an OrtValue
+    `[rows, columns, parts, part]`. Otherwise heads are stored separately, and `column_width` is the width of one. All
+    tensors are then one OrtValue `[tensors, rows, num_cache_heads * columns, width]`, so that one operation moves the
+    entries of all tensors.
     """
 
     def __init__(

@@ -26,14 +26,8 @@ from .session import GraphSession
 class OrtEngine:
     """Decoder engine for CPUs, which runs the graph in the bundle.
 
-    ONNX Runtime reads keys and values in place from the NumPy arrays of the cache.
-
-    Args:
-        path: path of the graph file, which is in the same folder as its weights.
-        spec: sizes of the decoder.
-        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        threads: number of threads; None: one per core.
-        provider: name of the execution provider.
+    ONNX Runtime reads keys and values in place from the NumPy arrays of the cache. `code_embeddings` are the embeddings
+    of tokens, `[vocab_size, hidden_size]`, of a target; None: a drafter.
     """
 
     def __init__(

@@ -120,11 +120,9 @@ class GraphSession:
     ) -> Callable[[], None]:
         """Bind inputs and outputs as `ExecutableGraph.bind_tensors` does; inputs may also be arrays.
 
-        Args:
-            values: inputs and outputs by name.
-            capture_graph: whether to record the pass, such as in a CUDA graph, after `RUNS_BEFORE_RECORDING` runs of a
-                thread. A session records at most `max_captured_graphs` passes.
-            wait: whether a run waits until the device is done; other Python threads can run meanwhile.
+        A pass is recorded, such as in a CUDA graph, after `RUNS_BEFORE_RECORDING` runs of a thread. A session records
+        at most `max_captured_graphs` passes. With `wait`, a run waits until the device is done; other Python threads
+        can run meanwhile.
         """
         values = {
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
@@ -173,12 +171,7 @@ class GraphSession:
 
 
 def make_run_options(graph_id: int = _NO_RECORDING, wait: bool = False) -> Any:
-    """Return the `RunOptions` of a run.
-
-    Args:
-        graph_id: number under which the pass is recorded, and later replayed; -1: without recording.
-        wait: whether the run waits until the device is done.
-    """
+    """Return the `RunOptions` of a run that is recorded and replayed under `graph_id`; -1: without recording."""
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
@@ -194,13 +187,7 @@ def open_session(
 ) -> Any:
     """Open an ONNX Runtime session that logs nothing. Exceptions of ONNX Runtime are not converted.
 
-    Args:
-        source: path of the graph, or the serialized graph.
-        threads: number of threads that run an operator.
-        configure_options: function that changes the `SessionOptions`.
-        providers: execution providers as for `InferenceSession`; None: the CPU. An empty list: `configure_options` adds
-            the providers.
-        arguments: further arguments of `InferenceSession`.
+    `providers` are those of `InferenceSession`. None: the CPU; an empty list: `configure_options` adds them.
     """
     runtime = import_onnxruntime()
     options = runtime.SessionOptions()
@@ -236,12 +223,7 @@ def load_session(
 ) -> Any:
     """Load a graph on a provider, and check that the provider runs the whole graph.
 
-    Args:
-        source: path of the graph, or the serialized graph.
-        threads: number of threads that run an operator.
-        provider: name of the execution provider.
-        weights_folder: folder of the weights of a serialized graph.
-        allow_graph_capture: whether passes may be recorded as graphs.
+    `source` is the path of the graph, or the serialized graph, whose weights are in `weights_folder`.
 
     Raises:
         EngineError: the provider is not installed or cannot run the graph.

@@ -131,14 +131,9 @@ def make_shape_bounds(
 def build_engine_file(
     backend: str, graph: Path, profile_bounds: Sequence[Inputs], compute_capabilities: Sequence[str], progress: Progress
 ) -> Path:
-    """Build a TensorRT engine from an ONNX file, and write it to the same folder.
+    """Build a TensorRT engine from an ONNX file for each optimization profile, and write it to the same folder.
 
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
-        graph: path of the ONNX file.
-        profile_bounds: bounds of the inputs for each optimization profile.
-        compute_capabilities: compute capabilities to build for; only TensorRT-RTX uses them.
-        progress: progress callback.
+    Only TensorRT-RTX uses the compute capabilities.
 
     Raises:
         EngineError: the library rejects the graph.

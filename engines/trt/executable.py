@@ -95,12 +95,7 @@ class KernelCache:
 class TensorRTExecutable:
     """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time.
 
-    Args:
-        library: module `tensorrt` or `tensorrt_rtx`.
-        path: path of the engine file.
-        profiles: optimization profiles that the engine was built for.
-        rebuild_command: command that rebuilds the engine, for error messages.
-        kernel_cache: cache of kernels, shared by the engines of a folder; None: do not store kernels.
+    The engines of a folder share a cache of kernels; None: kernels are not stored.
 
     Raises:
         EngineError: the file cannot be read, or the library rejects it.

@@ -43,15 +43,7 @@ class TrainingBatch(NamedTuple):
 def make_training_batch(
     shards: ShardFolder, image_indices: list[int], code_offset: int, rows_per_image: int, device: str
 ) -> TrainingBatch:
-    """Read images of equal size as a batch.
-
-    Args:
-        shards: folder of shards.
-        image_indices: indices of the images in `shards`.
-        code_offset: token id of code 0.
-        rows_per_image: 2 with guidance, else 1.
-        device: PyTorch device for the tensors.
-    """
+    """Read images of equal size as a batch; `code_offset` is the token id of code 0."""
     tokens: list[NDArray[np.integer]] = []
     states: list[NDArray[np.floating]] = []
     for index in image_indices:

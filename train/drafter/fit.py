@@ -114,15 +114,7 @@ class DrafterTrainer:
     def run(
         self, progress: Progress, print_line: Callable[[str], None], report_seconds: float = _REPORT_SECONDS
     ) -> dict[str, float]:
-        """Run the remaining steps and write a drafter with the averaged weights.
-
-        Args:
-            progress: progress callback.
-            print_line: callback that prints a line about the state of training.
-            report_seconds: seconds between two reports, and between two saved states.
-
-        Returns:
-            The metrics of `compute_validation_metrics`.
+        """Run the remaining steps, write a drafter with the averaged weights, and return its metrics.
 
         Raises:
             CheckpointError: the loss or a metric is NaN or infinite.

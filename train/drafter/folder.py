@@ -21,14 +21,10 @@ MARKER = "config.json"
 def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
     """Write a drafter as a folder, completely or not at all.
 
-    Args:
-        drafter: trained drafter.
-        output: path of the folder.
-        config_fields: fields of config.json that do not describe sizes.
-        force: whether to replace an existing drafter folder.
+    `config_fields` are the fields of config.json that do not describe sizes.
 
     Raises:
-        OutputError: the folder exists or cannot be written.
+        OutputError: the folder exists (without `force`) or cannot be written.
     """
     weights = convert_to_lantern_weights(drafter)
     config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}

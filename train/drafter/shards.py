@@ -116,11 +116,6 @@ def get_shard_path(folder: Path, index: int) -> Path:
 def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None:
     """Write a shard, completely or not at all.
 
-    Args:
-        path: file to write.
-        source: target and sizes of the shard.
-        images: contents of the shard.
-
     Raises:
         OutputError: the file exists already or cannot be written.
     """
@@ -136,9 +131,7 @@ def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None
 class Shard:
     """File of training images, read image by image. The attribute `digest` is a hash of the images.
 
-    Args:
-        path: file to read.
-        vocab_size: number of token ids; all token ids of the prefixes must be smaller.
+    All token ids of the prefixes must be below `vocab_size`.
 
     Raises:
         CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
@@ -224,10 +217,7 @@ class Shard:
 class ShardFolder:
     """Sequence of all images in the shards of a folder. The attribute `digest` is a hash of the images.
 
-    Args:
-        folder: folder with the shards.
-        sources: sources that shards may have; they differ in their grids only.
-        vocab_size: number of token ids; all token ids of the prefixes must be smaller.
+    `sources` are the sources that shards may have; they differ in their grids only.
 
     Raises:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
