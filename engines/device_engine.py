@@ -43,7 +43,6 @@ class DeviceCache(CacheColumnMap):
             self.bound_pass.run_queued_pass()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes to the entries of their rows. Entries move on the device if their columns change."""
         moves = self.accept_nodes(new_kv, accepted_indices)
         if len(moves):
             self.run_queued_pass()
@@ -199,7 +198,6 @@ class DeviceEngine(ABC):
         )
 
     def _build_token_inputs(self, batch: PassInput, num_nodes: int) -> dict[str, Any]:
-        """Return the inputs for tokens, embeddings and hidden states, padded to `num_nodes` nodes per row."""
         if self._embedding_table is not None:
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")

@@ -229,7 +229,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return mixed
 
     def write_matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
-        """Write attention as two matmuls and a softmax; heads are joined as in `write_fused_attention`."""
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         query = self.split_heads(query, self.num_heads)

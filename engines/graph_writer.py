@@ -117,7 +117,6 @@ class GraphWriter:
         return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *part_shape), name=name)
 
     def to_bytes(self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], name: str = "graph") -> bytes:
-        """Return the model as the bytes of an ONNX file."""
         # The numbers below are the field numbers of the messages in onnx.proto.
         parts = [_encode_field(1, node) for node in self.nodes] + [_encode_field(2, name)]
         parts += [_encode_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
@@ -209,7 +208,6 @@ class DecoderGraphWriter(ABC):
         )
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
-        """Write projections and attention of the layer `layer_name`."""
         query, key, value = self.split_and_rotate_qkv(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
         return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
@@ -295,11 +293,9 @@ class DecoderGraphWriter(ABC):
         """Write the exact GELU of `x`, not its tanh approximation."""
 
     def to_float32(self, x: str) -> str:
-        """Cast `x` to float32, if the graph computes in another type."""
         return self.graph.cast(x, "float32") if self.half else x
 
     def to_dtype(self, x: str) -> str:
-        """Cast `x` from float32 to the type that the graph computes in."""
         return self.graph.cast(x, self.dtype) if self.half else x
 
 

@@ -39,11 +39,7 @@ _import_lock = threading.Lock()
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime with telemetry disabled, and return the module.
-
-    Raises:
-        EngineError: onnxruntime cannot be imported.
-    """
+    """Import onnxruntime with telemetry disabled; raise EngineError if it cannot be imported."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads this variable
     with _import_lock:
         try:

@@ -48,7 +48,6 @@ class BaseKVCache:
 
     @property
     def num_columns(self) -> int:
-        """Number of allocated columns."""
         return round_up(max(1, self.capacity))
 
     def past_length(self) -> int:

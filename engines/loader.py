@@ -94,7 +94,6 @@ class BundleEngines:
 
     @property
     def drafter(self) -> Engine | None:
-        """Drafter engine; None if the bundle has no drafter."""
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
@@ -164,7 +163,6 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
 
 
 def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Declare the input, and the output, of the VQ decoder."""
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:

@@ -58,7 +58,6 @@ class BuildOptions:
 
 
 def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
-    """Return the largest number of cache columns that a pass of any of these profiles attends to."""
     return max(profile.columns[2] for profile in shape_profiles)
 
 

@@ -94,7 +94,6 @@ class SamplingHead(NamedTuple):
         return inputs, [TensorSpec("drawn", ("float32",), (2, *nodes, self.num_best))]
 
     def _write_logit_filters(self, graph: GraphWriter, scaled_logits: str) -> str:
-        """Write ops that set the logits of excluded tokens to `FILTERED_OUT`."""
         if not (self.top_k or self.has_top_p):
             return scaled_logits
         num_tokens = self.top_k or self.vocab_size

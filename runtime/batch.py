@@ -57,7 +57,6 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Number of batch rows of the active sequences."""
         return len(self._prefixes.lengths)
 
     def add(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
@@ -248,7 +247,6 @@ class Batch:
             output.store_chosen_codes(sampled_nodes, np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE))
 
     def _commit_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Send the committed tokens to the drafters and the callback, then remove what is complete or failed."""
         commit_of = {commit.sequence: commit for commit in commits}
         for drafter, sequences in self._drafters.drafters_with_sequences:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:

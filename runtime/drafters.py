@@ -84,7 +84,6 @@ class BatchDrafters:
         self.drafters_with_sequences = self._drafters.values()
 
     def add(self, sequences: Sequence[ImageSequence]) -> None:
-        """Add sequences to the drafters of their methods, which are made as needed."""
         for sequence in sequences:
             key = sequence.method, sequence.greedy
             if key not in self._drafters:

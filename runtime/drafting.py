@@ -33,14 +33,12 @@ class SequenceStep(NamedTuple):
 
     @classmethod
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
-        """Append codes in generation order to a sequence, and return the step with these codes."""
         before = len(sequence.codes)
         sequence.append_codes(codes)
         return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
-        """Number of codes that this step added to the image."""
         return len(self.codes if self.codes_with_cells is None else self.codes_with_cells.codes)
 
 

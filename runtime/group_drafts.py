@@ -36,7 +36,6 @@ class GroupDraft:
 
     @property
     def next_code_indices(self) -> Sequence[int]:
-        """Index of the code that is sampled after each node."""
         return range(self.first_code_index, self.first_code_index + len(self.tree_structure.depths))
 
     @property

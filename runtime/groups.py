@@ -116,7 +116,6 @@ class GroupLayout:
         return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestor_mask)
 
     def count_group_nodes(self, group: int) -> int:
-        """Return the number of pass nodes that generate a group."""
         return len(self.groups[group])
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:

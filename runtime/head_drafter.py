@@ -90,7 +90,6 @@ class DraftHeadState:
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, committed: CommittedTokens) -> None:
-        """Store the output of a target pass."""
         done = len(self.sequence.codes)
         count = len(committed.tokens)
         # First node of each depth from `count` on. Nodes at smaller depths predicted the committed codes.
@@ -198,7 +197,6 @@ class DraftHeadState:
 
 
 def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    """Compute the distribution from which the child of `node` was sampled, from its logits `levels[node]`."""
     return compute_distribution(levels[node][0], sampling)
 
 

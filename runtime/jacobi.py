@@ -106,7 +106,6 @@ class JacobiWindow:
         )
 
     def redraft(self, num_accepted: int, target_output: TargetOutput) -> None:
-        """Draft all tokens after the `num_accepted` tokens again, from the last pass over the window."""
         num_accepted = max(num_accepted, self.num_preserved_tokens)
         # The token that the target chooses after node n becomes the draft token of node n + 1. The token after the last
         # accepted node is committed, so the new window begins one node later. The last node adds one token to its end.

@@ -77,7 +77,6 @@ class Noise:
         return self._acceptance_streams.seek_stream(position)
 
     def discard_noise_before(self, position: int) -> None:
-        """Delete stored groups whose positions are all smaller than `position`."""
         # The loop needs a copy of the keys, because it deletes entries.
         for group in tuple(self._groups):
             if group < position // GROUP_SIZE:
@@ -124,7 +123,6 @@ class _PhiloxStreams:
         self._state = self._bits.state
 
     def seek_stream(self, index: int) -> np.random.Generator:
-        """Set the generator to the start of the stream `index`, and return the generator."""
         self._state["state"]["counter"][1] = index
         self._bits.state = self._state
         return self._generator

@@ -119,7 +119,6 @@ class RowEndLayout(RasterLayout):
         return code_index + min(code_index, self.num_codes - 1) // self.columns
 
     def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
-        """Return the layout of a pass over a draft tree, with an end-of-row token after each node that ends a row."""
         codes = root_index + tree.tree_structure.depths  # code index of each draft node, [nodes]
         ends_before = np.minimum(codes, self.num_codes - 1) // self.columns  # end-of-row tokens before each code
         ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows, [nodes]

@@ -232,7 +232,6 @@ class TokenGrid:
         return np.array(accepted_nodes, np.int64), np.array(new_cells, np.int64)
 
     def _extend_row(self, row: int) -> None:
-        """Add one code to the length of a row, and after the last code also the end-of-row token."""
         self.lengths[row] += 1
         if self.lengths[row] == self.codes_per_row:
             self.lengths[row] = self.columns
@@ -292,7 +291,6 @@ class RowParallelDraft:
         )
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Sample tokens, verify the draft tokens, and add the accepted tokens to the grid and the sequence."""
         sequence = self.sequence
         grid = self.grid
         accepted_nodes, new_cells = grid.verify_drafts(self.grid_pass, output.choose_tokens(self.sampled_nodes))

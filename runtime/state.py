@@ -162,7 +162,6 @@ class ImageSequence:
 
     @property
     def raster_layout(self) -> RasterLayout:
-        """Layout of the image, for methods that need a raster layout."""
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
 
@@ -175,7 +174,6 @@ class ImageSequence:
 
     @property
     def window(self) -> int:
-        """Maximum number of tokens of the next `sjd` draft."""
         return self.max_nodes - 1
 
     def adapt_window(self, num_images: int) -> None:
@@ -190,7 +188,6 @@ class ImageSequence:
 
     @property
     def num_remaining_codes(self) -> int:
-        """Number of codes that are still to be generated or preserved."""
         return self.layout.num_codes - len(self.codes)
 
     def next_preserved_codes(self, num_skipped: int = 0) -> tuple[Ints, int]:

@@ -155,7 +155,6 @@ class DraftTree:
         return self._structure
 
     def path_to(self, node: int) -> list[int]:
-        """Return the nodes from the root to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(int(self.parents[path[-1]]))

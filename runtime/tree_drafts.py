@@ -42,7 +42,6 @@ class TreeDraft:
         )
 
     def _check_committed_nodes(self) -> None:
-        """Check the nodes that are committed without verification."""
         preserved, _ = self.sequence.next_preserved_codes()
         count = self.tree.num_preserved_tokens
         committed = self.tree.tokens[: 1 + count].tolist()
@@ -150,7 +149,6 @@ class TreeDrafter(Drafter):
 
 
 def make_preserved_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
-    """Return a chain of the last token of a sequence and the next preserved codes, at most `max_nodes` nodes."""
     preserved_tokens = next_preserved_tokens(sequence, max_nodes)
     return make_chain([sequence.codes[-1], *preserved_tokens], len(preserved_tokens))
 

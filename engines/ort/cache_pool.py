@@ -150,7 +150,6 @@ class BoundForwardPass:
         return codes.astype(np.int64), scores
 
     def _upload_and_run(self) -> None:
-        """Upload the inputs of the queued pass and of sampling, and start the pass if it is queued."""
         waiting = self._queued_inputs.pop() if self._queued_inputs else None
         if waiting is not None:
             self._buffer.stage_arrays(self._inputs, waiting[0])
@@ -253,7 +252,6 @@ class CachePool:
         return [TensorView(value, start, size, self._dtype) for value in block.device_tensors for start in starts]
 
     def gather_rows(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
-        """Copy rows of other blocks to a block, in the order of its rows."""
         for i, value in enumerate(target.device_tensors):
             rows_of = [(block.device_tensors[i], rows) for block, rows in sources]
             self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)

@@ -51,7 +51,6 @@ class OrtDevice:
     def get_helper_graph(
         self, key: object, write_graph: Callable[[GraphWriter], GraphTensors], allow_graph_capture: bool = False
     ) -> GraphSession:
-        """Return the helper graph of a key. It is written and loaded at first use."""
         if key not in self._graphs:
             writer = GraphWriter()
             where = Path(f"helper graph {key}")
@@ -163,7 +162,6 @@ class OrtDevice:
         self.run_helper_graph(("gather", dtype, tuple(free), len(sources)), write_graph, values)
 
     def write_noise(self, table: Any, group_index: int, noise: Floats) -> None:
-        """Upload the noise of a group of positions, float32 `[GROUP_SIZE, parts * part]`, to a noise table."""
         parts, part = table.shape()[2:]
 
         def write_graph(graph: GraphWriter) -> GraphTensors:

@@ -79,7 +79,6 @@ class TensorRTFunction:
         self._device = device
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the engine on inputs by name, and return the outputs in the declared order."""
         max_rows = self._executable.profiles[0].rows[2]
         results: list[list[Array]] = []
         with self._device.lock:  # while another engine records a CUDA graph, nothing else may allocate memory

@@ -63,7 +63,7 @@ def generate_shards(
     image_sizes: Sequence[Size] = (),
     images_per_shard: int | None = None,
 ) -> Iterator[int]:
-    """Generate images and write them as shards; shards that exist are checked and skipped.
+    """Generate images and write them as shards; shards that exist are checked and skipped. Yield the number of images.
 
     Args:
         pipeline: pipeline of the bundle that generates the images.
@@ -72,10 +72,7 @@ def generate_shards(
         output_folder: folder of the shards.
         progress: progress callback.
         image_sizes: image sizes, used in turn for one shard each; empty: all sizes of the bundle.
-        images_per_shard: number of images per shard; None: the result of `choose_images_per_shard`.
-
-    Yields:
-        The number of images written so far.
+        images_per_shard: None: the result of `choose_images_per_shard`.
 
     Raises:
         RequestError: the bundle generates without drafts.

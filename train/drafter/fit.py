@@ -57,7 +57,6 @@ class TrainingOptions:
 
 
 def check_device(device: str) -> None:
-    """Raise RequestError if PyTorch cannot compute on a device."""
     try:
         torch.zeros(1, device=device).item()  # fails on `meta`, whose tensors have no values
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
@@ -72,14 +71,8 @@ def get_training_state_path(output: Path) -> Path:
 class DrafterTrainer:
     """Training run of a drafter; the method `run` trains the drafter and writes it to a folder.
 
-    If the output folder has a state file beside it, training continues from this state.
-
-    Args:
-        data: folder of shards. All shards are checked when the trainer is made.
-        target: frozen weights of the target.
-        options: options that determine the weights.
-        output: folder to write. An existing folder is replaced only if its state file exists.
-        device: PyTorch device.
+    If the output folder has a state file beside it, training continues from this state. All shards are checked when the
+    trainer is made.
 
     Raises:
         CheckpointError: the data or the state file are damaged, or belong to another target or run.
@@ -204,7 +197,6 @@ class DrafterTrainer:
         return float(loss.detach())
 
     def _compute_loss(self, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
-        """Return the divergence of distributions plus the distance of hidden states, averaged over depths."""
         states = batch.states[:, :-1]
         # In decoding the drafter reads inexact predictions of states; noise prepares it for them.
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5

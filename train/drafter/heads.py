@@ -115,16 +115,7 @@ def train_draft_heads(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[dict[str, NDArray[np.float16]], dict[str, float]]:
-    """Train draft heads.
-
-    Args:
-        data_folder: folder of shards.
-        target: sizes and frozen weights of the target.
-        cfg_scale: guidance scale of the distributions.
-        steps: number of updates, at least 1.
-        progress: progress callback.
-        device: PyTorch device.
-        seed: seed of the weights and of the sequence of images.
+    """Train draft heads on a folder of shards, for a guidance scale.
 
     Returns:
         The tables by name, and metrics on validation images. The metrics are the overlap with the target's

@@ -41,11 +41,7 @@ class TrainingTarget:
 
 
 class OutputLayer(nn.Module):
-    """Frozen output layer of a target: logits of codes from hidden states.
-
-    Args:
-        weights: weights of the target's graph.
-    """
+    """Frozen output layer of a target: logits of codes from hidden states."""
 
     weight: Tensor  # matrix from inputs to logits, float32 `[codes, inputs]`
     bias: Tensor  # bias of the logits, `[codes]`
