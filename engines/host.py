@@ -42,10 +42,7 @@ _import_lock = threading.Lock()
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime with telemetry disabled, and return the module.
-
-    Raises: EngineError: onnxruntime cannot be imported.
-    """
+    """Import onnxruntime with telemetry disabled; raise EngineError if it cannot be imported."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads this variable
     with _import_lock:
         try:
@@ -105,10 +102,7 @@ def count_usable_cores() -> int:
 
 
 def choose_thread_count(threads: int | None) -> int:
-    """Return the number of threads for running a graph.
-
-    Args:
-        threads: requested number, 1 .. 1024; None: one thread per usable core.
+    """Return the number of threads for running a graph: `threads` (1 .. 1024), or one per usable core.
 
     Raises:
         EngineError: the number is out of range, or this system cannot start as many threads.
@@ -121,10 +115,7 @@ def choose_thread_count(threads: int | None) -> int:
 
 
 def read_cpu_quota() -> float | None:
-    """Return the CPU quota of this process in cores, such as 1.5; None if there is no quota.
-
-    If several control groups have a quota, the smallest applies.
-    """
+    """Return the smallest CPU quota of this process in cores, such as 1.5; None if there is no quota."""
     return min(
         (quota for folder in _list_control_groups() if (quota := _read_group_quota(folder)) is not None), default=None
     )
@@ -151,15 +142,9 @@ def available_memory() -> int:
 
 
 def check_space(memory_bytes: int, disk_bytes: Sequence[tuple[Path, int]]) -> None:
-    """Check that memory and disks have enough free space.
+    """Raise RequestError or OutputError if memory or a disk has too little free space.
 
-    Args:
-        memory_bytes: needed memory.
-        disk_bytes: folders, which need not exist, with the number of bytes to write. Folders on one disk are added up.
-
-    Raises:
-        RequestError: there is too little memory.
-        OutputError: a disk is too full.
+    Folders of `disk_bytes` need not exist; folders on one disk are added up.
     """
     free = available_memory()
     if free < memory_bytes:
@@ -178,7 +163,6 @@ def check_space(memory_bytes: int, disk_bytes: Sequence[tuple[Path, int]]) -> No
 
 
 def list_installed_packages(*names: str) -> list[str]:
-    """Return the packages in `names` that are installed."""
     distributions = []
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -213,20 +197,10 @@ def _list_control_groups() -> list[Path]:
     return folders
 
 
-def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
-    """Return the free memory of a control group.
-
-    Args:
-        folder: folder of the control group.
-        limit_file: name of the file with the limit in bytes.
-        used_file: name of the file with the memory in use, in bytes.
-        cache_field: field of `memory.stat` with the size of cached files, which count as in use.
-
-    Returns:
-        A list with the number of free bytes; an empty list if the control group has no limit.
-    """
+def _read_free_memory(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> list[int]:
+    """Return the free bytes of a control group in a list, which is empty if the group has no limit."""
     limit = _read_text(folder / limit_file)
-    used = _read_text(folder / used_file)
+    used = _read_text(folder / usage_file)
     if not (limit.isdigit() and used.isdigit()):
         return []
     stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines() if len(line.split()) == 2)
@@ -235,7 +209,6 @@ def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field
 
 
 def _read_group_quota(folder: Path) -> float | None:
-    """Return the CPU quota of a control group in cores; None if the group has no quota."""
     limit, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not period:
         limit = _read_text(folder / "cpu.cfs_quota_us")

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, SpeculativeJacobi
 from ..runtime.layout import ImageLayout
-from ..runtime.raster import RasterLayout, RowEndLayout
+from ..runtime.raster import RasterLayout, RowEndLayout, TwoGridLayout
 from .conditions import ConditionSpec
 from .decoder import Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
@@ -411,7 +411,9 @@ class Manifest(FrozenModel):
             return self.order.layout(self.codebook_size, grid.columns)
         if self.row_end is not None:
             return RowEndLayout(grid.codes, grid.columns, row_end=self.row_end)
-        return RasterLayout(grid.codes, grid.columns, grid.first_grid or (0, 0))
+        if grid.first_grid is not None:
+            return TwoGridLayout(grid.codes, grid.columns, first_grid=grid.first_grid)
+        return RasterLayout(grid.codes, grid.columns)
 
     @property
     def max_image_tokens(self) -> int:
