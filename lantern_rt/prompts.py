@@ -1,7 +1,4 @@
-"""Conversion of prompts, class ids and text embeddings to inputs of the condition graph.
-
-Text embeddings are right-padded in requests and left-padded in the graph.
-"""
+"""Conversion of prompts, class ids and text embeddings to inputs of the condition graph."""
 
 from __future__ import annotations
 
@@ -73,20 +70,11 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
 
 
 def _format_field_name(name: str, index: int, count: int) -> str:
-    """Return the name of a field for an error message, such as `prompt 2 of 3` for index 1."""
     return name if count == 1 else f"{name} {index + 1} of {count}"
 
 
 def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
-    """Build a request for one image of each class id.
-
-    Args:
-        condition: condition of the bundle.
-        class_ids: class ids, not checked yet.
-
-    Raises:
-        RequestError: a class id is out of range.
-    """
+    """Build a request for one image of each class id, or raise RequestError if an id is out of range."""
     ids = check_class_ids(class_ids, condition.classes or 1)
     real = np.ones(condition.prefix, np.bool_)  # no position is padding
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
@@ -104,10 +92,7 @@ def build_prompt_requests(
     """Build a request for one image of each prompt.
 
     Args:
-        condition: condition of the bundle.
-        tokenizer: tokenizer of the bundle.
         size: size of the images, which some prompt templates contain.
-        prompts: prompts, not checked yet.
         negative_prompt: negative prompt; None: the bundle's unconditional row is used.
 
     Raises:
@@ -124,11 +109,8 @@ def build_token_id_requests(
     """Build a request for one image of each prompt, where a prompt is a list of token ids.
 
     Args:
-        condition: condition of the bundle.
-        tokenizer: tokenizer of the bundle, whose vocabulary has the ids.
         size: size of the images. For condition kind `tokens`, a prompt must end with the ids of the size.
         prompts: token ids of one prompt, or one list of token ids per prompt, not checked yet.
-        negative_prompt: negative prompt as text; None: the bundle's unconditional row is used.
 
     Raises:
         RequestError: a token id is unknown, there are too many token ids, or the ids do not begin and end like the
@@ -166,7 +148,6 @@ def _build_token_id_request(
 def _add_negative_prompts(
     requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative_prompt: Any
 ) -> list[ImageRequest]:
-    """Replace the unconditional rows of requests by the conditional row of the negative prompt, if any."""
     if negative_prompt is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
@@ -228,9 +209,6 @@ def _build_image_request(
     """Build the request for one image from the token ids of its prompt.
 
     Args:
-        condition: condition of the bundle.
-        size: size of the image.
-        prompt_or_class_id: prompt in the form that the caller gave, text or token ids.
         ids: token ids of the prompt, without the ids that the template adds, int64 `[n]`.
     """
     layout = condition.layout
@@ -260,8 +238,6 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     This distance is the longer side of the source, in cells, plus the number of ids between the source and the image.
 
     Args:
-        request: request of the text.
-        manifest: manifest of a bundle with a `source`.
         size: size of the new images, the result of `Size.with_source_image`.
         source: source image. Its codes may be computed later, because the request has placeholders for them.
     """
@@ -279,7 +255,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     source_positions = (source_size.first_position or 0) + step_back * distance + cells
 
     def compute_positions_before_image(count: int, distance: int) -> NDArray[np.int64]:
-        """Return the positions of `count` tokens, with `distance` ids between the last token and the first code."""
+        """Return the positions of `count` tokens, with `distance` ids between the last one and the first code."""
         moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
 
@@ -310,12 +286,10 @@ def _convert_to_numpy(values: Any) -> NDArray[Any]:
 
 
 def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
-    """Build a request for one image of each text embedding. Convert the padding from the right to the left.
+    """Build a request for one image of each text embedding, and move its padding from the right to the left.
 
     Args:
-        condition: condition of the bundle.
-        embeddings: float array `[tokens, dim]` or `[prompts, tokens, dim]`, or a pair of this array and a mask
-            `[prompts, tokens]`. The mask is 1 on tokens and 0 on the padding after the tokens.
+        embeddings: as `Options` describes; values and mask are not checked yet.
 
     Raises:
         RequestError: shapes, mask or values of the embeddings are invalid.

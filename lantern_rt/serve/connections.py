@@ -29,8 +29,6 @@ BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the 
 
 
 class _ChunkLimitedParser(h11.Connection):
-    """HTTP parser that rejects bodies in many small chunks, because parsing many chunks takes long."""
-
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
@@ -113,10 +111,6 @@ class LimitedConnection(H11Protocol):
         self._unsent_bytes = unsent_bytes
 
     def _close_if_stalled(self) -> None:
-        """Close the connection if the client makes no progress, and repeat this check regularly.
-
-        Uvicorn itself has a timeout only between requests.
-        """
         self._timer = self.loop.call_later(STALL_SECONDS / 4, self._close_if_stalled)
         self._update_waiting_time()
         awaits_headers = self._is_idle and (self.cycle is None or self.conn.trailing_data[0])

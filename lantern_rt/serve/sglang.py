@@ -1,8 +1,7 @@
 """Endpoint `POST /generate`, at which SGLang requests the codes (image tokens) of GLM-Image from another server.
 
-A request has a prompt as token ids, two grids and sampling settings. A batch request has a list of each. GLM-Image
-generates a small grid of codes before the grid of the image, so a request gives the shapes of both grids. The response
-has the codes of the small grid, then the codes of the image.
+A request has a prompt as token ids, two grids and sampling settings; a batch has a list of each. GLM-Image generates a
+small grid of codes before the grid of the image, and the response has the codes in this order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class TokenPromptRequest(CodesRequest):
     Args:
         token_ids: token ids of the prompt, including the ids of the prompt template.
         grid_shapes: shape of the grid of the image, then shape of the small grid, each as `[1, rows, columns]`.
-        max_tokens: maximum number of codes in the response; must not be below the number of codes of both grids.
+        max_tokens: maximum number of codes in the response, at least the codes of both grids.
     """
 
     token_ids: list[int]
@@ -61,8 +60,6 @@ class TokenPromptRequest(CodesRequest):
 
 
 class _SamplingParameters(SamplingFields):
-    """Field `sampling_params` of a request."""
-
     model_config = _STRICT
 
     max_new_tokens: Annotated[int, Field(ge=1)]
@@ -71,8 +68,6 @@ class _SamplingParameters(SamplingFields):
 
 
 class _ImageData(BaseModel):
-    """Element of the field `image_data`: the shapes of the two grids."""
-
     model_config = _STRICT
 
     image_grid_thw: Annotated[list[_Grid], Field(min_length=1, max_length=8)]
@@ -82,8 +77,6 @@ _Images = Annotated[list[_ImageData], Field(min_length=1, max_length=1)]
 
 
 class _SingleRequestBody(BaseModel):
-    """Body of a request for one image."""
-
     model_config = _STRICT
 
     input_ids: _Ids
@@ -91,7 +84,6 @@ class _SingleRequestBody(BaseModel):
     sampling_params: _SamplingParameters
 
     def make_request(self, use_bundle_sampling: bool) -> TokenPromptRequest:
-        """Convert the body to a request, without its sampling settings if the bundle's settings replace them."""
         parameters = self.sampling_params
         sampling = {} if use_bundle_sampling else {name: getattr(parameters, name) for name in SAMPLING}
         return TokenPromptRequest(
@@ -121,24 +113,17 @@ class _BatchRequestBody(BaseModel):
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """Parsed request of SGLang.
-
-    Args:
-        generation_requests: one request per image.
-        is_batch: whether the request is a batch request. The response is then a list.
-    """
+    """Parsed request of SGLang; the response to a batch is a list."""
 
     generation_requests: Sequence[TokenPromptRequest]
     is_batch: bool
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response: for each image its codes in `output_ids` and its costs in `meta_info`."""
         images = [_make_image_result(completion) for completion in completions]
         return JSONResponse(images if self.is_batch else images[0])
 
 
 def _make_image_result(completion: Completion) -> dict[str, Any]:
-    """Return the part of the response about one image: its codes and its costs."""
     generation_stats = completion.generation_stats
     counts = {"prompt_tokens": completion.input_tokens, "completion_tokens": completion.output_tokens}
     meta_info = {
@@ -151,10 +136,9 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
 
 
 def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
-    """Parse the body of a single request or of a batch request.
+    """Parse the body of a single request or of a batch.
 
     Args:
-        body: JSON text.
         use_bundle_sampling: whether the sampling settings of the bundle replace the settings in the body.
 
     Raises:
@@ -174,6 +158,4 @@ def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
 
 
 class _InputIdsBody(BaseModel):
-    """Part of a body that shows whether the request is a batch request. Other fields are ignored."""
-
     input_ids: Any

@@ -1,4 +1,4 @@
-"""State that all requests of a server share: models, limits, API keys, status and metrics."""
+"""State that all requests of a server share: models, limits, API keys, status and memory of bodies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ServerLimits:
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """Read API keys from a file. The format and the returned dict are the same as in `parse_api_keys`.
+    """Read API keys from a file, as `parse_api_keys` does.
 
     Raises:
         RequestError: the file cannot be read, has no key, or has an invalid key.
@@ -82,18 +82,14 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 
 
 def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
-    """Parse API keys. Each line has a key, or a name and a key.
-
-    Empty lines and lines that begin with # are ignored.
+    """Parse API keys: one per line, perhaps after a name. Empty lines and lines that begin with # are ignored.
 
     Args:
-        text: lines with the keys.
         field: parameter or environment variable that gave the keys, for the error message.
         source_name: place of the keys, for the error message.
 
     Returns:
-        The name of each key, by the hash of the key. If a line has no name, the name is `key` and the first digits of
-        the hash.
+        The name of each key, by the hash of the key. A key without a name is named by the first digits of its hash.
 
     Raises:
         RequestError: there is no key, or a key has non-ASCII characters.
@@ -140,15 +136,12 @@ class BodyMemoryBudget:
             self._adjust_usage(caller, -reserved)
 
     def _adjust_usage(self, caller: str, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative, to the memory that a caller uses."""
         self._free -= num_bytes
         self._held[caller] += num_bytes
         self._held = +self._held
 
 
 class Metrics:
-    """Prometheus metrics of one server."""
-
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard shows
         values.ValueClass = values.MutexValue  # not files in PROMETHEUS_MULTIPROC_DIR: one process serves
@@ -180,13 +173,11 @@ class Metrics:
         self._models = Gauge("lantern_model_info", "Models, each with the value 1.", labels, registry=registry)
 
     def count_request(self, record: RequestRecord) -> None:
-        """Add a request that has ended to the metrics."""
         self.requests.labels(record.model, str(record.status)).inc()
         if record.status in (DISCONNECTED, 504):
             self.aborted.labels(record.model, "deadline" if record.status == 504 else "disconnected").inc()
 
     def count_completion(self, completion: Completion) -> None:
-        """Add the images of a finished request and their costs to the metrics."""
         generation_stats = completion.generation_stats
         model = generation_stats.model
         # The label is only the method's name, because parameters would create an unlimited number of labels.
@@ -199,7 +190,6 @@ class Metrics:
         self.picture.labels(model).observe(generation_stats.picture_seconds)
 
     def format_prometheus_text(self, backends: Iterable[ImageBackend]) -> bytes:
-        """Return all metrics in Prometheus' text format, after the load of the backends is measured."""
         for backend in backends:
             facts = backend.describe()
             self._models.labels(backend.name, facts["bundle"], facts["digest"], facts["version"]).set(1)
@@ -239,7 +229,6 @@ class ServerState:
 
     @property
     def version_info(self) -> dict[str, Any]:
-        """Version of the program, and digest of each model's bundle."""
         digests = {name: backend.describe()["digest"] for name, backend in self.backends.items()}
         return {"version": __version__, "models": digests}
 
@@ -262,11 +251,7 @@ class ServerState:
             self.keys = parse_api_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
 
     def check_api_key(self, http_request: HttpRequest) -> str:
-        """Check the API key of a request and return its name; an empty text if the server needs no key.
-
-        Raises:
-            HttpError: the key is missing or invalid.
-        """
+        """Return the name of a request's API key, empty if the server needs none; raise `HttpError` for a wrong key."""
         if not self.keys:
             return ""
         scheme, _, key = http_request.headers.get("authorization", "").partition(" ")
@@ -275,13 +260,10 @@ class ServerState:
             raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
-    def adapt_requests_to_bundles(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
-        """Check requests, and return them with all defaults set.
+    def apply_limits(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+        """Check requests against the server's limits, and return them with all defaults set.
 
-        If `ServerLimits.mapped_sizes` contains the size in a request, the mapped size replaces it.
-
-        Raises:
-            HttpError: the server's limits do not allow the requests.
+        `ServerLimits.mapped_sizes` replaces sizes that clients send by habit.
         """
         server_limits = self.server_limits
         requests = [check_and_set_defaults(request, server_limits.deadline) for request in raw_requests]
@@ -297,14 +279,7 @@ class ServerState:
         return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
     def find_backend(self, name: str | None) -> ImageBackend:
-        """Return the backend of a model.
-
-        Args:
-            name: name or alias of the model; None: the first model.
-
-        Raises:
-            HttpError: there is no model of this name.
-        """
+        """Return the backend of a model by its name or alias, or raise `HttpError`; None: the first model."""
         if name is None:
             return next(iter(self.backends.values()))
         name = self.server_limits.aliases.get(name, name)
