@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -57,6 +59,9 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Otherwise the kernel holds megabytes for a slow reader, who then seems to make no progress for a minute.
+        with suppress(AttributeError, OSError):  # not on every system
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 16)
         self._waiting_since = self.loop.time()
         self._unsent_bytes = 0
         self._close_if_stalled()

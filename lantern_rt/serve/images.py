@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 from .backend import ImageBackend
 from .bodies import BODY_FORMATS, BodyFormat
 from .log import RequestRecord
+from .metrics import DISCONNECTED
 from .protocol import Completion, Event, GenerationRequest, HttpError, ParsedBody
-from .state import DISCONNECTED, ServerState
+from .state import ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
 T = TypeVar("T")

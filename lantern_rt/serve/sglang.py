@@ -45,7 +45,7 @@ class TokenPromptRequest(CodesRequest):
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         sizes = [size for size in bundle.manifest.all_sizes if size.first_grid is not None]
         if not sizes:
-            problem = f"model {bundle.manifest.name} does not draw a small grid before its image"
+            problem = f"model {bundle.manifest.name} does not generate a small grid before its image"
             raise HttpError(
                 400, problem, field="image_data", remedy="make a bundle of GLM-Image the first model of the server"
             )
