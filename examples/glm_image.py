@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from lantern_rt import Pipeline
 
 
-def make_prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, Any]:
+def make_prior_tokens(pipe: Pipeline, prompt: str, device: str = "cpu", **options: Any) -> dict[str, Any]:
     """Generate the codes of an image and return them as arguments for `GlmImagePipeline`.
 
     Args:
         pipe: pipeline of a bundle of GLM-Image.
         prompt: the prompt, which `GlmImagePipeline` must get as well.
+        device: device of `GlmImagePipeline`, for the tensors.
         options: other options of `Pipeline.__call__`, such as `size`, `seed`, `method` or `image` (the source image for
             image to image).
 
@@ -38,15 +39,15 @@ def make_prior_tokens(pipe: Pipeline, prompt: str, **options: Any) -> dict[str, 
     size = request.settings.image_size(manifest)
     codes = last.codes[0][size.first_codes :].reshape(size.rows, size.columns)
     width, height = manifest.size_in_pixels(size)
-    arguments = {"prior_token_ids": repeat_codes(codes)[None], "width": width, "height": height}
+    arguments = {"prior_token_ids": repeat_codes(codes)[None].to(device), "width": width, "height": height}
     source = request.images[0].edit
     if source is None:
         return arguments
     source_codes = source.codes.reshape(source.size.rows, source.size.columns)
     return arguments | {
         "image": [source.image],
-        "prior_token_image_ids": [repeat_codes(source_codes)],
-        "source_image_grid_thw": [torch.tensor([[1, 2 * source.size.rows, 2 * source.size.columns]])],
+        "prior_token_image_ids": [repeat_codes(source_codes).to(device)],
+        "source_image_grid_thw": [torch.tensor([[1, 2 * source.size.rows, 2 * source.size.columns]], device=device)],
     }
 
 
@@ -69,7 +70,7 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {"size": arguments.size, "image": arguments.image, "seed": arguments.seed}
     with Pipeline.from_bundle(arguments.bundle) as pipe:
-        tokens = make_prior_tokens(pipe, arguments.prompt, **options)
+        tokens = make_prior_tokens(pipe, arguments.prompt, arguments.device, **options)
 
     from diffusers import GlmImagePipeline
 

@@ -102,20 +102,22 @@ def read_family_checkpoints(
     from .checkpoints.files import wrap_reader_errors
     from .checkpoints.folders import Checkpoint
     from .checkpoints.hub import fetch_checkpoint
+    from .torch_settings import default_torch_settings
 
     arguments = {option: value for option, value in options.items() if value is not None}
     target = fetch_checkpoint(arguments.pop("target"), family.download_patterns, family.optional_files)
     arguments |= {role: fetch_checkpoint(arguments[role]) for role in CHECKPOINTS if role in arguments}
     places = [lora.split_folder_and_scale(text) for text in arguments.pop("lora", ())]
     files = (lora.CONFIG, lora.WEIGHTS)
-    adapters = [lora.read_adapter(fetch_checkpoint(place, files), scale) for place, scale in places]
 
     def read_target(path: Path) -> BundleContents:
         _check_target_family(family_name, path)
         progress("reading checkpoints", 0, 0)
         return family.read_model(Checkpoint(path, progress=progress, adapters=adapters), **arguments)
 
-    model = wrap_reader_errors(read_target)(target)
+    with default_torch_settings():
+        adapters = [lora.read_adapter(fetch_checkpoint(place, files), scale) for place, scale in places]
+        model = wrap_reader_errors(read_target)(target)
     manifest_fields = {**model.manifest_fields, "family": family_name}
     if cfg_scale is not None:
         manifest_fields["sampling"] = manifest_fields["sampling"].model_copy(update={"cfg_scale": cfg_scale})

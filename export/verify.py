@@ -42,6 +42,7 @@ from .measures import (
 from .model import BundleContents
 from .neighbours import compute_neighbour_table
 from .progress import ignore_progress
+from .torch_settings import default_torch_settings
 
 # Maximum ratio of noise to signal if activations are rounded to 8 bits. A difference in the last bit may round an
 # activation to another integer, and these errors add up over the layers. The target of `scenes` reaches 0.1 on random
@@ -204,6 +205,7 @@ class VerificationReport:
         self.distributions.append(row)
 
 
+@default_torch_settings()
 def verify_bundle(
     bundle: Bundle,
     model: BundleContents | None = None,

@@ -31,12 +31,14 @@ from .model import BundleContents
 from .neighbours import compute_neighbour_table
 from .progress import ignore_progress, make_megabyte_counter
 from .space import check_disk_and_memory
+from .torch_settings import default_torch_settings
 from .verify import check_decoded_images, check_graph_parity
 
 _MANIFEST = "bundle.json"
 _LOG = logging.getLogger(__name__)
 
 
+@default_torch_settings()
 def export_model(
     model: BundleContents,
     output: Path,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -40,15 +40,16 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
         RequestError: the method does not exist, or the bundle lacks the drafter or the neighbour table that it needs.
         TreeError: the draft tree does not exist, or has more children per node than the codebook has entries.
     """
-    completed = _fill_in_method_defaults(manifest, method)
-    if problem := explain_unsupported_method(manifest, completed):
-        *others, last = list_supported_methods(manifest, METHODS)
-        remedy = f"use method {', '.join(others)} or {last}"
-        raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
-    if isinstance(completed, TreeMethod):
-        # If a method string names no tree, the bundle's default is used, and the bundle is at fault.
-        _check_draft_tree(manifest, completed.tree, is_default="tree=" not in str(method))
-    return completed
+    with _name_method(method):
+        completed = _fill_in_method_defaults(manifest, method)
+        if problem := explain_unsupported_method(manifest, completed):
+            *others, last = list_supported_methods(manifest, METHODS)
+            remedy = f"use method {', '.join(others)} or {last}"
+            raise RequestError(f"bundle {manifest.name} {problem}", field=f"method {completed.method}", remedy=remedy)
+        if isinstance(completed, TreeMethod):
+            # If a method string names no tree, the bundle's default is used, and the bundle is at fault.
+            _check_draft_tree(manifest, completed.tree, is_default="tree=" not in str(method))
+        return completed
 
 
 def parse_method_config(method: str) -> MethodConfig:
@@ -62,9 +63,10 @@ def parse_method_config(method: str) -> MethodConfig:
     fields = kind(method=name).parameters() | parameters
     if issubclass(kind, RelaxedMethod) and fields.keys() & {"delta", "lambda"}:
         fields.setdefault("neighbors", 1)  # a bound requires neighbours, whose default number only a bundle knows
-    completed = validate_model(kind, fields)
-    if isinstance(completed, TreeMethod):
-        parse_tree(completed.tree)  # raises an error if the tree does not exist
+    with _name_method(method):
+        completed = validate_model(kind, fields)
+        if isinstance(completed, TreeMethod):
+            parse_tree(completed.tree)  # raises an error if the tree does not exist
     return completed
 
 
@@ -139,6 +141,18 @@ def _fill_in_method_defaults(manifest: Manifest, method: Any) -> MethodConfig:
     if issubclass(kind, TreeMethod) and fields.get("drafter") is None and manifest.heads is not None:
         fields["drafter"] = "heads"
     return validate_model(kind, fields)
+
+
+@contextmanager
+def _name_method(method: Any) -> Iterator[None]:
+    """Add the method string to an error about a parameter, whose name alone is no option."""
+    try:
+        yield
+    except RequestError as error:
+        if error.remedy or error.field not in METHODS_BY_PARAMETER:
+            raise
+        remedy = f"correct method {format_value(str(method))}"
+        raise type(error)(error.problem, error.field, error.found, error.expected, remedy) from error
 
 
 def _find_default_parameters(manifest: Manifest, method_name: str) -> dict[str, Any]:

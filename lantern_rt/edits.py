@@ -20,13 +20,22 @@ from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps
 
 from .bundle.manifest import Manifest, Size
 from .errors import RequestError
-from .inputs import check_int, convert_read_errors, read_regular_file
+from .inputs import check_int, convert_read_errors, read_regular_file, reraise_error_of_signal_handler
 from .options import ImageSource
 from .runtime.engine import Bools, Floats, Ints
 
 BYTES_LIMIT = 1 << 23  # maximum size of an image file
 PIXELS_LIMIT = 1 << 24  # maximum number of pixels of an image
 ROUNDING = 2  # difference of 8-bit values up to which a colour profile counts as sRGB
+_UPRIGHT = {  # how an image is turned upright, by the orientation in its EXIF block
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 HALVED_PIXELS = 1 << 22  # number of pixels above which an image is read at half its width and height
 
 
@@ -140,7 +149,10 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         factor = 2 if image.width * image.height > HALVED_PIXELS else 1
         if factor == 2 and image is not source and image.draft(None, (image.width // 2, image.height // 2)):
             factor = 1  # the JPEG decoder already halves the image
-        image = ImageOps.exif_transpose(image)
+        image.load()  # an EXIF block may come after the pixels
+        orientation = _read_orientation(image)
+        if orientation in _UPRIGHT:
+            image = image.transpose(_UPRIGHT[orientation])
         if image.mode.startswith("I"):  # 16-bit values, which Pillow would clip to 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if factor > 1 and (image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK") or "transparency" in image.info):
@@ -158,9 +170,7 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
     sizes = []
     for name, source in sources.items():
         header = read_image(name, source, header_only=True)
-        with convert_read_errors(Path(name), "an orientation", RequestError, "give another image"):
-            # The method of the base class reads the header only. `getexif` of PNG images would decode all pixels.
-            rotated = Image.Image.getexif(header).get(ExifTags.Base.Orientation) in range(5, 9)  # 90 or 270 degrees
+        rotated = _read_orientation(header) in range(5, 9)  # by 90 or 270 degrees
         if 0 in header.size:
             raise RequestError(field=name, found="no pixels", expected="an image")
         sizes.append(header.size[::-1] if rotated else header.size)
@@ -168,6 +178,16 @@ def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tupl
         expected, actual = (f"{width} x {height} pixels" for width, height in sizes)
         raise RequestError(field="mask", found=actual, expected=f"{expected}, the size of the image")
     return sizes[0]
+
+
+def _read_orientation(image: Image.Image) -> int:
+    """Return the orientation in an image's EXIF block; 1, upright, without such a block or if the block is damaged."""
+    try:
+        # The method of the base class reads the header only. `getexif` of PNG images would decode all pixels.
+        return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
+    except Exception as error:  # Pillow raises any exception for a damaged block, which image viewers ignore
+        reraise_error_of_signal_handler(error)
+        return 1
 
 
 def _convert_array_to_image(parameter_name: str, array: NDArray[Any]) -> Image.Image:

@@ -21,7 +21,7 @@ from .text.words import WordTokenizer, read_word_tokenizer
 
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-# The model's tokens limit a prompt. No text has more characters per token, so a longer text need not be tokenized.
+# The model's tokens limit a prompt. Usual text has 3 to 5 characters per token, so a far longer text is not tokenized.
 _CHARACTERS_PER_TOKEN = 16
 _MIN_CHARACTERS = 2000  # allowed for every model: some models drop the last tokens of a long prompt
 _MAX_TOKEN_ID = 2**31 - 1

@@ -126,14 +126,20 @@ class Config:
         return make_file_error(self.path, self.aliases.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field without checks, or `default` if the file does not have the field."""
-        return self.values.get(self.aliases.get(name, name), default)
+        """Return the value of a field without checks, or `default` if the field is missing or null."""
+        value = self.values.get(self.aliases.get(name, name))
+        return default if value is None else value
 
-    def get_integer(self, name: str) -> int | None:
-        """Return a field that must be a positive integer, or None if the field is missing. Raises: CheckpointError."""
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Config:
+        """Return the configuration with these values of fields that are missing or null."""
+        given = {name: value for name, value in self.values.items() if value is not None}
+        return replace(self, values={**defaults, **given})
+
+    def get_integer(self, name: str, low: int = 1) -> int | None:
+        """Return a field that must be an integer from `low`; None if the field is missing. Raises: CheckpointError."""
         value = self.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise self.make_error(name, expected="a whole number of at least 1")
+        if value is not None and (type(value) is not int or value < low):
+            raise self.make_error(name, expected=f"a whole number of at least {low}")
         return value
 
     def get_number(self, name: str, default: float) -> float:

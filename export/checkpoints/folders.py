@@ -38,6 +38,7 @@ PAIRS = (("encoder.safetensors", "decoder.safetensors"), ("encoder.jit", "decode
 _LOOSE = (".pt", ".pth")
 # Prefixes of files that are not weights: hidden files of macOS, and states of training.
 _OTHERS = (".", "optimizer", "training_args", "scheduler", "rng_state")
+_ROTARY_BUFFER = ".inv_freq"  # old versions of transformers save these frequencies, which the configuration determines
 _FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -137,6 +138,10 @@ class Checkpoint:
         Raises:
             CheckpointError: the folder has no weights, or files and index differ.
         """
+
+        def is_read(name: str) -> bool:
+            return not name.endswith(_ROTARY_BUFFER) and name_filter(name)
+
         paths = [self.path]
         index = None
         shards: dict[str, list[str]] = {}
@@ -159,9 +164,9 @@ class Checkpoint:
         size = sum(path.stat().st_size for path in paths if path.is_file())
         progress = make_megabyte_counter(f"reading {self.path.name}", size, self.progress)
         for path in paths:
-            part = read_weights(path, progress, self.prefer_ema, name_filter)
+            part = read_weights(path, progress, self.prefer_ema, is_read)
             if index:
-                listed = {name for name in shards[path.name] if name_filter(name)}
+                listed = {name for name in shards[path.name] if is_read(name)}
                 if problems := _describe_differences(listed - (set(optional_names) - part.keys()), part.keys()):
                     problem = f"does not hold what the index says, {', '.join(problems)}"
                     raise make_file_error(path, problem=problem, remedy="download the folder again")
@@ -202,13 +207,17 @@ class Checkpoint:
             CheckpointError: the weight is missing, has another number of dimensions or another type.
         """
         if name not in self.weights:
-            raise self.make_error(name, "missing weight")
+            raise self.make_error(name, "missing weight", found=self.format_names())
         shape = tuple(self.weights[name].shape)
         if len(shape) != num_dimensions or 0 in shape:
             raise self.make_error(name, found=f"shape {list(shape)}", expected=f"{num_dimensions} sizes")
         if not self.weights[name].is_floating_point():
             raise self.make_error(name, found=_describe_dtype(self.weights[name]), expected=_FLOATS)
         return shape
+
+    def format_names(self) -> str:
+        """Return the first names of weights in the files, for messages about a missing weight."""
+        return format_names([self.get_stored_name(name) for name in self.weights])
 
     def count_layers(self, prefix: str) -> int:
         """Count the layers of a network. The names of their weights are `prefix`, then a layer's number 0, 1, ..."""

@@ -137,6 +137,7 @@ def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository:
         CheckpointError: the folder has another model.
     """
     config = checkpoint.read_model_config(repository, "chameleon")
+    config = config.with_defaults({"rms_norm_eps": 1e-5})  # the default of transformers' class
     detected = LUMINA if _LUMINA_FIELD in config.values else CHAMELEON
     configured = config.get("architectures", [detected])
     if configured != [architecture] or detected != architecture:

@@ -20,7 +20,8 @@ IMAGE = "<|image token|>"
 ROW_END = "<|extra_200|>"
 # Fields of the published configuration with the ids of these tokens.
 FIELDS = {START: "bos_token_id", BEGIN: "boi_token_id", IMAGE: "img_token_id", ROW_END: "eol_token_id"}
-_VISUAL = "<|visual token {:06}|>"
+_VISUAL_PREFIX = "<|visual token "
+_VISUAL = _VISUAL_PREFIX + "{:06}|>"
 RANKS = "emu3.tiktoken"
 VISION = "emu3_vision_tokens.txt"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
@@ -43,7 +44,7 @@ DEFAULTS = {
 
 def is_emu35_config(config: Config) -> bool:
     """Return whether a configuration belongs to Emu3.5, whose heads are together wider than the hidden states."""
-    values = DEFAULTS | dict(config.values)
+    values = config.with_defaults(DEFAULTS).values
     return "head_dim" in values and values["head_dim"] * values["num_attention_heads"] != values["hidden_size"]
 
 
@@ -80,7 +81,7 @@ def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
 
 
 def read_special_token_ids(config: Config) -> dict[str, int]:
-    """Return the ids of special tokens by name.
+    """Return the ids that a configuration gives to special tokens and codes, by name of the token.
 
     Args:
         config: config.json in the layout of transformers or in the published layout.
@@ -88,8 +89,8 @@ def read_special_token_ids(config: Config) -> dict[str, int]:
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
         raise config.make_error("vocabulary_map", expected="token ids by name of the token")
-    ids = {name: names.get(name, config.get(field)) for name, field in FIELDS.items()}
-    return {name: token for name, token in ids.items() if token is not None}
+    ids = {name: config.get(field) for name, field in FIELDS.items() if config.get(field) is not None}
+    return ids | {name: token for name, token in names.items() if name in FIELDS or name.startswith(_VISUAL_PREFIX)}
 
 
 def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
@@ -104,7 +105,7 @@ def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
     """
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     first = tokens.get(_VISUAL.format(0))
-    count = sum(name.startswith("<|visual token ") for name in tokens)
+    count = sum(name.startswith(_VISUAL_PREFIX) for name in tokens)
     if missing := [name for name in FIELDS if name not in tokens]:
         raise make_file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):

@@ -23,7 +23,7 @@ from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import CaptionCondition, ClassCondition, make_text_condition
 from ..model import BundleContents
 from ..models.decoder import Decoder, DecoderConfig
-from ..models.llama import load_llama_decoder, read_layer_sizes, rename_llama_weights
+from ..models.llama import load_llama_decoder, read_layer_sizes, read_rope_settings, rename_llama_weights
 from ..models.t5 import read_text_encoder
 from ..models.vq_checkpoints import read_llamagen_vq
 from .common import build_image_model, check_grid_rows
@@ -114,7 +114,7 @@ _ARGUMENTS = {"n_layer", "n_head", "n_kv_head", "dim", "ffn_hidden", "multiple_o
 _ARGUMENTS |= {"norm_eps", "initializer_range", "token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"}
 _ARGUMENTS |= {"drop_path_rate", "num_classes", "caption_dim", "class_dropout_prob", "model_type", "vocab_size"}
 _ARGUMENTS |= {"cls_token_num", "block_size", "max_batch_size", "max_seq_len"}
-_UNUSED = (".inv_freq", "condition_embeddings")  # buffers that some versions save with the weights
+_UNUSED = "condition_embeddings"  # buffer that some versions save with the weights
 
 
 class LlamaGenTransformer(NamedTuple):
@@ -170,6 +170,7 @@ def read_llamagen_transformer(
         checkpoint.get_shape(name)
     condition, prefix = _extract_condition(checkpoint, values)
     _check_feed_forward_width(checkpoint, values)
+    read_rope_settings(values)  # rejects scaled positions
     known_sizes = checkpoint.count_layers("layers.") - variant.two_heads, code_width
     published_size = next((model for model in variant.published_sizes if model[:2] == known_sizes), None)
     num_heads = _choose_num_heads(checkpoint, values, published_size)
@@ -261,9 +262,8 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
             values.reject_unknown_fields(config_fields)
     names = checkpoint.weights.keys()
     if "embed.weight" not in names or not {"classes", "captions.uncond"} & names:
-        first = ", ".join(sorted(map(checkpoint.get_stored_name, names))[:3])
-        contents = f"no class or caption embeddings with tok_embeddings, but {first}"
-        raise checkpoint.make_error(found=contents, expected="a LlamaGen transformer")
+        expected = "a LlamaGen transformer, with class or caption embeddings and tok_embeddings"
+        raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     return values, is_lantern_layout
 
 
@@ -289,7 +289,7 @@ def _check_feed_forward_width(checkpoint: Checkpoint, config: Config) -> None:
     multiple = config.get_integer("multiple_of")
     if multiple is not None:
         rows = checkpoint.get_shape("layers.0.ffn.gate.weight")[0]
-        factor = 1.0 if config.get("ffn_dim_multiplier") is None else config.get_number("ffn_dim_multiplier", 1.0)
+        factor = config.get_number("ffn_dim_multiplier", 1.0)
         width = int(factor * (8 * checkpoint.get_shape("embed.weight")[1] // 3))
         if rows != -(-width // multiple) * multiple:
             raise config.make_error(

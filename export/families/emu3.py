@@ -9,7 +9,6 @@ end-of-row token follows every grid row. Configurations of transformers omit fie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -83,8 +82,8 @@ def read_emu3(
         raise CheckpointError(field="vq", found=str(vq), expected="none: the target includes an image tokenizer")
     if not includes_vq and vq is None:
         raise CheckpointError(field="vq", found="nothing", expected="the folder of Emu3-VisionTokenizer")
-    text = config.get_section("text_config") if "text_config" in config.values else config
-    text = replace(text, values=DEFAULTS | dict(text.values))
+    text = config.get_section("text_config") if config.get("text_config") else config
+    text = text.with_defaults(DEFAULTS)
     tokenizer, tokenizer_json = find_tokenizer(target)
     target.read_weights()
     if vq is None:

@@ -8,7 +8,6 @@ write a text before the image; here it generates the image at once.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from ...bundle.conditions import TokenLayout
@@ -61,8 +60,7 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     Raises:
         CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3")
-    config = replace(config, values=DEFAULTS | dict(config.values))
+    config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3").with_defaults(DEFAULTS)
     tokenizer, tokenizer_json = find_tokenizer(target)
     file = vq / _CHECKPOINT
     has_safetensors = (vq / "model.safetensors").is_file() or not file.is_file()

@@ -17,10 +17,9 @@ column.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -37,7 +36,7 @@ from ..family import ModelFamily
 from ..graph.conditions import make_token_condition
 from ..model import BundleContents
 from ..models.decoder import DecoderConfig
-from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
+from ..models.llama import load_llama_decoder, make_decoder_config, read_rope_settings, rename_llama_weights
 from ..models.source_encoder import SourceImageEncoder, load_source_image_encoder
 from .common import build_image_model, list_grid_shapes
 
@@ -47,10 +46,15 @@ _PARTS = ("vision_language_encoder", "processor")
 _PREFIX = "model.language_model."
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 _ENCODER = ("model.visual.", "model.vqmodel.")  # weights of the image encoder
+_PATCH_WEIGHT = "model.visual.patch_embed.proj.weight"
 _UNUSED = "model.vqmodel.post_quant_conv."
-# Names that the processor's configuration may have, and the colour statistics if a checkpoint has none of these files.
+# Files with the settings of the processor. transformers reads the section `image_processor` of the first file. If there
+# is no such section, it reads the second file, and for missing settings these defaults.
 _PREPROCESSING = ("processor_config.json", "preprocessor_config.json")
 _COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+# Settings of the processor with other values would give other codes.
+_FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "resample": 3}
+_FIXED |= {"merge_size": 1, "temporal_patch_size": 1}
 _GRID = 32  # number of grid rows of an image of 1024 pixels
 _DEFAULT_GRIDS = ((36, 24), (24, 36))  # 768 x 1152 pixels, the published default, and 1152 x 768
 _FIRST_SIDE = 16  # rows of the small grid of a square
@@ -72,7 +76,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
     checkpoint, processor = (target.open_subfolder(subfolder) for subfolder in _PARTS)
     config = checkpoint.read_model_config("zai-org/GLM-Image", "glm_image")
     generation = checkpoint.read_config_file("generation_config.json")
-    text = config.get_section("text_config")
+    text = config.get_section("text_config").with_defaults({"rms_norm_eps": 1e-5})  # the default of transformers' class
     path = processor.find_tokenizer_path()
     checkpoint.read_weights(name_filter=lambda name: not name.startswith(_UNUSED))
     codes = checkpoint.get_shape(_CODEBOOK)[0]
@@ -101,7 +105,8 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
     _reorder_query_key_rows(checkpoint, sizes, rotary_dim)
     decoder, embeddings = load_llama_decoder(checkpoint, sizes, range(codes))
     layout, image_sizes = _make_prompt_layout(path, tokenizer, pairs, image_start_id, sizes)
-    top_k = generation.get_integer("top_k") or _TRANSFORMERS_TOP_K
+    top_k = generation.get_integer("top_k", low=0)  # 0: all tokens
+    top_k = _TRANSFORMERS_TOP_K if top_k is None else top_k
     model = build_image_model(
         decoder=decoder,
         code_embeddings=embeddings[:codes],
@@ -112,7 +117,7 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
         sampling=Sampling(
             temperature=generation.get_number("temperature", 1.0),
             top_k=top_k if top_k < codes else 0,
-            top_p=generation.get_number("top_p", 1.0),
+            top_p=min(1.0, generation.get_number("top_p", 1.0)),
         ),
         sources=[*checkpoint.sources, *processor.sources],
         sizes=image_sizes,
@@ -178,21 +183,26 @@ def _read_image_encoder(checkpoint: Checkpoint, config: Config, processor: Check
     prefix = "model."
     weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
     part = replace(checkpoint, weights=weights, prefix=prefix, stored_names={})
-    return load_source_image_encoder(part, config.get_section("vision_config"), *_read_colour_normalisation(processor))
+    patch_size = checkpoint.get_shape(_PATCH_WEIGHT, 4)[2]
+    colours = _read_colour_normalisation(processor, patch_size)
+    return load_source_image_encoder(part, config.get_section("vision_config"), *colours)
 
 
-def _read_colour_normalisation(processor: Checkpoint) -> list[list[float]]:
+def _read_colour_normalisation(processor: Checkpoint, patch_size: int) -> list[list[float]]:
     """Return the means and the standard deviations of red, green and blue with which images are normalised."""
-    values: Mapping[str, Any] = _COLOURS
-    if name := next((name for name in _PREPROCESSING if (processor.path / name).is_file()), None):
-        file = processor.read_config_file(name)
-        values = file.get("image_processor", file.values)
+    files = [processor.read_config_file(name) for name in _PREPROCESSING if (processor.path / name).is_file()]
+    sections = [file.get_section("image_processor") for file in files if file.get("image_processor")]
+    settings = [*sections, *reversed(files), Config(processor.path, {})][0]
+    for name, value in {**_FIXED, "patch_size": patch_size}.items():
+        settings.check_value(name, value, None, remedy="other preprocessing of source images is not supported")
     colours = []
-    for field in _COLOURS:
-        numbers = values.get(field)
-        if not isinstance(numbers, list) or len(numbers) != 3 or not all(type(n) is float and n > 0 for n in numbers):
-            raise processor.make_error(found=f"{field} {format_value(numbers)}", expected="three positive numbers")
-        colours.append(numbers)
+    for name, default in _COLOURS.items():
+        numbers = settings.get(name, default)
+        low = 0 if name == "image_std" else -math.inf
+        is_valid = isinstance(numbers, list) and all(type(n) in (int, float) and low < n < math.inf for n in numbers)
+        if not is_valid or len(numbers) != 3:
+            raise settings.make_error(name, expected=f"three {'numbers' if low else 'positive numbers'}")
+        colours.append([float(number) for number in numbers])
     return colours
 
 
@@ -212,7 +222,7 @@ def _read_rotary_sections(text_config: Config, head_dim: int) -> tuple[tuple[int
     Returns:
         The numbers of pairs that are rotated by time, by row and by column, and how many numbers of a head are rotated.
     """
-    rope = text_config.get_section("rope_parameters")
+    rope = read_rope_settings(text_config)
     rotary_dim = int(head_dim * rope.get_number("partial_rotary_factor", 1.0))
     sections = rope.get("mrope_section", [8, 12, 12])
     valid = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n >= 0 for n in sections)

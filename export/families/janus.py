@@ -102,15 +102,18 @@ class _TransformersLayout:
         self.text_config = config.get_section("text_config")
         self.vision_config = config.get_section("vision_config")
         self.generation = target.read_config_file("generation_config.json")
-        self.cfg_scale = self.generation.get_number("guidance_scale", _CFG_SCALE)
+        # transformers generates without guidance at scales up to 1.
+        self.cfg_scale = max(1.0, self.generation.get_number("guidance_scale", _CFG_SCALE))
 
     def list_aligner_layer_names(self, num_layers: int) -> list[str]:
         return ["fc1", *(f"hidden_layers.{i}" for i in range(num_layers - 1))]
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
-        extra = self.generation.get("generation_kwargs")
-        ids = dict(self.generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
+        extra = self.generation.get("generation_kwargs", {})
         names = ("bos_token_id", "pad_token_id", "boi_token_id")
+        ids = {name: self.generation.get(name) for name in names}
+        if isinstance(extra, Mapping) and "boi_token_id" in extra:  # transformers reads this id here
+            ids["boi_token_id"] = extra["boi_token_id"]
         if missing := [name for name in names if type(ids.get(name)) is not int]:
             remedy = "give the model's own file"
             raise self.generation.make_error(", ".join(missing), "is not a token id", remedy=remedy)
@@ -136,8 +139,7 @@ class _DeepSeekLayout:
 
     def __init__(self, target: Checkpoint, config: Config) -> None:
         config.get_section("gen_vision_config").check_value("cls", "VQ-16")
-        text_config = config.get_section("language_config")
-        self.text_config = replace(text_config, values=_DEFAULTS | dict(text_config.values))
+        self.text_config = config.get_section("language_config").with_defaults(_DEFAULTS)
         self.vision_config = config.get_section("vision_config", "params")
         has_processor = (target.path / _PROCESSOR).is_file()  # programs that train often leave it out
         self.processor = target.read_config_file(_PROCESSOR) if has_processor else replace(config, values={})
@@ -190,6 +192,7 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
     image_tokenizer = load_vq_tokenizer(vq_checkpoint)
     grid = pixels // image_tokenizer.config.pixels_per_cell
     check_grid_rows(grid)
+    layout.vision_config.check_value("num_image_tokens", grid**2, None)
     aligner = target.extract_weights(layout.aligner)
     parts = {"embed.weight": f"{layout.language_prefix}embed_tokens.weight", "codes": layout.code_embeddings_name}
     for ours, theirs in zip(("head.first", "head.second"), layout.head_layers, strict=True):

@@ -75,7 +75,6 @@ def _list_allowed_drafter_values(target: LlamaGenTransformer) -> dict[str, tuple
         "cls_token_num": (sizes.prefix,),
         "block_size": (sizes.grid**2,),
         "rope_base": (sizes.rope_base,),
-        "rope_scaling": (),
     }
     if isinstance(condition, ClassCondition):
         return {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,), **fields}

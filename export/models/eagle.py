@@ -107,12 +107,13 @@ def read_drafter(
     """
     checkpoint = Checkpoint(folder, "drafter", progress)
     config = checkpoint.read_config_file()
-    checkpoint.read_weights(name_filter=lambda name: not name.endswith(".inv_freq"))
+    checkpoint.read_weights()
     rename_llama_weights(checkpoint, "", {"embed.weight": "embed_tokens.weight"})
     weights = checkpoint.weights
     sizes = target_decoder.config
     if "fc.weight" not in weights or "embed.weight" not in weights:
-        raise checkpoint.make_error(problem="has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
+        expected = "fc.weight and embed_tokens.weight, which every EAGLE drafter has"
+        raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     if not isinstance(target_decoder.head, nn.Linear):
         raise checkpoint.make_error(
             problem="EAGLE drafters need a target with a linear head, but this target's has a hidden layer"
@@ -123,6 +124,7 @@ def read_drafter(
         expected = f"{list(wanted)}, as the target's {'tokens' if num_tokens else 'codes'}"
         raise checkpoint.make_error("embed.weight", found=f"shape {list(shape)}", expected=expected)
     config.check_sizes_match_weights(vocab_size=shape[0])
+    rope_base = read_rope_base(config)  # read in any case, because it rejects scaled positions
     for name, allowed in (allowed_config_values or {}).items():
         config.check_value(name, *allowed, None, remedy="give the drafter that was trained for this target")
     drafter_config = replace(
@@ -132,7 +134,7 @@ def read_drafter(
         ),
         prefix=sizes.prefix - 1,
         norm_eps=config.get_number("rms_norm_eps", 1e-6),
-        rope_base=sizes.rope_base if sizes.rotary == "grid" else read_rope_base(config),
+        rope_base=sizes.rope_base if sizes.rotary == "grid" else rope_base,
         input_norm="layers.0.attention_norm.weight" in weights,
     )
     with skip_weight_allocation():

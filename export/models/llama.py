@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...inputs import format_value
 from ..checkpoints.deferred import defer_concatenation, skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from .decoder import Decoder, DecoderConfig
 
+_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor")  # beside the section of rotary settings in older files
 _MAX_PROMPT = 2048  # maximum number of prompt tokens, since a request's prompt has at most 2000 characters
 _LAYER = "layers.0.attention"
 _KINDS = ("weight", "bias")
@@ -200,16 +200,24 @@ def load_llama_decoder(
     return decoder, embeddings
 
 
-def read_rope_base(config: Config) -> float:
-    """Read the base of the rotary frequencies, in newer configurations from the section `rope_parameters`.
+def read_rope_settings(config: Config) -> Config:
+    """Read the settings of the rotary embedding, with the precedence of transformers.
+
+    `rope_scaling` replaces the whole section `rope_parameters`. Fields beside the section hold where it lacks them.
 
     Raises:
-        CheckpointError: the configuration scales positions, or the base is not a positive number.
+        CheckpointError: the configuration scales positions.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
-    if kind != "default":
-        raise config.make_error(
-            "rope_parameters", found=f"type {format_value(kind)}", expected="plain positions (default)"
-        )
-    return Config(config.path, scaling if "rope_theta" in scaling else config.values).get_number("rope_theta", 10000.0)
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    section = config.get(name) or {}
+    is_plain = isinstance(section, Mapping) and section.get("rope_type", section.get("type", "default")) == "default"
+    # Some configurations have a section for each kind of layer.
+    if not is_plain or any(isinstance(value, Mapping) for value in section.values()):
+        raise config.make_error(name, expected="plain positions (default)")
+    outer = {field: value for field in _ROPE_FIELDS if (value := config.get(field)) is not None}
+    return Config(config.path, {**outer, **section})
+
+
+def read_rope_base(config: Config) -> float:
+    """Read the base of the rotary frequencies. Raises: CheckpointError."""
+    return read_rope_settings(config).get_number("rope_theta", 10000.0)

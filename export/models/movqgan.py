@@ -165,8 +165,8 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
     checkpoint = Checkpoint(file, "vq", progress)
     checkpoint.read_weights(name_filter=lambda name: not name.startswith("loss."))  # networks of the training loss
     if CODEBOOK not in checkpoint.weights or not any(".norm_layer." in name for name in checkpoint.weights):
-        problem = f"has no {CODEBOOK} and norms with norm_layer, so it is no MoVQGAN"
-        raise checkpoint.make_error(problem=problem)
+        expected = f"{CODEBOOK} and norms with norm_layer, as in a MoVQGAN"
+        raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     rename_vqgan_weights(checkpoint, patterns=[_POST_QUANT])
     return _load_unnormalized_vq(checkpoint, MoVQ), checkpoint.sources
 

@@ -139,7 +139,7 @@ def load_source_image_encoder(
     width, _, patch_size, _ = checkpoint.get_shape("visual.patch_embed.proj.weight", 4)
     num_positions, _ = checkpoint.get_shape("visual.embeddings.position_embedding.weight")
     mlp_width, _ = checkpoint.get_shape("visual.blocks.0.mlp.fc1.weight")
-    num_heads = config.get_integer("num_heads") or 1
+    num_heads = config.get_integer("num_heads") or 16  # the default of transformers
     if width % num_heads:
         raise config.make_error("num_heads", expected=f"a divisor of {width}, the width")
     if math.isqrt(num_positions) ** 2 != num_positions:

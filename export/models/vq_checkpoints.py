@@ -49,8 +49,8 @@ def read_llamagen_vq(
     checkpoint = Checkpoint(path, "vq", progress, averaged)
     checkpoint.read_weights(name_filter=lambda name: name != "quantize.codebook_used")  # statistics of training
     if CODEBOOK not in checkpoint.weights:
-        problem = f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
-        raise checkpoint.make_error(problem=problem)
+        expected = f"{CODEBOOK}, as in a LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
+        raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     return load_vq_tokenizer(checkpoint), checkpoint.sources
 
 
@@ -152,8 +152,8 @@ def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
     """
     checkpoint.read_weights(name_filter=lambda name: not name.startswith("loss."))  # networks of the training loss
     if CODEBOOK not in checkpoint.weights or not checkpoint.count_layers("encoder.down."):
-        problem = f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
-        raise checkpoint.make_error(problem=problem)
+        expected = f"{CODEBOOK} and encoder.down.0, as in a VQGAN in taming-transformers' layout"
+        raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     rename_vqgan_weights(checkpoint)
     return load_vq_tokenizer(checkpoint, normalize_for_decoder=False, normalize_for_encoder=False, **settings)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_copies import (
+    ANOLE,
     C2I,
     DRAFTER,
     LANTERN,
@@ -22,15 +25,18 @@ from checkpoint_copies import (
 )
 from family_readers import read_llamagen_transformer
 from goldens import load_golden
+from refusals import catch_error
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lantern_rt.export.checkpoints.files import read_weights
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.files import Config, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.families.common_llamagen import LlamaGenTransformer, LlamaGenVariant, PublishedModelSize
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llama import read_rope_base
 
 ENDINGS = ("safetensors", "bin")  # file name extensions of weights
 
@@ -108,6 +114,48 @@ def test_the_progress_of_reading_counts_megabytes_of_all_files_of_a_folder(tmp_p
     assert {(stage, total) for stage, _, total in reports} == {(f"reading {tmp_path.name} (MB)", 7)}
     assert amounts == sorted(amounts)
     assert {0, 3, 5, 7} <= set(amounts)
+
+
+def test_rotary_frequencies_that_old_versions_saved_are_not_read(tmp_path: Path) -> None:
+    def add_frequencies(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    copy = copy_checkpoint(ANOLE, tmp_path / "anole", add_frequencies)
+    for folder in (copy, copy_as_shards(copy, tmp_path / "shards")):
+        checkpoint = Checkpoint(folder)
+        checkpoint.read_weights()
+        assert checkpoint.weights.keys() == load_file(ANOLE / "model.safetensors").keys()
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rope_theta": 500.0},
+        {"rope_theta": 500, "rope_scaling": None},
+        {"rope_parameters": PLAIN, "rope_theta": 700.0},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 700.0},
+        {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default", "rope_theta": 700.0}},
+        {"rope_parameters": PLAIN, "rope_scaling": {"type": "default"}},
+        {"rope_scaling": LINEAR},
+        {"rope_parameters": LINEAR},
+        {"rope_parameters": PLAIN, "rope_scaling": LINEAR},
+        {"rope_parameters": LINEAR, "rope_scaling": PLAIN},
+    ],
+    ids=str,
+)
+def test_rotary_settings_are_those_of_transformers_or_rejected(fields: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    expected = transformers.LlamaConfig.from_dict(copy.deepcopy(fields)).rope_parameters
+    config = Config(Path("config.json"), fields)
+    if expected["rope_type"] == "default":
+        assert read_rope_base(config) == expected["rope_theta"]
+    else:
+        assert catch_error(CheckpointError, read_rope_base, config).expected == "plain positions (default)"
 
 
 # ---------------------------------------------------------------- LlamaGen

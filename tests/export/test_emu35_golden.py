@@ -350,4 +350,4 @@ def test_wrong_folders_for_emu3_or_emu35_are_rejected(tmp_path: Path, small_size
     (tmp_path / "vq").mkdir()
     assert catch_error(CheckpointError, read_emu35, EMU35, tmp_path / "vq").found == "no weights"
     shutil.copy(DATA / "llamagen-vq/vq_tiny.pt", tmp_path / "vq/model.ckpt")
-    assert "encoder.down.0" in catch_error(CheckpointError, read_emu35, EMU35, tmp_path / "vq").problem
+    assert "encoder.down.0" in catch_error(CheckpointError, read_emu35, EMU35, tmp_path / "vq").expected

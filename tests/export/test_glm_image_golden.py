@@ -250,6 +250,19 @@ def test_a_checkpoint_folder_without_the_processor_is_rejected() -> None:
     assert error.expected == "a folder with vision_language_encoder and processor"
 
 
-def test_without_top_k_in_the_generation_config_the_default_of_transformers_holds(tmp_path: Path) -> None:
-    folder = copy_with_edit(tmp_path, PARTS[0], "generation_config.json", lambda c: c.pop("top_k"))
-    assert read_glm_image(folder, grid=2).manifest_fields["sampling"].top_k == 50
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda c: c.pop("top_k"), (0.9, 50, 0.75)),
+        (lambda c: c.update(top_k=None, temperature=None), (1, 50, 0.75)),
+        (lambda c: c.update(top_k=0, top_p=None), (0.9, 0, 1)),
+        (lambda c: c.update(temperature=1, top_p=1), (1, 0, 1)),
+    ],
+    ids=["no top-k", "null", "zero", "whole numbers"],
+)
+def test_sampling_settings_mean_what_transformers_takes_them_for(
+    tmp_path: Path, edit: Any, expected: tuple[float, int, float]
+) -> None:
+    folder = copy_with_edit(tmp_path, PARTS[0], "generation_config.json", edit)
+    sampling = read_glm_image(folder, grid=2).manifest_fields["sampling"]
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected

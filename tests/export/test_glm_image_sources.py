@@ -24,6 +24,8 @@ from lantern_rt.export.writer import export_model
 from lantern_rt.requests import Request
 
 transformers = pytest.importorskip("transformers")
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD  # noqa: E402
+
 PART = "vision_language_encoder"
 GRIDS = [(2, 2), (3, 5), (5, 2), (2, 3)]  # rows and columns of the image sizes
 PROMPT = "a wooden table in the morning light"
@@ -212,10 +214,51 @@ def test_a_checkpoint_without_an_image_encoder_gives_a_bundle_for_text_to_image(
         assert "no image encoder" in str(catch_error(RequestError, pipe, "a fox", image=make_source_image(2, 2)))
 
 
+PROCESSOR = "processor/processor_config.json"
+MEAN_AND_STD = {"image_mean": [0.0, 0, 1], "image_std": [1, 1, 2]}
+
+
+def move_processor_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Write processor settings as transformers 4 does, in a file beside the name of the class."""
+    (folder / PROCESSOR).write_text(json.dumps({"processor_class": "GlmImageProcessor"}))
+    (folder / "processor/preprocessor_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda folder: move_processor_settings(folder, MEAN_AND_STD), [*MEAN_AND_STD.values()]),
+        (lambda folder: move_processor_settings(folder, {"image_mean": None}), [OPENAI_CLIP_MEAN, OPENAI_CLIP_STD]),
+        (lambda folder: (folder / PROCESSOR).unlink(), [OPENAI_CLIP_MEAN, OPENAI_CLIP_STD]),
+    ],
+    ids=["transformers 4", "defaults", "no file"],
+)
+def test_colours_of_source_images_are_normalised_as_in_transformers(
+    folder: Path, tmp_path: Path, edit: Any, expected: list[list[float]]
+) -> None:
+    checkpoint = shutil.copytree(folder, tmp_path / "copy")
+    edit(checkpoint)
+    (encoder,) = (graph.module for graph in read_glm_image(checkpoint, grid=2).graphs if graph.role == "vq_encoder")
+    assert [*encoder.color_stats] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "edit", "message"),
     [
-        ("processor/processor_config.json", lambda c: c["image_processor"].update(image_std=[0.5, 0, 1]), "image_std"),
+        (PROCESSOR, lambda c: c["image_processor"].update(image_std=[0.5, 0, 1]), "image_std"),
+        *(
+            (PROCESSOR, lambda c, name=name, value=value: c["image_processor"].update({name: value}), name)
+            for name, value in {
+                "do_resize": False,
+                "do_rescale": False,
+                "do_normalize": False,
+                "rescale_factor": 1 / 127.5,
+                "resample": 2,
+                "patch_size": 14,
+                "merge_size": 2,
+                "image_mean": [0.5, "0.5", 0.5],
+            }.items()
+        ),
         (f"{PART}/config.json", lambda c: c["vision_config"].update(num_heads=5), "num_heads"),
         (f"{PART}/config.json", lambda c: c["vision_config"].update(hidden_act="silu"), "hidden_act"),
         (f"{PART}/config.json", lambda c: c.update(image_end_token_id=5000), "image_end_token_id"),

@@ -95,6 +95,16 @@ def test_verify_passes_with_the_checkpoint_and_rejects_a_second_checkpoint(
     assert "expected target (model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("scale", "expected"), [(None, 5), (3, 3), (0.5, 1)])
+def test_guidance_scales_mean_what_transformers_takes_them_for(
+    folder: Path, tmp_path: Path, scale: float | None, expected: float
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((folder / "generation_config.json").read_text()) | {"guidance_scale": scale}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    assert read_janus(tmp_path).manifest_fields["sampling"].cfg_scale == expected
+
+
 @pytest.mark.parametrize(
     ("name", "content", "field"),
     [

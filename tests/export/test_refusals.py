@@ -265,9 +265,13 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
     "image tokenizer as target": (
         lambda folder: read_llamagen_transformer(VQ),
         VQ.name,
-        "but decoder.conv_blocks.0.attn.0.k.bias",
+        "decoder.conv_blocks.0.attn.0.k.bias",
     ),
-    "target as image tokenizer": (lambda folder: read_llamagen_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
+    "target as image tokenizer": (
+        lambda folder: read_llamagen_vq(C2I),
+        C2I.name,
+        "cls_embedding.embedding_table.weight quantize.embedding.weight",
+    ),
     "image tokenizer without an encoder level": (
         lambda folder: read_llamagen_vq(copy_weights(folder, VQ, remove_weights("encoder.conv_blocks.4."))),
         VQ.name,
@@ -310,12 +314,18 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
             ("caption_dim", 2048, "2048 32"),
             ("cls_token_num", 120, "120 8"),
             ("block_size", 256, "256 36"),
-            ("rope_scaling", {"type": "linear"}, "linear none"),
+            ("rope_scaling", {"type": "linear"}, "linear plain"),
+            ("rope_parameters", {"rope_type": "yarn"}, "yarn plain"),
             ("vocab_size", 129, "129 128"),
             ("hidden_act", "gelu", "'gelu' 'silu'"),
             ("num_hidden_layers", 2, "2 1"),
         )
     },
+    "drafter with a prefix before all names": (
+        edit_drafter(lambda w: [w.update({f"model.{name}": w.pop(name)}) for name in list(w)]),
+        "drafter",
+        "model.fc.weight fc.weight and embed_tokens.weight",
+    ),
     "drafter with another head width": (edit_drafter(head_dim=8), "num_attention_heads", "4"),
     "drafter with another number of key heads": (
         edit_drafter(num_key_value_heads=2),
@@ -404,7 +414,17 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "architectures",
         "with mask_image_logits",
     ),
-    "scaled rotary positions": (edit_anole(rope_scaling={"type": "linear"}), "rope_parameters", "'linear' plain"),
+    "scaled rotary positions": (edit_anole(rope_scaling={"type": "linear"}), "rope_scaling", "'linear' plain"),
+    "scaled rotary positions beside plain ones": (
+        edit_anole(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "llama3"}),
+        "rope_scaling",
+        "'llama3' plain",
+    ),
+    "scaled rotary positions in some layers": (
+        edit_anole(rope_parameters={"full_attention": {"rope_type": "yarn"}}),
+        "rope_parameters",
+        "'yarn' plain",
+    ),
     "image tokenizer with another number of codes in the YAML file": (
         replace_vqgan_config((VQGAN / "vqgan.yaml").read_text().replace("n_embed: 128", "n_embed: 64")),
         "vqgan.yaml: n_embed",
@@ -450,10 +470,15 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "tokenizer.json: token '<|extra_200|>'",
         "id 549 id 5",
     ),
+    "Emu3 code with two ids": (
+        edit_emu3(config=lambda c: c["vocabulary_map"].update({"<|visual token 000007|>": 5})),
+        "tokenizer.json: token '<|visual token 000007|>'",
+        "id 564 id 5",
+    ),
     "Emu3 without an output head": (
         edit_emu3(remove_weights("text_model.lm_head.")),
         "lm_head.weight",
-        "missing weight",
+        "missing weight text_model.model.layers.0.input_layernorm.weight",
     ),
     "Emu3 image tokenizer with the wrong number of taps": (
         edit_emu3(lambda w: w.update({"vqmodel.encoder.time_conv.0.conv.conv.weight": torch.zeros(4, 4, 3, 3, 3)})),

@@ -99,6 +99,9 @@ def test_diffusers_decodes_codes_of_lantern_rt_to_the_image_that_diffusers_gener
     make_prior_tokens = runpy.run_path(str(ROOT / "examples/glm_image.py"))["make_prior_tokens"]
     with Pipeline.from_bundle(glm_image_bundle, threads=1) as pipe:
         arguments = make_prior_tokens(pipe, PROMPT, size=f"{32 * columns}x{32 * rows}", temperature=0, **options)
+        on_device = make_prior_tokens(pipe, PROMPT, "meta", size="64x64", **options)
+    names = [name for name in arguments if name.startswith(("prior_", "source_"))]
+    assert {value.device.type for name in names for value in on_device[name]} == {"meta"}
     sources: dict[str, Any] = {"image": [source]} if has_source else {}
     expected = generate_pixels(diffusers_pipeline, height=32 * rows, width=32 * columns, **sources)
     assert generate_pixels(diffusers_pipeline, **arguments) == expected

@@ -17,13 +17,17 @@ from refusals import catch_error
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.bundle.manifest import Manifest
-from lantern_rt.edits import ImageEdit, prepare_edit, read_image
+from lantern_rt.edits import ImageEdit, prepare_edit, read_image, read_image_size
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
 
 IMAGE_SIDE = 256  # pixels
 CELL_SIZE = 16  # pixels
 COLOURS = np.random.default_rng(0).integers(0, 255, (IMAGE_SIDE, IMAGE_SIDE, 3)).astype(np.uint8)
+
+_EXIF = Image.Exif()
+_EXIF[0x112] = 6  # rotated by 90 degrees
+ROTATED = _EXIF.tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +71,7 @@ def make_decompression_bomb(side: int) -> bytes:
 
 def test_an_image_is_read_with_the_rotation_and_colours_that_image_viewers_show() -> None:
     small = Image.fromarray(COLOURS[:6, :4])
-    exif = Image.Exif()
-    exif[0x112] = 6  # rotated by 90 degrees
-    rotated = read_image("image", encode_image(small, exif=exif.tobytes()))
+    rotated = read_image("image", encode_image(small, exif=ROTATED))
     np.testing.assert_array_equal(np.asarray(rotated)[..., :3], np.rot90(COLOURS[:6, :4], -1))
     pixels_16_bit = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
     assert (
@@ -82,6 +84,20 @@ def test_an_image_is_read_with_the_rotation_and_colours_that_image_viewers_show(
     np.testing.assert_array_equal(palette_pixels[..., 3] == 0, np.asarray(palette) == 0)
     for image in (small, np.asarray(small), encode_image(small), encode_image(small, "WEBP", lossless=True)):
         np.testing.assert_array_equal(np.asarray(read_image("image", image))[..., :3], COLOURS[:6, :4])
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize(
+    "block",
+    [b"Exif\0\0garbage!", b"\0\x08\0\x02\x01\x12\0\x03\0\0\0\x01", ROTATED[:14], b"Exif\0\0" + ROTATED[6:8]],
+    ids=["text", "no byte order", "cut in an entry", "cut in the header"],
+)
+def test_an_image_with_a_damaged_exif_block_is_upright(file_format: str, block: bytes) -> None:
+    image = Image.fromarray(COLOURS[:6, :4])
+    damaged = encode_image(image, file_format, exif=block)
+    assert read_image_size(damaged) == (4, 6)
+    plain = encode_image(image, file_format)
+    np.testing.assert_array_equal(np.asarray(read_image("image", damaged)), np.asarray(read_image("image", plain)))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +248,7 @@ def test_edit_options_that_contradict_each_other_are_rejected(bundle: Bundle) ->
 
 def test_image_sizes_and_prompts_are_checked_before_pixels_are_decoded(bundle: Bundle) -> None:
     damaged = encode_image(Image.fromarray(COLOURS))[:20_000]
-    exif = Image.Exif()
-    exif[0x112] = 6  # upright: 4 pixels wide, 6 pixels high
-    rotated = encode_image(Image.fromarray(COLOURS[:4, :6]), exif=exif.tobytes())
+    rotated = encode_image(Image.fromarray(COLOURS[:4, :6]), exif=ROTATED)  # upright: 4 pixels wide, 6 pixels high
     with_long_class_id = Image.fromarray(COLOURS)
     with_long_class_id.info["class_id"] = "9" * 5000
     wrong_options: list[tuple[dict[str, Any], str, str]] = [

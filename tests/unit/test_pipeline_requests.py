@@ -225,7 +225,12 @@ def test_embeddings_with_a_wrong_shape_or_wrong_values_are_rejected(
         ),
         (
             {"method": f"lantern:neighbors={NUM_NEIGHBORS + 1}"},
-            f"neighbors: found {NUM_NEIGHBORS + 1}, expected a whole number 1 .. {NUM_NEIGHBORS}",
+            f"neighbors: found {NUM_NEIGHBORS + 1}, expected a whole number 1 .. {NUM_NEIGHBORS}; "
+            f"correct method 'lantern:neighbors={NUM_NEIGHBORS + 1}'",
+        ),
+        (
+            {"method": "sjd:window=300"},
+            "window: found 300, expected at most 128; correct method 'sjd:window=300'",
         ),
         ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or groups"),
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...engines.contracts import Progress
+from ...export.torch_settings import default_torch_settings
 from .batches import select_shuffled_images
 from .losses import compute_kl_loss, compute_probability_overlap
 from .shards import ShardFolder
@@ -120,6 +121,7 @@ class TrainableDraftHeads(nn.Module):
         return {name: table.cpu().numpy().astype(np.float16) for name, table in tables.items()}
 
 
+@default_torch_settings(flush_denormal=True)  # denormal weights would slow training down a hundred times
 def train_draft_heads(
     data_folder: Path,
     target: HeadTrainingTarget,
@@ -148,7 +150,6 @@ def train_draft_heads(
     Raises:
         CheckpointError: the data are damaged or belong to another target.
     """
-    torch.set_flush_denormal(True)  # denormal weights would slow training down a hundred times
     shards = ShardFolder(data_folder, target.shard_sources)
     heads = TrainableDraftHeads(target, seed).to(device)
     optimizer = torch.optim.AdamW(heads.parameters(), _RATE, weight_decay=_DECAY)
