@@ -30,15 +30,9 @@ C = TypeVar("C", bound=FrozenModel)
 
 
 def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
-    """Complete a method from the bundle's defaults, and check that the bundle supports the method.
+    """Complete a method string from the bundle's defaults, and check that the bundle supports the method.
 
-    Args:
-        method: method string, whose missing parameters get the bundle's defaults; or a method object, which already has
-            all parameters.
-
-    Raises:
-        RequestError: the method does not exist, or the bundle lacks the drafter or the neighbour table that it needs.
-        TreeError: the draft tree does not exist, or has more children per node than the codebook has entries.
+    A method object already has all parameters.
     """
     with _name_method(method):
         completed = _fill_in_method_defaults(manifest, method)
@@ -53,11 +47,7 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
 
 
 def parse_method_config(method: str) -> MethodConfig:
-    """Parse and check a method string without a bundle; missing parameters get the defaults of the method.
-
-    Raises:
-        RequestError: the method does not exist, or a parameter is invalid for every bundle.
-    """
+    """Parse and check a method string without a bundle; missing parameters get the defaults of the method."""
     name, parameters = parse_method(method)
     kind = METHODS[name]
     fields = kind(method=name).parameters() | parameters
@@ -80,11 +70,7 @@ def list_supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[s
 
 
 def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
-    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
-
-    Raises:
-        RequestError: the value is not text, the method does not exist, or a part is not PARAMETER=VALUE of the method.
-    """
+    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values."""
     if isinstance(text, str) and len(text) > METHOD_LIMIT:
         raise RequestError(field="method", found=f"{len(text):,} characters", expected=f"at most {METHOD_LIMIT:,}")
     name, *parts = text.split(":") if isinstance(text, str) else [text]

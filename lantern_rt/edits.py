@@ -41,20 +41,14 @@ HALVED_PIXELS = 1 << 22  # number of pixels above which an image is read at half
 
 @dataclass(eq=False)
 class ImageEdit:
-    """Image to edit, with the choice of the cells to generate again. The tokens of all other cells are preserved.
+    """Image to edit, with the choice of the cells to generate again. The tokens of all other cells are preserved."""
 
-    Attributes:
-        pixels: original image in sRGB, uint8 `[height, width, 3]`.
-        regenerated_cells: cells to generate again, bool `[rows, columns]`.
-        preserved_codes: tokens of preserved cells, -1 in all other cells, int64 `[cells]`; None before `encode`.
-    """
-
-    pixels: NDArray[np.uint8]
-    regenerated_cells: Bools
-    preserved_codes: Ints | None = field(init=False, default=None)
+    pixels: NDArray[np.uint8]  # original image in sRGB, [height, width, 3]
+    regenerated_cells: Bools  # cells to generate again, [rows, columns]
+    preserved_codes: Ints | None = field(init=False, default=None)  # -1 in regenerated cells, [cells]; see `encode`
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
-        """Return `preserved_codes`, which the first call computes with the image encoder.
+        """Compute and return `preserved_codes`, or return the result of the first call.
 
         Args:
             encoder: converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to tokens, int64 `[1, cells]`.
@@ -69,11 +63,10 @@ class ImageEdit:
         return inputs
 
     def blend_with_original(self, image: Image.Image) -> Image.Image:
-        """Blend a generated image into the original image, of the same size.
+        """Blend a generated image of the same size into the original image.
 
-        Regenerated cells show the new image. Outside of these cells, the weight of the new image falls to 0 over the
-        width of a cell. The image decoder also changes pixels around a regenerated cell, so a sharp edge would be
-        visible.
+        The image decoder also changes pixels around a regenerated cell, so a sharp edge would be visible. The weight of
+        the new image therefore falls to 0 over the width of a cell.
         """
         height, width, _ = self.pixels.shape
         cell = height // len(self.regenerated_cells)
@@ -119,9 +112,6 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
     Args:
         name: name of the request's parameter, for error messages.
         header_only: whether to return the opened image at once, not decoded, rotated or converted.
-
-    Raises:
-        RequestError: the image cannot be read, or is too large.
     """
     if not isinstance(source, Image.Image | np.ndarray | str | Path | bytes):
         expected = "a Pillow image, a NumPy array, a path, or the bytes of a file"
@@ -161,11 +151,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
 
 
 def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tuple[int, int]:
-    """Return width and height of an upright image, from its header.
-
-    Raises:
-        RequestError: a file cannot be read, or the mask has another size.
-    """
+    """Return width and height of an upright image, from its header, after comparing them with the mask's."""
     sources = {"image": image} if mask is None else {"image": image, "mask": mask}
     sizes = []
     for name, source in sources.items():
@@ -231,15 +217,9 @@ def prepare_edit(
     mask: ImageSource | None = None,
     keep_rows: int | None = None,
 ) -> ImageEdit:
-    """Scale an image to cover a size, crop its centre, and select the cells to generate again.
+    """Scale an image from `read_image` to cover a size, crop its centre, and select the cells to generate again.
 
-    Args:
-        original: image from `read_image`.
-        mask: as `Options` describes.
-        keep_rows: number of grid rows at the top to preserve, in place of a mask.
-
-    Raises:
-        RequestError: the bundle cannot edit images, or the mask selects no cell.
+    Mask and `keep_rows` are as `Options` describes. If the mask selects no cell, RequestError is raised.
     """
     check_supports_edits(manifest)
     width, height = manifest.size_in_pixels(size)
@@ -275,8 +255,7 @@ def check_supports_edits(manifest: Manifest) -> None:
 def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
     """Find the image size of a bundle that is nearest to a width and height: by aspect ratio, then by area.
 
-    Returns:
-        The name of the image size; None if the bundle has a single image size.
+    The result is its name; None if the bundle has a single image size.
     """
 
     def measure_size_difference(size: Size) -> tuple[float, float]:

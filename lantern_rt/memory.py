@@ -46,16 +46,12 @@ def compute_max_images(
 ) -> int:
     """Compute the maximum number of images per forward pass, 1 .. 64.
 
-    Two or more images need at most 2 GiB, and at most half of the free memory.
+    Two or more images need at most 2 GiB, and at most half of the free memory. If one image of the longest prompt needs
+    more than `free_bytes`, RequestError lists the needed memory for each purpose.
 
     Args:
-        images: images of a request. The memory for its longest prompt must not exceed `free_bytes`. Empty: no request
-            is known yet.
-        max_rows: maximum number of batch rows of the engines.
+        images: images of a request; empty: no request is known yet.
         free_bytes: free memory in bytes after the weights were loaded; None: the memory for one image is not checked.
-
-    Raises:
-        RequestError: one image needs more than `free_bytes`. The error lists the needed memory for each purpose.
     """
     tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
     needed = _estimate_memory_with_decoder(manifest, settings, tokens)
@@ -98,14 +94,11 @@ def estimate_image_memory(
 
 
 def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens: int | None = None) -> None:
-    """Check, before the weights are loaded, that there is enough memory for the weights and one image.
+    """Raise RequestError, before the weights are loaded, if they and one image need more memory than is free.
 
     Args:
         num_prompt_tokens: number of prompt tokens; None: the smallest possible number, because `compute_max_images`
             checks the prompt of every request later.
-
-    Raises:
-        RequestError: there is too little memory. The error lists the needed memory for each purpose.
     """
     manifest = bundle.manifest
     roles = ["target", "condition", "vq_decoder"]
@@ -171,9 +164,6 @@ def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     """Compute how many bytes of memory the weights of a graph take in ONNX Runtime on a CPU.
 
     ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has.
-
-    Raises:
-        BundleError: the graph cannot be read, or the shapes of its weights are larger than any file.
     """
     manifest = bundle.manifest
     decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
@@ -190,8 +180,7 @@ def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
 class PeakMemoryMonitor(threading.Thread):
     """Context manager that measures the peak memory of this process in a thread.
 
-    Attributes:
-        bytes: peak memory so far in bytes, without memory-mapped files; None: the system does not report memory.
+    Its `bytes` are without memory-mapped files; None: the system does not report memory.
     """
 
     def __init__(self) -> None:

@@ -182,7 +182,8 @@ class Pipeline:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
         Args:
-            prompts: one prompt, or a list of prompts; None if `options` has class ids, token ids or embeddings.
+            prompts: one prompt, or a list of prompts; None if `options` has class ids, token ids or embeddings. The
+                tokens of the model limit a prompt, and 16 characters per token (at least 2,000 are allowed).
             callback_on_step: function that is called with the `StreamStep` of every step. If the function raises an
                 exception, the call ends with this exception.
             progress: whether to show a progress bar, on stderr or below a notebook's cell.

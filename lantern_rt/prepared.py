@@ -71,7 +71,7 @@ def make_decode_settings(
     """Convert the settings of a request to the form that the runtime reads.
 
     Args:
-        adaptive_window: whether `AdaptiveWindow` adapts the window of exact `sjd` to the number of accepted tokens.
+        adaptive_window: whether the window of exact `sjd` adapts to the number of accepted tokens.
     """
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
     return DecodeSettings(
@@ -80,11 +80,7 @@ def make_decode_settings(
 
 
 def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
-    """Yield the prefix (rows of prompt embeddings) of each image of one request. Images of one prompt share it.
-
-    Raises:
-        BundleError: the condition graph returned another shape than the manifest states, or NaN or infinity.
-    """
+    """Yield the prefix (rows of prompt embeddings) of each image of one request. Images of one prompt share it."""
     negative_request = images[0].negative_request
     negative_row = None if negative_request is None else engines.compute_condition(negative_request.condition_inputs)[0]
     edit = images[0].edit

@@ -89,15 +89,7 @@ def check_class_ids(class_ids: list[Any], classes: int) -> list[int]:
 def build_prompt_requests(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
-    """Build a request for one image of each prompt.
-
-    Args:
-        size: size of the images, which some prompt templates contain.
-        negative_prompt: negative prompt; None: the bundle's unconditional row is used.
-
-    Raises:
-        RequestError: a prompt is empty, too long or not text; the error says which prompt.
-    """
+    """Build a request for one image of each prompt. Without negative prompt, the bundle's unconditional row is used."""
     return _add_negative_prompts(
         _build_text_requests("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative_prompt
     )
@@ -108,13 +100,10 @@ def build_token_id_requests(
 ) -> list[ImageRequest]:
     """Build a request for one image of each prompt, where a prompt is a list of token ids.
 
-    Args:
-        size: size of the images. For condition kind `tokens`, a prompt must end with the ids of the size.
-        prompts: token ids of one prompt, or one list of token ids per prompt, not checked yet.
+    The ids must begin and end like the bundle's template, which for condition kind `tokens` contains the size.
 
-    Raises:
-        RequestError: a token id is unknown, there are too many token ids, or the ids do not begin and end like the
-            bundle's template.
+    Args:
+        prompts: token ids of one prompt, or one list of token ids per prompt, not checked yet.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
     names = [_format_field_name("token_ids", i, len(rows)) for i in range(len(rows))]
@@ -206,11 +195,7 @@ def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, si
 def _build_image_request(
     condition: ConditionSpec, size: Size, prompt_or_class_id: Label, ids: NDArray[np.int64]
 ) -> ImageRequest:
-    """Build the request for one image from the token ids of its prompt.
-
-    Args:
-        ids: token ids of the prompt, without the ids that the template adds, int64 `[n]`.
-    """
+    """Build the request from the ids of a prompt, int64 `[n]`, without the ids that the template adds."""
     layout = condition.layout
     prefix = condition.prefix
     if layout is None:
@@ -286,14 +271,7 @@ def _convert_to_numpy(values: Any) -> NDArray[Any]:
 
 
 def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
-    """Build a request for one image of each text embedding, and move its padding from the right to the left.
-
-    Args:
-        embeddings: as `Options` describes; values and mask are not checked yet.
-
-    Raises:
-        RequestError: shapes, mask or values of the embeddings are invalid.
-    """
+    """Build a request for one image of each text embedding, and move its padding from the right to the left."""
     prefix = condition.prefix
     width = condition.caption_dim or 0
     rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)

@@ -47,20 +47,12 @@ def choose_random_seed() -> int:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings that determine an image, besides prompt, seed and bundle.
-
-    Attributes:
-        method: decoding method with all its parameters.
-        sampling: sampling settings.
-        size: name of the image size, `WIDTHxHEIGHT` in pixels; None: the bundle has a single size.
-        quality: quality whose preset is the method; None: the request named a method.
-        has_source_image: whether images are generated from a source image.
-    """
+    """Settings that determine an image, besides prompt, seed and bundle."""
 
     method: MethodConfig
     sampling: Sampling
-    size: str | None = None
-    quality: Quality | None = None
+    size: str | None = None  # WIDTHxHEIGHT in pixels; None: the bundle has a single size
+    quality: Quality | None = None  # whose preset is the method; None: the request named a method
     has_source_image: bool = False
 
     def image_size(self, manifest: Manifest) -> Size:
@@ -88,10 +80,6 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
 
     Args:
         options: `quality` or `method`, `size`, and settings in `SAMPLING`, as in `Options`; None counts as missing.
-
-    Raises:
-        RequestError: an option is invalid; the error names the option and a remedy.
-        TypeError: an option does not exist.
     """
     options = {name: _convert_numpy_value(value) for name, value in options.items() if value is not None}
     _check_option_names(options)
@@ -124,11 +112,7 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
 
 
 def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num_codes: int) -> Sampling:
-    """Check the guidance settings, and remove those that have no effect at a `cfg_scale` of 1.
-
-    Args:
-        requested_settings: names of the settings in the request; all other settings are defaults of the bundle.
-    """
+    """Check the guidance settings, and remove those that have no effect at a `cfg_scale` of 1."""
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
             if field in requested_settings:
@@ -165,15 +149,8 @@ def _check_quality_option(options: Mapping[str, Any]) -> None:
 def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
     """Check options of a request as far as possible without a bundle, for example before a download.
 
-    Args:
-        num_prompts: number of prompts, class ids or text embeddings.
-        options: options of `resolve_settings` that are not None.
-
     Returns:
         The method; None if the options name no method.
-
-    Raises:
-        RequestError: an option is invalid for every bundle.
     """
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
@@ -214,10 +191,7 @@ def check_request(
     num_images: int = 1,
     **options: Any,
 ) -> Request:
-    """Check a request against a bundle, without loading a graph. Takes the options of `Pipeline`, and:
-
-    Args:
-        tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
+    """Check a request against a bundle, without loading a graph. Takes the options of `Pipeline`.
 
     Raises:
         RequestError: an option is invalid. The error names the option and, if there are several prompts, the prompt.
@@ -291,7 +265,7 @@ def _build_image_requests(
 
     Args:
         condition: condition of the bundle, without the prefix positions of a source image.
-        values: values of the parameters `prompts`, `class_ids`, `token_ids` and `embeddings`; None: not given.
+        values: `prompts`, `class_ids`, `token_ids` and `embeddings`; None: not given.
     """
     size = settings.image_size(manifest)
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")

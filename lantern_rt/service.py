@@ -294,9 +294,7 @@ class Service:
     def _end_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None = None) -> None:
         """Remove a request and its sequences, unless it has ended, and call its listener.
 
-        Args:
-            last_update: last step, or the error that ended the request; None: the request was cancelled, and the
-                listener is not called.
+        Without `last_update`, the last step or an error, the request was cancelled, and the listener is not called.
         """
         if not request.has_ended:
             self._remove_request(request, last_update)

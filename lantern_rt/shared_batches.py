@@ -39,10 +39,6 @@ class BatchScheduler:
     """Batches of a service, and the choice of the batch that runs next.
 
     With several callers, images that would slow down or change other callers' images run in separate batches.
-
-    Attributes:
-        timers: timers of the forward passes of target and drafter, over all batches.
-        waiting: sequences that have not joined a batch yet, in order of arrival.
     """
 
     def __init__(
@@ -52,12 +48,12 @@ class BatchScheduler:
         self._max_images = max_images
         self._max_rows = max_rows
         self._find_caller = find_caller
-        self.timers = EngineTimer(), EngineTimer()
+        self.timers = EngineTimer(), EngineTimer()  # of target and drafter, over all batches
         self._spent: dict[int, float] = {}  # index of a batch with images -> seconds per caller since it has images
         self.clear()
 
     def clear(self) -> None:
-        self.waiting: list[ImageSequence] = []
+        self.waiting: list[ImageSequence] = []  # sequences that have not joined a batch, in order of arrival
         self._batches = [Batch(self._model, timers=self.timers) for _ in range(_NUM_BATCHES)]
 
     @property

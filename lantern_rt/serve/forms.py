@@ -23,12 +23,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # our log has one
 
 
 class FormBodyParser:
-    """Parser of one form that arrives in pieces; see `BodyParser`.
-
-    Args:
-        content_type: header `Content-Type`, which contains the boundary between parts.
-        max_text_bytes: maximum number of bytes of all text fields together.
-    """
+    """Parser of one form that arrives in pieces, with at most `max_text_bytes` in all text fields; see `BodyParser`."""
 
     def __init__(self, content_type: str, max_text_bytes: int, request_class: type[EditRequest] = EditRequest) -> None:
         self._max_text_bytes = max_text_bytes

@@ -111,11 +111,7 @@ class GenerationRequest(SamplingFields):
             )
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
-        """Return the request with all values that the bundle needs.
-
-        Raises:
-            LanternError: the bundle cannot generate images or codes for this request.
-        """
+        """Return the request with all values that the bundle needs, or raise an error if it cannot generate them."""
         return self
 
     async def encode_file(
@@ -261,11 +257,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse_json_body(model_class: type[M], body: bytes) -> M:
-    """Parse a JSON body, and check its fields as far as this is possible without a bundle.
-
-    Raises:
-        HttpError: a field is invalid.
-    """
+    """Parse a JSON body, and check its fields as far as this is possible without a bundle."""
     try:
         return model_class.model_validate_json(body)
     except ValidationError as error:
@@ -275,14 +267,7 @@ def parse_json_body(model_class: type[M], body: bytes) -> M:
 
 
 def check_and_set_defaults(request: R, max_deadline: float) -> R:
-    """Check a request, and return the request with a seed and a deadline.
-
-    Args:
-        max_deadline: maximum deadline in seconds, which is also the default.
-
-    Raises:
-        HttpError: fields contradict each other, or the deadline is too long.
-    """
+    """Check a request, and return it with a seed and a deadline, which is at most and by default `max_deadline`."""
     request.check_fields()
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
@@ -324,23 +309,15 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Completion:
-    """Finished images of a request.
+    """Finished images of a request."""
 
-    Args:
-        encoded_files: contents of one file per image, from `GenerationRequest.encode_file`.
-        codes: codes of each image, int64 `[cells]`.
-        input_tokens: number of prompt tokens of all images.
-        output_tokens: number of tokens sampled for all images.
-        preserved_tokens: number of tokens of all images that an edit preserved.
-    """
-
-    encoded_files: list[bytes]
-    codes: list[Ints]
+    encoded_files: list[bytes]  # from `GenerationRequest.encode_file`, one per image
+    codes: list[Ints]  # [cells] of each image
     size: Size
-    input_tokens: int
-    output_tokens: int
+    input_tokens: int  # of the prompts of all images
+    output_tokens: int  # sampled for all images
     generation_stats: GenerationStats
-    preserved_tokens: int = 0
+    preserved_tokens: int = 0  # of all images, by an edit
 
     def make_usage_fields(self) -> dict[str, Any]:
         """Return the response fields `usage` (numbers of tokens) and `lantern` (method and costs)."""

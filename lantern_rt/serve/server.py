@@ -159,11 +159,7 @@ class Server:
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket; port 0 is a free port.
-
-    Raises:
-        RequestError: the port is in use, or the address does not belong to this host.
-    """
+    """Open a listening socket, or raise RequestError; port 0 is a free port."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)

@@ -27,17 +27,11 @@ _Ids = Annotated[list[int], Field(min_length=1), FailFast()]
 
 
 class TokenPromptRequest(CodesRequest):
-    """Request for the codes of one image, with a prompt that is already tokenized.
+    """Request for the codes of one image, with a prompt that is already tokenized."""
 
-    Args:
-        token_ids: token ids of the prompt, including the ids of the prompt template.
-        grid_shapes: shape of the grid of the image, then shape of the small grid, each as `[1, rows, columns]`.
-        max_tokens: maximum number of codes in the response, at least the codes of both grids.
-    """
-
-    token_ids: list[int]
-    grid_shapes: list[list[int]]
-    max_tokens: int
+    token_ids: list[int]  # with the ids of the prompt template
+    grid_shapes: list[list[int]]  # [1, rows, columns] of the image, then of the small grid
+    max_tokens: int  # at least the codes of both grids
 
     def make_pipeline_options(self) -> dict[str, Any]:
         return super().make_pipeline_options() | {"token_ids": self.token_ids}
@@ -136,14 +130,7 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
 
 
 def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
-    """Parse the body of a single request or of a batch.
-
-    Args:
-        use_bundle_sampling: whether the sampling settings of the bundle replace the settings in the body.
-
-    Raises:
-        HttpError: a field is invalid.
-    """
+    """Parse the body of a single request or of a batch, perhaps without its sampling settings."""
     head = parse_json_body(_InputIdsBody, body)
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
         return SGLangRequest(

@@ -28,42 +28,23 @@ KEY_VARIABLE = "LANTERN_RT_API_KEY"  # environment variable of the API key
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of requests and access rules.
+    """Limits of requests and access rules."""
 
-    Args:
-        deadline: maximum duration of a request in seconds.
-        max_body_bytes: maximum size of a body without its images.
-        max_form_bytes: maximum size of a body with images.
-        body_timeout: maximum time in seconds to receive a body.
-        max_total_body_bytes: maximum size of all bodies above `max_body_bytes` together.
-        api_key_file: file of valid API keys; None: the environment variable `LANTERN_RT_API_KEY`. If neither is
-            set, no key is needed.
-        methods: names of the decoding methods that requests may select; empty: all. Qualities are always allowed.
-        max_n: maximum number of images per request.
-        aliases: name of a model by its alias, an additional name that requests may use.
-        mapped_sizes: size of the images, or `auto`, by the size in a request.
-        own_sampling: whether `POST /generate` ignores a request's sampling settings.
-    """
-
-    deadline: float = 600.0
-    max_body_bytes: int = 64 << 10
-    max_form_bytes: int = BYTES_LIMIT
-    body_timeout: float = 20.0
-    max_total_body_bytes: int = 1 << 27
-    api_key_file: Path | None = None
-    methods: Sequence[str] = ()
-    max_n: int = 10
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    mapped_sizes: Mapping[str, str] = field(default_factory=dict)
-    own_sampling: bool = False
+    deadline: float = 600.0  # maximum duration of a request in seconds
+    max_body_bytes: int = 64 << 10  # of a body without its images
+    max_form_bytes: int = BYTES_LIMIT  # of a body with images
+    body_timeout: float = 20.0  # maximum time in seconds to receive a body
+    max_total_body_bytes: int = 1 << 27  # of what all bodies have beyond `max_body_bytes`
+    api_key_file: Path | None = None  # None: the environment variable; without it, no key is needed
+    methods: Sequence[str] = ()  # methods that requests may select, besides qualities; empty: all
+    max_n: int = 10  # images per request
+    aliases: Mapping[str, str] = field(default_factory=dict)  # additional name -> name of a model
+    mapped_sizes: Mapping[str, str] = field(default_factory=dict)  # size in a request -> size of the images, or `auto`
+    own_sampling: bool = False  # whether `POST /generate` ignores a request's sampling settings
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """Read API keys from a file, as `parse_api_keys` does.
-
-    Raises:
-        RequestError: the file cannot be read, has no key, or has an invalid key.
-    """
+    """Read API keys from a file, as `parse_api_keys` does."""
     with convert_read_errors(path, "a file of API keys, one per line", RequestError, "give another file"):
         text = read_regular_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
     return parse_api_keys(text, "api_key_file", str(path))
@@ -72,15 +53,8 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
     """Parse API keys: one per line, perhaps after a name. Empty lines and lines that begin with # are ignored.
 
-    Args:
-        field: parameter or environment variable that gave the keys, for the error message.
-        source_name: place of the keys, for the error message.
-
     Returns:
         The name of each key, by the hash of the key. A key without a name is named by the first digits of its hash.
-
-    Raises:
-        RequestError: there is no key, or a key has non-ASCII characters.
     """
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
@@ -130,13 +104,7 @@ class BodyMemoryBudget:
 
 
 class ServerState:
-    """State of one server.
-
-    Attributes:
-        backends: backend of each model, by the name of the model; empty until all models are loaded.
-        active_requests: number of requests for images that are being handled.
-        draining: whether the server is stopping.
-    """
+    """State of one server."""
 
     def __init__(self, server_limits: ServerLimits) -> None:
         self.server_limits = server_limits
@@ -144,8 +112,8 @@ class ServerState:
         self.load_api_keys()
         self.body_memory = BodyMemoryBudget(server_limits.max_total_body_bytes)
         self.metrics = Metrics()
-        self.backends: dict[str, ImageBackend] = {}
-        self.active_requests = 0
+        self.backends: dict[str, ImageBackend] = {}  # by the name of the model; empty until all models are loaded
+        self.active_requests = 0  # requests for images that are being handled
         self.draining = False
         self.started = int(time.time())
 
@@ -171,11 +139,7 @@ class ServerState:
             raise HttpError(503, "models are loading", "loading", 2, remedy="try again in a few seconds")
 
     def load_api_keys(self) -> None:
-        """Read the API keys from the file, or from the environment variable if there is no file.
-
-        Raises:
-            RequestError: the keys cannot be read. The keys that were read before stay valid.
-        """
+        """Read the API keys from the file or the environment variable. After an error, the old keys stay valid."""
         if self.server_limits.api_key_file is not None:
             self.keys = read_api_keys(self.server_limits.api_key_file)
         elif KEY_VARIABLE in os.environ:  # an empty variable is an error, as a server without keys is open to all
