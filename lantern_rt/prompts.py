@@ -164,12 +164,10 @@ def _build_text_requests(
             requests.append(_build_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
             error.field = _format_field_name(field, i, len(prompts))  # says which of several prompts is invalid
-            start = str(prompt)[:_MIN_CHARACTERS]
-            if near := tokenizer.find_nearest_examples(start) if isinstance(tokenizer, WordTokenizer) else []:
-                error.suggestions = tuple(near)
-                error.remedy = "; ".join(
-                    filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
-                )
+            if isinstance(tokenizer, WordTokenizer) and tokenizer.example_prompts:
+                error.suggestions = tuple(tokenizer.find_nearest_examples(str(prompt)[:_MIN_CHARACTERS]))
+                similar = f"similar valid prompts: {', '.join(map(repr, error.suggestions))}"
+                error.remedy = "; ".join(filter(None, [error.remedy, similar]))
             raise
     return requests
 
@@ -239,7 +237,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     step_back = manifest.target.max_positions  # adding this to a position moves the position back by 1
     source_positions = (source_size.first_position or 0) + step_back * distance + cells
 
-    def compute_positions_before_image(count: int, distance: int) -> NDArray[np.int64]:
+    def positions_before_image(count: int, distance: int) -> NDArray[np.int64]:
         """Return the positions of `count` tokens, with `distance` ids between the last one and the first code."""
         moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
@@ -248,9 +246,9 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
     position_ids = np.concatenate(
         [
-            compute_positions_before_image(len(spec.before), distance),
+            positions_before_image(len(spec.before), distance),
             source_positions,
-            compute_positions_before_image(num_following, 0),
+            positions_before_image(num_following, 0),
         ]
     )
     return replace(
@@ -258,7 +256,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
         condition_inputs={**request.condition_inputs, "token_ids": ids[None]},
         attention_masks=(np.ones(len(ids), np.bool_), request.attention_masks[1]),
         token_ids=(ids, uncond),
-        position_ids=(position_ids, compute_positions_before_image(len(uncond), 0)),
+        position_ids=(position_ids, positions_before_image(len(uncond), 0)),
         edit=source,
     )
 
