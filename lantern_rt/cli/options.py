@@ -13,7 +13,7 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
-from ..methods import METHODS, SAMPLING, RequestSettingMarker
+from ..methods import METHODS, SAMPLING, SettableByRequest
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -111,7 +111,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 
 def make_sampling_option(name: str) -> Any:
     field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSettingMarker))
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
     text = f"{field.description} [default: the bundle's]"
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
@@ -226,13 +226,13 @@ class EngineOptions:
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
-        from ..memory import check_memory, choose_settings_of_highest_memory
+        from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
-            check_memory(bundle, settings or choose_settings_of_highest_memory(bundle.manifest), max_prompt_tokens)
+            check_memory(bundle, settings or largest_settings(bundle.manifest), max_prompt_tokens)
         with show_progress(announce_tasks=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)

@@ -256,9 +256,9 @@ def _open_available_bundles(bundle_names: Sequence[str], engine_options: EngineO
 
 
 def _open_bundle_and_check_memory(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
-    from ..memory import check_memory, choose_settings_of_highest_memory
+    from ..memory import check_memory, largest_settings
 
     bundle = bundle or engine_options.open_bundle(name)
     if engine_options.runs_on_cpu(bundle):
-        check_memory(bundle, choose_settings_of_highest_memory(bundle.manifest))
+        check_memory(bundle, largest_settings(bundle.manifest))
     return bundle

@@ -207,7 +207,7 @@ def test_an_sglang_batch_with_too_many_images_or_lists_of_different_lengths_is_r
 
 def test_an_sglang_request_is_rejected_for_a_bundle_without_a_small_grid(tiny_server: RunningServer) -> None:
     status, response = post(tiny_server, "/generate", make_sglang_body(GREEDY_TRACES[0]))
-    assert (status, "does not draw a small grid" in response["error"]["message"]) == (400, True)
+    assert (status, "does not generate a small grid" in response["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("name", ["tiny", "glm"])
