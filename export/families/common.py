@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
 from ...bundle.order import GroupOrderSpec
+from ...engines.contracts import TensorSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
@@ -18,7 +19,6 @@ from ..checkpoints.deferred import list_concatenated_tensors
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
 from ..graph.graphs import Graph, make_target_graph, name_test_cases
-from ..graph.onnx_ops import TensorSpec
 from ..model import BundleContents
 from ..models.decoder import Decoder, get_decoder_spec_fields
 from ..models.eagle import LoadedDrafter, make_drafter_graph
@@ -154,10 +154,10 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
     encoder_cases = name_test_cases(*({"images": images.astype(np.float32)} for images in uniform))
     image_axes = ("height", "width") if accepts_any_size else (pixels, pixels)
     grid_axes = ("rows", "columns") if accepts_any_size else (grid, grid)
-    image = TensorSpec("images", ("images", 3, *image_axes))
-    latents = TensorSpec("pre_quant", ("images", config.code_width, *grid_axes))
-    codes = TensorSpec("codes", ("images", *grid_axes) if accepts_any_size else ("images", grid * grid), "int64")
-    encoded = TensorSpec("codes", ("images", "cells" if accepts_any_size else grid * grid), "int64")
+    image = TensorSpec("images", ("float32",), ("images", 3, *image_axes))
+    latents = TensorSpec("pre_quant", ("float32",), ("images", config.code_width, *grid_axes))
+    codes = TensorSpec("codes", ("int64",), ("images", *grid_axes) if accepts_any_size else ("images", grid * grid))
+    encoded = TensorSpec("codes", ("int64",), ("images", "cells" if accepts_any_size else grid * grid))
     decoder = VQDecoder(image_tokenizer, None if accepts_any_size else grid)
     return [
         Graph("vq_decoder", decoder, (codes,), (image,), decoder_cases),

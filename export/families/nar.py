@@ -2,7 +2,7 @@
 
 After each code, NAR (Neighboring Autoregressive Modeling) predicts two cells. LlamaGen's head gives logits for the cell
 to the right. One more layer, norm and head give logits for the cell below. A cell is sampled from the mean of the two
-logits that its left and upper neighbours give; see `runtime/order.py`. The number of heads and the grid are found as
+logits that its left and upper neighbours give; see `runtime/groups.py`. The number of heads and the grid are found as
 for LlamaGen.
 """
 

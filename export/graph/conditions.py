@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.conditions import ConditionSpec, TokenLayout
+from ...engines.contracts import TensorSpec
 from ..checkpoints.files import read_tokenizer
 from ..models.t5 import write_t5_encoder
 from .graphs import Arrays, Graph, name_test_cases
-from .onnx_ops import ExportGraphWriter, TensorSpec
+from .onnx_ops import ExportGraphWriter
 
 
 class PromptCondition(NamedTuple):
@@ -57,7 +58,7 @@ class ClassCondition(nn.Module):
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
         cases = name_test_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
-        ids = TensorSpec("class_ids", ("rows",), "int64")
+        ids = TensorSpec("class_ids", ("int64",), ("rows",))
         graph = Graph("condition", self, (ids,), _declare_prefix_outputs(1, width), cases)
         return PromptCondition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
 
@@ -87,8 +88,8 @@ class CaptionCondition(nn.Module):
         """Return the condition graph and its manifest fields, for a bundle whose prompts are text embeddings."""
         prefix, caption_dim = self.uncond.shape
         generator = np.random.default_rng(0)
-        embeds = TensorSpec("caption_embeds", ("rows", prefix, caption_dim))
-        mask = TensorSpec("caption_mask", ("rows", prefix), "int64")
+        embeds = TensorSpec("caption_embeds", ("float32",), ("rows", prefix, caption_dim))
+        mask = TensorSpec("caption_mask", ("int64",), ("rows", prefix))
         cases: list[Arrays] = [
             {
                 embeds.name: generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
@@ -169,12 +170,12 @@ def make_token_condition(
     generator = np.random.default_rng(0)
     tokens, width = embeddings.shape
     inputs = (
-        TensorSpec("token_ids", ("rows", "tokens"), "int64"),
-        TensorSpec("uncond_ids", ("rows", "uncond_tokens"), "int64"),
+        TensorSpec("token_ids", ("int64",), ("rows", "tokens")),
+        TensorSpec("uncond_ids", ("int64",), ("rows", "uncond_tokens")),
     )
     outputs = (
-        TensorSpec("prefix_embeds", ("rows", "tokens", width)),
-        TensorSpec("uncond_embeds", ("rows", "uncond_tokens", width)),
+        TensorSpec("prefix_embeds", ("float32",), ("rows", "tokens", width)),
+        TensorSpec("uncond_embeds", ("float32",), ("rows", "uncond_tokens", width)),
     )
     cases: list[Arrays] = [
         {value.name: generator.integers(tokens, size=(rows, n)) for value, n in zip(inputs, lengths, strict=True)}
@@ -214,7 +215,7 @@ def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection:
     graph = Graph(
         "condition",
         TextCondition(encoder, caption_projection),
-        tuple(TensorSpec(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
+        tuple(TensorSpec(name, ("int64",), ("rows", "tokens")) for name in ("token_ids", "token_mask")),
         _declare_prefix_outputs(prefix, width),
         name_test_cases(make_prompts([prefix, max(prefix // 2, 1), 1]), make_prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text_condition(ops, encoder, caption_projection),
@@ -245,4 +246,5 @@ def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projecti
 
 
 def _declare_prefix_outputs(prefix: int, width: int) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec("prefix_embeds", ("rows", prefix, width)), TensorSpec("uncond_embeds", ("rows", prefix, width))
+    shape = ("rows", prefix, width)
+    return TensorSpec("prefix_embeds", ("float32",), shape), TensorSpec("uncond_embeds", ("float32",), shape)

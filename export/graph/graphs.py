@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from ...engines.contracts import TensorSpec
 from ...runtime.tree import DraftTree
 from ..checkpoints.deferred import defer_permutation
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import CPUDecoderWriter
 from .graph_file import GraphFile
-from .onnx_ops import IR_VERSION, OPSET, ExportGraphWriter, TensorSpec
+from .onnx_ops import IR_VERSION, OPSET, ExportGraphWriter
 from .precision import ComputeType, StorageRule, choose_storage_types
 
 HIDDEN = -1e9
@@ -72,7 +73,10 @@ def convert_to_float16(graph: Graph) -> Graph:
     """Convert a decoder's graph to float16 inputs, weights and outputs; norms and logits stay float32."""
 
     def convert_specs_to_float16(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
+        floats = ("float32",)
+        return tuple(
+            replace(v, dtypes=("float16",)) if v.dtypes == floats and v.name != "logits" else v for v in values
+        )
 
     inputs = convert_specs_to_float16(graph.inputs)
     outputs = convert_specs_to_float16(graph.outputs)
@@ -146,7 +150,7 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
         return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
-    embeds = TensorSpec("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
+    embeds = TensorSpec("input_embeds", ("float32",), ("rows", "nodes", decoder.config.hidden_size))
     return make_decoder_graph(
         "target",
         decoder,
@@ -176,15 +180,16 @@ def make_decoder_graph(
     config = module.config
     parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
     heads = (config.num_kv_heads, config.head_dim)
-    past = tuple(TensorSpec(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
-    new = (TensorSpec(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
-    positions = TensorSpec("position_ids", ("rows", "nodes"), "int64")
-    logits = TensorSpec("logits", ("rows", "nodes", config.num_logits))
+    past = tuple(TensorSpec(f"past_key_values.{part}", ("float32",), ("past", "rows", *heads)) for part in parts)
+    new = (TensorSpec(f"new_key_values.{part}", ("float32",), ("nodes", "rows", *heads)) for part in parts)
+    positions = TensorSpec("position_ids", ("int64",), ("rows", "nodes"))
+    mask = TensorSpec("attention_mask", ("float32",), ("rows", 1, "nodes", "past + nodes"))
+    logits = TensorSpec("logits", ("float32",), ("rows", "nodes", config.num_logits))
     return Graph(
         role=role,
         module=module,
-        inputs=(*leading_inputs, positions, TensorSpec("attention_mask", ("rows", 1, "nodes", "past + nodes")), *past),
-        outputs=(logits, TensorSpec("hidden_states", ("rows", "nodes", config.hidden_size)), *new),
+        inputs=(*leading_inputs, positions, mask, *past),
+        outputs=(logits, TensorSpec("hidden_states", ("float32",), ("rows", "nodes", config.hidden_size)), *new),
         test_cases=dict(_iter_decoder_cases(make_inputs, past, config)),
         write_nodes=write_nodes,
     )
@@ -264,7 +269,7 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
             buffer,  # type: ignore[arg-type]  # the annotation knows paths only
             input_names=[value.name for value in graph.inputs],
             output_names=[value.name for value in graph.outputs],
-            dynamic_axes={v.name: {i: axis for i, axis in enumerate(v.axes) if isinstance(axis, str)} for v in values},
+            dynamic_axes={v.name: {i: axis for i, axis in enumerate(v.shape) if isinstance(axis, str)} for v in values},
             opset_version=OPSET,
             export_params=False,
             do_constant_folding=False,  # folding would rename weights; runtimes fold constants when they load a graph
@@ -278,9 +283,11 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     state = graph.module.state_dict()
     input_names = {value.name for value in graph.inputs}
     weights = {entry.name: state[entry.name] for entry in model.graph.input if entry.name not in input_names}
-    for entries, declared in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
-        del entries[:]  # the tracer guesses output sizes from the example
-        entries.extend(value.to_proto() for value in declared)
+    declared = ExportGraphWriter().make_model(graph.role, graph.inputs, graph.outputs).graph
+    # The tracer guesses output sizes from the example.
+    for entries, replacements in ((model.graph.input, declared.input), (model.graph.output, declared.output)):
+        del entries[:]
+        entries.extend(replacements)
     del model.graph.value_info[:]
     _fold_transposes(model, weights)
     return model, weights

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import helper
 from torch import Tensor
 
-from ...engines.graph_writer import TYPES, GraphWriter
+from ...engines.contracts import TensorSpec
+from ...engines.graph_writer import GraphWriter
 from ..checkpoints.deferred import defer_transpose
 
 OPSET = 20
@@ -25,25 +24,6 @@ _ZERO_POINT = 128  # added to these integers, which are stored as uint8
 # one integer and 0.02 with two.
 TWO_INTEGERS = (".qkv.weight", ".down.weight")
 _SECOND_STEPS = 128  # a step of the first integer has this many steps of the second
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Description of a graph's input or output.
-
-    Args:
-        name: name of the tensor.
-        axes: size of each axis, or a name for a size that varies between calls.
-        dtype: type of the numbers, such as `float32` or `int64`.
-    """
-
-    name: str
-    axes: tuple[int | str, ...]
-    dtype: str = "float32"
-
-    def to_proto(self) -> onnx.ValueInfoProto:
-        """Return the description as an ONNX `ValueInfoProto`."""
-        return helper.make_tensor_value_info(self.name, TYPES[self.dtype], list(self.axes))
 
 
 class ExportGraphWriter(GraphWriter):
@@ -182,9 +162,7 @@ class ExportGraphWriter(GraphWriter):
 
     def make_model(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> onnx.ModelProto:
         """Return the ONNX model without its weights."""
-        model = onnx.load_from_string(self.to_bytes((), (), name))
+        model = onnx.load_from_string(self.to_bytes(inputs, outputs, name))
         model.ir_version = IR_VERSION
         model.producer_name = "lantern-rt"
-        model.graph.input.extend(value.to_proto() for value in inputs)
-        model.graph.output.extend(value.to_proto() for value in outputs)
         return model

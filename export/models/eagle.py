@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...engines.contracts import Progress
+from ...engines.contracts import Progress, TensorSpec
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import CPUDecoderWriter
 from ..graph.graphs import Arrays, Graph, make_decoder_graph
-from ..graph.onnx_ops import ExportGraphWriter, TensorSpec
+from ..graph.onnx_ops import ExportGraphWriter
 from ..progress import ignore_progress
 from .decoder import Decoder, DecoderConfig, LayerStack
 from .llama import read_layer_sizes, read_rope_base, rename_llama_weights
@@ -165,6 +165,6 @@ def make_drafter_graph(drafter: EagleDrafter) -> Graph:
         writer = CPUDecoderWriter(ops, drafter)
         writer.write_graph(writer.write_linear(joint, "fc"))
 
-    ids = TensorSpec("input_ids", ("rows", "nodes"), "int64")
-    states = TensorSpec("target_hidden", ("rows", "nodes", hidden_size))
+    ids = TensorSpec("input_ids", ("int64",), ("rows", "nodes"))
+    states = TensorSpec("target_hidden", ("float32",), ("rows", "nodes", hidden_size))
     return make_decoder_graph("drafter", drafter, (ids, states), make_inputs, write_drafter)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...engines.contracts import TensorSpec
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from ..graph.graphs import Graph, name_test_cases
-from ..graph.onnx_ops import TensorSpec
 
 _BOTH = ("weight", "bias")
 _LAYERS = {
@@ -91,12 +91,12 @@ class SourceImageEncoder(nn.Module):
 
     def make_graph(self) -> Graph:
         """Return the graph of the encoder, for images of any size."""
-        image = TensorSpec("images", ("images", 3, "height", "width"))
-        latents = TensorSpec("pre_quant", ("images", self.code_width, "rows", "columns"))
+        image = TensorSpec("images", ("float32",), ("images", 3, "height", "width"))
+        latents = TensorSpec("pre_quant", ("float32",), ("images", self.code_width, "rows", "columns"))
         generator = np.random.default_rng(0)
         shapes = [(2, 3, 4 * self.patch_size, 3 * self.patch_size), (1, 3, 2 * self.patch_size, 5 * self.patch_size)]
         cases = name_test_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
-        codes = TensorSpec("codes", ("images", "cells"), "int64")
+        codes = TensorSpec("codes", ("int64",), ("images", "cells"))
         return Graph("vq_encoder", self, (image,), (codes, latents), cases)
 
 
