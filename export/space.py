@@ -47,8 +47,7 @@ def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int =
         output: folder of the bundle.
         bundle_bytes: size of the bundle in bytes.
         download_bytes: number of bytes to download first.
-        head_bytes: size of the target's output layer in float32. The layer is compared in float32, so it must fit in
-            memory.
+        head_bytes: size of the target's output layer in float32, in which it is compared.
 
     Raises:
         OutputError: a disk is too full.
@@ -66,15 +65,7 @@ def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int =
 
 
 def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
-    """Estimate the sizes of an export before the download, from the hub's list of files.
-
-    A size that the hub does not report counts as 0.
-
-    Args:
-        family: family of the target.
-        options: paths or hub references of checkpoints, by name of the option of `export`.
-        precision: precision of the target.
-    """
+    """Estimate the sizes of an export from the hub's list of files; a size that the hub does not report counts as 0."""
     from .checkpoints.hub import fetch_checkpoint, measure_download_size
 
     download_bytes = target = 0

@@ -110,30 +110,17 @@ def build_emu3_model(
 
 
 def make_emu3_image_size(tokenizer: Tokenizer, rows: int, columns: int, pixels_per_cell: int) -> Size:
-    """Return an image size with the tokens that describe the size at the end of a prompt.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        rows: number of grid rows.
-        columns: number of grid columns.
-        pixels_per_cell: height and width of a cell in pixels.
-    """
+    """Return an image size with the tokens that describe it at the end of a prompt."""
     tokens = encode_text(tokenizer, f"{rows}*{columns}{_IMAGE}")
     return Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns, tokens=tokens)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the token ids of a text, which may contain special tokens such as `<|image start|>`."""
     return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
-    """Find the tokenizer of a checkpoint.
-
-    Returns:
-        The path of the tokenizer's file, and its content converted to `tokenizer.json`. The content is None if the file
-        is a `tokenizer.json` already.
-    """
+    """Return the path of the tokenizer's file, and its content as `tokenizer.json`; None if the file is one already."""
     if not (checkpoint.path / _RANKS).is_file():
         return checkpoint.find_tokenizer_path(), None
     path = checkpoint.require_file(_RANKS, "tokenizer")
@@ -142,11 +129,7 @@ def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
 
 
 def read_special_token_ids(config: Config) -> dict[str, int]:
-    """Return the ids that a configuration gives to special tokens and codes, by name of the token.
-
-    Args:
-        config: config.json in the layout of transformers or in the published layout.
-    """
+    """Return the ids that a configuration gives to special tokens and codes, by name of the token."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
         raise config.make_error("vocabulary_map", expected="token ids by name of the token")
@@ -155,15 +138,7 @@ def read_special_token_ids(config: Config) -> dict[str, int]:
 
 
 def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
-    """Return the token ids of all codes.
-
-    Args:
-        path: file of the tokenizer, for error messages.
-        tokenizer: tokenizer of the model.
-
-    Raises:
-        CheckpointError: the ids are not consecutive, or a special token is missing.
-    """
+    """Return the token ids of all codes. Raises CheckpointError if they are not consecutive."""
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     first = tokens.get(_VISUAL.format(0))
     count = sum(name.startswith(_VISUAL_PREFIX) for name in tokens)
@@ -186,7 +161,6 @@ def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[st
         special_tokens: special tokens. Their ids follow the ids of the other tokens, which are the ranks.
 
     Raises:
-        CheckpointError: the ranks are not 0, 1, ..., or a byte is not a token.
         EngineError: transformers is not installed.
     """
     require_library("transformers", str(path), "export")

@@ -52,11 +52,8 @@ def read_emu3(
     Args:
         target: folder with config.json, tokenizer and weights.
         vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
-        grid: grid rows of the square image size; None for the published size. The other image sizes have about as
-            many pixels.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
+        grid: grid rows of the square image size; None for the published size. The other image sizes have about as many
+            pixels.
     """
     config = target.read_model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
     includes_vq = config.get("model_type") == _TRANSFORMERS
@@ -96,23 +93,12 @@ FAMILY = ModelFamily(
 
 
 def make_emu3_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
-    """Return the layout of prompts up to begin of image; the tokens of an image size follow.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        negative_text: text of the unconditional row.
-    """
+    """Return the layout of prompts up to begin of image; the tokens of an image size follow."""
     start, end, uncond = (encode_text(tokenizer, text) for text in (START, BEGIN, START + negative_text + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
 def _find_weight_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """Find the prefix of the names of weights.
-
-    Args:
-        checkpoint: checkpoint with its weights.
-        prefixes: possible prefixes. If no prefix matches, the last is returned.
-        name: name, without prefix, of a weight that the checkpoint must have.
-    """
+    """Return the prefix with which the checkpoint has a weight that it must have, or the last."""
     # If the weight is missing, a later check reports the weight with the last prefix.
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])

@@ -40,9 +40,6 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     Args:
         target: folder with config.json, emu3.tiktoken, emu3_vision_tokens.txt and weights.
         vq: folder of Emu3.5-VisionTokenizer, or its file.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3")
     tokenizer_file = find_tokenizer(target)

@@ -25,13 +25,7 @@ from .onnx_ops import ExportGraphWriter
 
 
 class PromptCondition(NamedTuple):
-    """Condition of a bundle, which converts prompts to prefix embeddings.
-
-    Args:
-        spec: manifest entry of the condition.
-        graph: graph `condition`.
-        tokenizer_json: content of `tokenizer.json`, for text prompts; None for other prompts.
-    """
+    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text."""
 
     spec: ConditionSpec
     graph: Graph
@@ -39,11 +33,7 @@ class PromptCondition(NamedTuple):
 
 
 class ClassCondition(nn.Module):
-    """Module that looks up the prefix embeddings of `class_ids [rows]`.
-
-    Args:
-        table: embeddings of the classes, `[classes + 1, hidden_size]`; the last row is unconditional.
-    """
+    """Module that looks up class ids in `[classes + 1, hidden_size]`; the last row is unconditional."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -54,7 +44,6 @@ class ClassCondition(nn.Module):
         return prefix, self.table[-1].expand_as(prefix)
 
     def make_condition(self) -> PromptCondition:
-        """Return the condition graph and its manifest fields, for a bundle whose prompts are class ids."""
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
         cases = name_test_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
@@ -68,7 +57,7 @@ class CaptionCondition(nn.Module):
 
     Args:
         first: weight of the projection's first layer, `[hidden_size, caption_dim]`.
-        second: weight of the projection's second layer, `[hidden_size, hidden_size]`.
+        second: weight of its second layer, `[hidden_size, hidden_size]`.
         uncond: text embeddings of the unconditional row, `[prefix, caption_dim]`.
     """
 
@@ -77,7 +66,6 @@ class CaptionCondition(nn.Module):
         self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
 
     def project(self, captions: Tensor) -> Tensor:
-        """Convert text embeddings `[..., caption_dim]` to prefix embeddings `[..., hidden_size]`."""
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +73,6 @@ class CaptionCondition(nn.Module):
         return prefix, self.project(self.uncond).expand_as(prefix)
 
     def make_condition(self) -> PromptCondition:
-        """Return the condition graph and its manifest fields, for a bundle whose prompts are text embeddings."""
         prefix, caption_dim = self.uncond.shape
         generator = np.random.default_rng(0)
         embeds = TensorSpec("caption_embeds", ("float32",), ("rows", prefix, caption_dim))
@@ -108,15 +95,7 @@ class CaptionCondition(nn.Module):
 
 
 class TextCondition(nn.Module):
-    """Module that encodes text, padded on the left, to prefix embeddings `[rows, prefix, hidden_size]`.
-
-    The inputs `token_ids` and `token_mask` are `[rows, tokens]`, with at most `prefix` tokens. The outputs are the
-    conditional and the unconditional embeddings.
-
-    Args:
-        encoder: the T5 encoder.
-        caption: projection of the encoder's states.
-    """
+    """Module that encodes text to prefix embeddings; `token_ids` and `token_mask` `[rows, tokens]` are padded left."""
 
     def __init__(self, encoder: nn.Module, caption: CaptionCondition) -> None:
         super().__init__()
@@ -131,11 +110,7 @@ class TextCondition(nn.Module):
 
 
 class TokenCondition(nn.Module):
-    """Module that embeds the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of prompts.
-
-    Args:
-        embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
-    """
+    """Module that looks up the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of prompts."""
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
@@ -195,13 +170,7 @@ def make_token_condition(
 
 
 def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection: CaptionCondition) -> PromptCondition:
-    """Return the condition of text prompts that T5 encodes.
-
-    Args:
-        encoder: the T5 encoder, a `T5Stack` of transformers.
-        tokenizer_json: content of `tokenizer.json`.
-        caption_projection: projection of the encoder's states.
-    """
+    """Return the condition of text prompts that T5 encodes."""
     prefix = len(caption_projection.uncond)
     width = len(caption_projection.second)
     generator = np.random.default_rng(0)
