@@ -38,7 +38,7 @@ class ExportSizes(NamedTuple):
 
 
 def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:
-    """Estimate the sizes of an export from the hub's list of files. A size that the hub does not report counts as 0."""
+    """Estimate the sizes of an export from the hub's list of files; a size that the hub does not report counts as 0."""
     from .checkpoints.hub import fetch_checkpoint, measure_download_size
 
     download_bytes = target = 0

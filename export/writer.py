@@ -120,16 +120,11 @@ def export_model(
 
 
 def check_output_folder(output: Path, force: bool) -> None:
-    """Check that the output folder may be written.
-
-    Raises:
-        OutputError: the folder exists, or `force` would replace a folder that is not a bundle.
-    """
+    """Raise OutputError if the folder exists, or if `force` would replace a folder that is not a bundle."""
     check_new_folder(output, force, _MANIFEST)
 
 
 def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence[Graph]:
-    """Return the graphs with the dtypes in which the chosen precisions compute."""
     if precisions.compute_type != "float32":
         convert = (
             convert_to_float16 if precisions.compute_type == "float16" else partial(replace, compute_type="bfloat16")
@@ -153,13 +148,7 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
 
 
 def _write_embedding_table(path: Path, table: Tensor, try_float16: bool) -> None:
-    """Write an embedding table as an `.npy` file, chunk by chunk, without loading the whole table.
-
-    Args:
-        path: file to write.
-        table: the table, which may be deferred.
-        try_float16: whether to store float16 if this loses nothing; otherwise float32 is stored.
-    """
+    """Write an embedding table as an `.npy` file, chunk by chunk, in float16 if that is wished and loses nothing."""
     parts = list_concatenated_tensors(table)
     half = try_float16 and all(
         resolve_storage_type(path.name, part, "float16", "lossless") == "float16" for part in parts

@@ -74,10 +74,9 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
 def measure_download_size(
     source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Measure how large a checkpoint on the hub is, and how much of it a download would fetch, in bytes.
+    """Measure how large a checkpoint on the hub is, and how much of it `fetch_checkpoint` would download, in bytes.
 
-    Takes the arguments of `fetch_checkpoint`, which raises an error if the hub cannot be reached or rejects the
-    reference. Both sizes are then 0.
+    Both sizes are 0 if the hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
     """
     from huggingface_hub import try_to_load_from_cache
 
