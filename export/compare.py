@@ -1,7 +1,4 @@
-"""Runs of a graph file and of its reference on the same inputs; `verify` compares the outputs.
-
-The reference is the PyTorch module, or ONNX's reference evaluator.
-"""
+"""Runs of a graph file and of its reference, the PyTorch module or ONNX's evaluator; `verify` compares the outputs."""
 
 from __future__ import annotations
 
@@ -44,13 +41,7 @@ _MAX_INPUT = 1 << 28  # maximum size of a random input, as a damaged graph may d
 
 
 class CaseResult(NamedTuple):
-    """Outputs of a graph and of its reference on one test case.
-
-    Args:
-        case_name: name of the test case.
-        outputs: arrays by name of the graph's outputs.
-        expected_outputs: arrays of the reference, with the same names.
-    """
+    """Outputs of a graph and of its reference on one test case, by name."""
 
     case_name: str
     outputs: Arrays
@@ -74,8 +65,7 @@ def compare_graph_with_module(
         graph: the graph with its module and test cases.
         path: the graph file.
         test_cases: names of the test cases to run, None for all.
-        graph_file: description of the graph's file. The module's weights are rounded as in this file. None: they are
-            not rounded.
+        graph_file: the module's weights are rounded as in this file. None: they are not rounded.
         low_memory: whether to save memory by running without optimizations.
         progress: progress callback, called for each run.
 
@@ -111,18 +101,7 @@ def compare_graph_with_module(
 def run_torch_module(
     graph: Graph, inputs: Arrays, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Arrays:
-    """Run a graph's module on one test case.
-
-    Args:
-        graph: the graph with its module.
-        inputs: arrays by name of the graph's inputs.
-        graph_file: description of the graph's file. The module's weights are rounded as in this file. None: they are
-            not rounded.
-        dtype: type in which the module computes.
-
-    Returns:
-        Arrays by name of the graph's outputs.
-    """
+    """Run a graph's module on one test case, in `dtype` and with weights rounded as in `graph_file`."""
     with torch.no_grad(), convert_weights(graph.module, graph_file, dtype):
         result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
     tensors = (result,) if isinstance(result, Tensor) else result
@@ -133,15 +112,9 @@ def run_torch_module(
 def convert_weights(
     module: nn.Module, graph_file: GraphFile | None = None, dtype: torch.dtype = torch.float32
 ) -> Iterator[None]:
-    """Return a context manager in which a module computes in `dtype`, with weights rounded as in the graph's file.
+    """Let a module compute in `dtype` with weights rounded as in `graph_file`; None: they are not rounded.
 
     Each weight is converted when it is used. Of an embedding table, only the rows that are looked up are converted.
-
-    Args:
-        module: the module, whose weights may have any type.
-        graph_file: description of the graph's file. The weights are rounded as in this file. None: they are not
-            rounded.
-        dtype: type in which the module computes.
     """
     with ExitStack() as undo:
         for prefix, part in module.named_modules():
@@ -162,7 +135,6 @@ def convert_weights(
 
 
 def _uses_int8_matmul(weight_name: str, graph_file: GraphFile | None) -> bool:
-    """Return whether the graph multiplies a weight in int8 with activations that are also rounded to int8."""
     stored = _find_weight_name(weight_name, graph_file)
     storage = graph_file.storage_types[stored] if graph_file and stored else None
     return storage == "columns" and not weight_name.endswith(TWO_INTEGERS)
@@ -177,14 +149,9 @@ def _convert_weight(weight_name: str, weight: Tensor, graph_file: GraphFile | No
 
 
 def _find_weight_name(module_weight_name: str, graph_file: GraphFile | None) -> str | None:
-    """Return the name that a module's weight has in the graph; None if the graph does not have the weight.
-
-    Args:
-        module_weight_name: name of the weight in the module. If the module only wraps the module that the graph was
-            written from, the name in the graph lacks the first part of this name.
-        graph_file: description of the graph's file.
-    """
+    """Return the name that a module's weight has in the graph; None if the graph does not have it."""
     storage_types = graph_file.storage_types if graph_file else {}
+    # If the module only wraps the written module, the name in the graph lacks the first part.
     return next(
         (known for known in (module_weight_name, module_weight_name.partition(".")[2]) if known in storage_types), None
     )
@@ -198,8 +165,8 @@ class GraphFileSession:
 
     Args:
         path: the graph file.
-        low_memory: whether to save memory by running without optimizations. Weights are then read from the
-            memory-mapped file and decoded one at a time.
+        low_memory: whether to run without optimizations. Weights are then read from the memory-mapped file and decoded
+            one at a time.
         model: serialized model to run instead of the file, with weights from the file's folder.
     """
 
@@ -210,7 +177,7 @@ class GraphFileSession:
         self._sessions: dict[bool, Any] = {}
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Run the graph and return all outputs by name. Arrays are float32, even if the graph has float16."""
+        """Run the graph and return all outputs by name, float16 as float32."""
         empty = not self.low_memory and any(array.size == 0 for array in inputs.values())
         if empty not in self._sessions:
             disabled = ["MatmulTransposeFusion"] if empty else None
@@ -240,13 +207,7 @@ class GraphFileSession:
 
 
 class DeviceGraphSession:
-    """Session of ONNX Runtime for a decoder's file in the device layout, with past entries in random cache columns.
-
-    Args:
-        graph: the decoder's graph.
-        path: the graph file.
-        low_memory: whether to save memory by running without optimizations.
-    """
+    """Session of ONNX Runtime for a decoder's file in the device layout, with past entries in random cache columns."""
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         assert isinstance(graph.module, LayerStack)
@@ -259,7 +220,7 @@ class DeviceGraphSession:
         self._heads = (spec.num_kv_heads, spec.head_dim)
 
     def run(self, inputs: Arrays) -> Arrays:
-        """Run the graph and return all outputs. Inputs and outputs have the names and shapes of the graph file."""
+        """Inputs and outputs have the names and shapes of the graph file."""
         rows, nodes = inputs["position_ids"].shape
         heads, width = self._heads
         past = inputs["attention_mask"].shape[3] - nodes
@@ -291,10 +252,7 @@ class DeviceGraphSession:
 def make_device_inputs(batch: PassInput, cache_columns: CacheColumnMap, num_padded_nodes: int) -> Arrays:
     """Return the inputs of a graph in the device layout for a forward pass, without past keys and values.
 
-    Args:
-        batch: tokens or embeddings, positions and attention mask of the forward pass.
-        cache_columns: columns of the KV cache.
-        num_padded_nodes: number of nodes per batch row, padding included.
+    `num_padded_nodes` is the number of nodes per batch row, padding included.
     """
     rows, nodes = batch.positions.shape
     feeds = cache_columns.encode_pass_inputs(batch, num_padded_nodes)
@@ -311,10 +269,6 @@ def compare_graph_with_onnx_reference(path: Path, manifest: Manifest) -> CaseRes
 
     The comparison shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. It does not show errors
     from rounding weights, because both runs read the same rounded weights.
-
-    Args:
-        path: the graph file.
-        manifest: manifest of its bundle, for sizes and ranges of the inputs.
 
     Raises:
         ValueError: the graph declares an input that is too large.
@@ -358,7 +312,6 @@ def _make_random_inputs(graph_inputs: Iterable[onnx.ValueInfoProto], manifest: M
 
 
 def _cast_inputs_to_float16(inputs: Arrays, float16_names: Collection[str]) -> Arrays:
-    """Convert the inputs in `float16_names` to float16. Values below `_MIN_HALF` become `_MIN_HALF` instead of -inf."""
     return {
         name: np.maximum(array, _MIN_HALF).astype(np.float16) if name in float16_names else array
         for name, array in inputs.items()
@@ -366,5 +319,4 @@ def _cast_inputs_to_float16(inputs: Arrays, float16_names: Collection[str]) -> A
 
 
 def convert_float16_to_float32(array: NDArray[Any]) -> NDArray[Any]:
-    """Convert a float16 array to float32; return any other array unchanged."""
     return array.astype(np.float32) if array.dtype == np.float16 else array

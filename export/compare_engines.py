@@ -1,8 +1,7 @@
 """Runs of an engine folder and its bundle on the same forward passes; `verify` compares the outputs.
 
-An engine folder has TensorRT engines and the ONNX graphs that they were built from. The ONNX graphs run in ONNX Runtime
-on any host, and the bundle's graphs are their reference. The engines run only on the GPU that they were built for, and
-the folder's ONNX graphs are their reference.
+TensorRT engines are compared with the ONNX graphs that they were built from, on the GPU that they were built for, and
+these graphs with the bundle's graphs, in ONNX Runtime on any host.
 """
 
 from __future__ import annotations
@@ -39,12 +38,6 @@ def compare_engines(
 ) -> Iterator[tuple[Precision, CaseResult]]:
     """Run the decoders of a bundle, the graphs of its engine folder and, if `run_engines`, the engines.
 
-    Args:
-        bundle: bundle that the engine folder was built from.
-        folder: engine folder.
-        run_engines: whether to run the engines on this host's GPU.
-        progress: progress callback, called for each pass.
-
     Yields:
         The precision of a decoder, and the outputs of one forward pass with the expected outputs.
 
@@ -73,12 +66,7 @@ def compare_engines(
 
 
 def open_trt_engine(backend: str, path: Path) -> Any:
-    """Return Polygraphy's runner of a TensorRT engine: a context manager that loads the engine on this host's GPU.
-
-    Args:
-        backend: name of the backend in the engine folder's manifest.
-        path: file of the engine.
-    """
+    """Return Polygraphy's runner of a TensorRT engine: a context manager that loads the engine on this host's GPU."""
     trt = set_up_polygraphy(backend)("backend.trt")
     # Polygraphy looks for CUDA's runtime in these folders, but packages of CUDA 13 install it in others.
     cuda = [str(folder) for place in sys.path for folder in Path(place).glob("nvidia/*/lib")]
@@ -89,13 +77,10 @@ def open_trt_engine(backend: str, path: Path) -> Any:
 def _run_forward_passes(
     bundle: Bundle, role: str, spec: DecoderSpec | DrafterSpec, graph_path: Path, built_graph: BuiltEngine
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
-    """Run three forward passes in turn: a prefill, a chain of draft tokens and a draft tree.
-
-    Each pass appends its keys and values to the KV cache.
+    """Run a prefill, a chain of draft tokens and a draft tree, and append their keys and values to the KV cache.
 
     Yields:
-        The name of a pass, the inputs of the engine's graph, the outputs of the engine's graph, and the outputs of the
-        bundle's graph.
+        The name of a pass, the inputs and the outputs of the engine's graph, and the outputs of the bundle's graph.
     """
     is_drafter = role == "drafter"
     prefix = bundle.manifest.condition.prefix
@@ -122,7 +107,7 @@ def _run_forward_passes(
             codes = rng.integers(0, bundle.manifest.codebook_size, (rows, nodes))
             states = rng.standard_normal((rows, nodes, spec.hidden_size), np.float32) if table is None else table[codes]
             positions = np.tile(start + node_mask.sum(1) - 1, (rows, 1))
-            length = engine.compute_padded_past_length(cache, nodes)
+            length = engine.past_columns(cache, nodes)
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask

@@ -42,11 +42,6 @@ def measure_activation_ranges(
 ) -> dict[str, tuple[Range, Range]]:
     """Measure the ranges of the inputs and outputs of an image decoder's convolutions on random codes.
 
-    Args:
-        graph: graph `vq_decoder` with its module.
-        num_codes: number of codes in the codebook.
-        progress: progress callback, called for each image.
-
     Returns:
         The ranges of the input and of the output of each convolution, by name of its kernel.
     """
@@ -75,12 +70,7 @@ def measure_activation_ranges(
 
 
 def quantize_convolutions(graph_file: GraphFile, activation_ranges: dict[str, tuple[Range, Range]]) -> None:
-    """Quantize all convolutions of an image decoder's graph except the last.
-
-    Args:
-        graph_file: description of the image decoder's graph, which is changed.
-        activation_ranges: result of `measure_activation_ranges`.
-    """
+    """Quantize all convolutions of an image decoder's graph except the last, by `measure_activation_ranges`."""
     nodes = list(graph_file.model.graph.node)
     convolutions = [node for node in nodes if node.op_type == "Conv"]
     sigmoids = {node.output[0] for node in nodes if node.op_type == "Sigmoid"}
@@ -129,7 +119,7 @@ def _make_quantize_nodes(
 
 
 def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
-    """Replace a kernel in `graph_file.weights` by integers and scales, and return the node that dequantizes them."""
+    """Replace a kernel by integers and scales, and return the node that dequantizes them."""
     weight = compute_deferred_tensor(graph_file.weights.pop(kernel_name)).float()  # [outputs, inputs, height, width]
     del graph_file.storage_types[kernel_name]
     integers, scales = quantize(weight.flatten(1).T, "columns")
@@ -141,19 +131,10 @@ def _quantize_kernel(graph_file: GraphFile, kernel_name: str) -> NodeProto:
 
 
 def _round_kernel_and_bias(graph_file: GraphFile, kernel_name: str, bias_name: str, max_input: float) -> float:
-    """Round a kernel and a bias to multiples of powers of two.
+    """Round a kernel `[outputs, inputs, height, width]` and a bias `[outputs]` to multiples of powers of two.
 
     A sum of n products is assumed to grow as the root of n. The sum then stays below 2^24 steps, so float32 adds the
-    products exactly, in any sequence.
-
-    Args:
-        graph_file: description of the graph, whose weights are changed.
-        kernel_name: name of the kernel, `[outputs, inputs, height, width]`.
-        bias_name: name of the bias, `[outputs]`.
-        max_input: maximum absolute input of the convolution.
-
-    Returns:
-        The step to whose multiples the inputs must be rounded, a power of two.
+    products exactly, in any sequence. Returns the step, a power of two, to whose multiples inputs must be rounded.
     """
     weight, added = (compute_deferred_tensor(graph_file.weights[name]).float() for name in (kernel_name, bias_name))
     bits = int(_EXACT_BITS - log2(weight[0].numel()) / 2)
@@ -183,15 +164,8 @@ def _fold_resize_into_conv(graph_file: GraphFile, conv_node: NodeProto) -> list[
     """Replace a 3 x 3 convolution of an enlarged image by a 2 x 2 convolution of the image before it is enlarged.
 
     Enlarging copies each pixel to 2 x 2 pixels, so a 3 x 3 kernel covers only 2 x 2 different pixels. The new
-    convolution needs 16 products for the four copies instead of 36. The nodes after the
-    convolution arrange the copies as an enlarged image and cut off a border of one pixel.
-
-    Args:
-        graph_file: description of the graph, whose weights are changed.
-        conv_node: the convolution, which is changed.
-
-    Returns:
-        The nodes that must follow the convolution.
+    convolution needs 16 products for the four copies instead of 36. Returns the nodes that must follow it: they arrange
+    the copies as an enlarged image and cut off a border of one pixel.
     """
     _, kernel, bias = conv_node.input
     (output,) = conv_node.output

@@ -18,7 +18,8 @@ class ModelFamily:
 
     Args:
         read_model: function that reads the checkpoints and returns the contents of a bundle. Its first parameter is the
-            `Checkpoint` of the target; the other parameters are the options of `export` that the family accepts.
+            `Checkpoint` of the target; the other parameters are the options of `export` that the family accepts. It
+            raises CheckpointError if a file is missing or damaged, or belongs to another model.
         download_patterns: names of files in the target's repository to download instead of a model's weights, such as
             `processor/*`. The first name must not have wildcards.
         optional_files: names of files to download with the weights of the target, if they exist.

@@ -15,10 +15,10 @@ TIE = 0.8  # minimum probability, relative to the most probable token, of a toke
 
 
 def measure_max_difference(actual: NDArray[Any], expected: NDArray[Any]) -> float:
-    """Return the largest absolute difference of two arrays, relative to the largest value of `expected`.
+    """Return the largest difference of two arrays, relative to the largest value of `expected` if that is above 1.
 
-    The difference is absolute if the largest value is below 1 or the arrays have integers. The result is infinite if
-    shapes, dtypes or infinite values differ, or if a value is NaN.
+    The difference of integers is absolute. The result is infinite if shapes, dtypes or infinite values differ, or if a
+    value is NaN.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return np.inf
@@ -44,14 +44,7 @@ def measure_relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> floa
 
 
 def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float, float]:
-    """Measure the differences of decoded images from the images of the reference.
-
-    Args:
-        case_results: images of the graph and of its reference on each test case.
-
-    Returns:
-        The mean absolute difference in levels (0 .. 255), and the peak signal-to-noise ratio in dB.
-    """
+    """Return the mean difference of decoded images in levels (0 .. 255), and the peak signal-to-noise ratio in dB."""
     differences = [
         np.asarray(convert_pixels_to_image(image), np.float64).ravel()
         - np.asarray(convert_pixels_to_image(reference), np.float64).ravel()
@@ -64,15 +57,10 @@ def measure_image_difference(case_results: Iterable[CaseResult]) -> tuple[float,
 
 
 def compare_top_tokens(expected_logits: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
-    """Check for each distribution whether the most probable token is the same as in the reference, near ties included.
+    """Check for each distribution `[..., tokens]` whether the most probable token is the reference's, near ties
+    included.
 
-    Args:
-        expected_logits: logits of the reference, `[..., tokens]`.
-        logits: logits to compare, `[..., tokens]`.
-
-    Returns:
-        Booleans `[...]`. In a near tie, the reference gives the most probable token of `logits` at least `TIE` times
-        the maximum probability.
+    In a near tie, the reference gives the most probable token of `logits` at least `TIE` times the maximum probability.
     """
     chosen = np.take_along_axis(expected_logits, logits.argmax(-1)[..., None], -1)[..., 0]
     close: NDArray[np.bool_] = chosen >= expected_logits.max(-1) + np.log(TIE)

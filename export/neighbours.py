@@ -68,10 +68,7 @@ def _find_nearest_codes(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the k nearest codes of each row, nearest first, and the squared distances of the nearest k + 1 codes.
 
-    Args:
-        squared_distances: squared distances `[rows, codes]`, which are changed.
-        rows: code that each row belongs to, `[rows]`.
-        k: number of neighbours.
+    The squared distances `[rows, codes]` are changed; row i has those of code `rows[i]`.
     """
     squared_distances[np.arange(len(rows)), rows] = np.inf  # sorts the code itself last
     candidates = np.sort(np.argpartition(squared_distances, k)[:, : k + 1])
@@ -85,11 +82,7 @@ def _compute_grid_neighbours(
 ) -> NDArray[np.unsignedinteger[Any]] | None:
     """Compute the neighbours of a codebook that is a regular grid of points; return None for any other codebook.
 
-    Args:
-        codebook: codebook vectors `[codes, width]`. In a grid, the values of each column are evenly spaced, and the
-            first column changes fastest from code to code.
-        k: number of neighbours of each code.
-        progress: callback, called with the number of finished rows and the number of all rows.
+    In a grid, the values of each column are evenly spaced, and the first column changes fastest from code to code.
     """
     codes = len(codebook)
     points = [np.unique(column).astype(np.float64) for column in codebook.T]

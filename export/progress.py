@@ -7,18 +7,11 @@ from collections.abc import Callable
 from ..engines.contracts import Progress
 
 
-def ignore_progress(*_: object) -> None:
-    """Do nothing. This is the default progress callback."""
+def ignore_progress(*_: object) -> None: ...
 
 
 def make_megabyte_counter(task: str, total_bytes: int, progress: Progress) -> Callable[[int], None]:
-    """Return a function that adds up numbers of bytes and reports the sum in megabytes, rounded up.
-
-    Args:
-        task: name of the task for the progress callback.
-        total_bytes: number of bytes of the whole task.
-        progress: progress callback, first called with 0.
-    """
+    """Return a function that adds up numbers of bytes and reports the sum in megabytes, rounded up, at first 0."""
     done = 0
 
     def add_bytes(num_bytes: int) -> None:

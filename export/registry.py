@@ -25,11 +25,7 @@ CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the optio
 
 
 def load_model_family(family_name: str) -> ModelFamily:
-    """Return the description of a family by name; this imports PyTorch.
-
-    Raises:
-        CheckpointError: the name is unknown.
-    """
+    """Return the description of a family by name; this imports PyTorch. Raises: CheckpointError."""
     if family_name not in FAMILIES:
         raise CheckpointError(field="family", found=repr(family_name), expected=" or ".join(FAMILIES))
     family: ModelFamily = import_module(f".families.{family_name}", __package__).FAMILY
@@ -39,10 +35,8 @@ def load_model_family(family_name: str) -> ModelFamily:
 def detect_model_family(target: Path | str) -> str:
     """Return the name of the family that a target belongs to, by `model_type` in its config.json.
 
-    The result is the default family if the target is a file, or if not exactly one family has the type.
-
-    Args:
-        target: local path, or hub reference, from which config.json is downloaded.
+    The result is the default family if the target, a path or hub reference, is a file, or if not exactly one family has
+    the type.
     """
     from .checkpoints.hub import fetch_checkpoint
 
@@ -55,11 +49,7 @@ def detect_model_family(target: Path | str) -> str:
 
 
 def check_family_options(family_name: str, options: Mapping[str, Any]) -> ModelFamily:
-    """Check the export options of a family, and return the description of the family.
-
-    Args:
-        family_name: name of a family in `FAMILIES`.
-        options: values of options by name; None means not given.
+    """Check the export options of a family (None: not given), and return its description.
 
     Raises:
         CheckpointError: the family is unknown, does not take an option, or lacks a required option.
@@ -125,7 +115,7 @@ def read_family_checkpoints(
 
 
 def _find_matching_families(target_folder: Path) -> list[str]:
-    """Return the names of the families that accept a target's config.json; empty if the target is a file."""
+    """Return the families that accept a target's config.json; none if the target is a file."""
     from .checkpoints.files import read_config
 
     path = target_folder / "config.json"
@@ -138,11 +128,7 @@ def _find_matching_families(target_folder: Path) -> list[str]:
 
 
 def _check_target_family(family_name: str, target_folder: Path) -> None:
-    """Check that the config.json of a target does not belong to another family.
-
-    Raises:
-        CheckpointError: config.json belongs to other families, which the message names.
-    """
+    """Raise CheckpointError if the config.json of a target belongs to other families, which the message names."""
     from .checkpoints.files import read_config
 
     readers = _find_matching_families(target_folder)

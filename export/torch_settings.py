@@ -15,8 +15,7 @@ _PRECISION_SETTINGS = [getattr(torch.backends.mkldnn, operation) for operation i
 def default_torch_settings(flush_denormal: bool = False) -> Iterator[None]:
     """Set PyTorch as in a new process, because results depend on it, and restore the caller's settings at the end.
 
-    Args:
-        flush_denormal: whether denormal numbers become 0.
+    `flush_denormal` makes denormal numbers 0.
     """
     dtype = torch.get_default_dtype()
     precisions = [setting.fp32_precision for setting in _PRECISION_SETTINGS]

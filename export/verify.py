@@ -1,9 +1,4 @@
-"""Verification of graphs against their checkpoints, in every export, and of whole bundles and engine folders.
-
-`check_graph_parity` and `check_decoded_images` raise an error if a graph that was just written differs from its module.
-`verify_bundle` and `verify_engines` report the differences of a bundle or an engine folder, and whether the differences
-are within the limits.
-"""
+"""Verification of graphs against their checkpoints, in every export, and of whole bundles and engine folders."""
 
 from __future__ import annotations
 
@@ -126,33 +121,19 @@ class VerificationReport:
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within their limits."""
         return all(row["passed"] for row in (*self.tensors, *self.distributions, *self.pictures))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dict that can be written as JSON."""
         return {"passed": self.passed, **asdict(self)}
 
     def add_tensor_result(self, role: str, tensor_name: str, difference: float, limit: float | None) -> None:
-        """Add the difference of a tensor to the report.
-
-        Args:
-            role: role of the graph or file.
-            tensor_name: name of the tensor.
-            difference: largest difference of the tensor.
-            limit: maximum difference; None: the difference is not limited.
-        """
+        """Add the difference of a tensor; a limit of None does not limit it."""
         passed = limit is None or difference <= limit
         row = {"graph": role, "tensor": tensor_name, "difference": difference, "limit": limit, "passed": passed}
         self.tensors.append(row)
 
     def add_image_results(self, role: str, case_results: Iterable[CaseResult]) -> None:
-        """Add the difference of the images of an image decoder in int8 or fp16 to the report.
-
-        Args:
-            role: role of the graph.
-            case_results: images of the graph and of its reference on each test case.
-        """
+        """Add the difference of the images of an image decoder in int8 or fp16."""
         levels, psnr = measure_image_difference(case_results)
         row = {
             "graph": role,
@@ -167,13 +148,9 @@ class VerificationReport:
     def add_graph_results(
         self, role: str, case_results: Iterable[CaseResult], precision: Precision, tolerance: float = 0.0
     ) -> None:
-        """Add the differences of a graph's outputs, and of the token distributions of a decoder, to the report.
+        """Add the differences of a graph's outputs, and of the token distributions of a decoder.
 
-        Args:
-            role: role of the graph.
-            case_results: outputs of the graph and of its reference on each test case.
-            precision: precision of the graph, which determines the limits.
-            tolerance: tolerance of the graph. If it exceeds the limit of the precision, it replaces that limit.
+        A tolerance above the limit of the precision replaces that limit.
         """
         limits = LIMITS[precision]
         worst: dict[str, float] = {}
@@ -225,7 +202,7 @@ def verify_bundle(
         BundleError: a graph does not run.
     """
     manifest = bundle.manifest
-    precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
+    precisions = Precisions(manifest.target.precision)
     report = VerificationReport(manifest.name, bundle.digest, reference_name, manifest.target.precision)
     graphs: dict[str, Graph | None]
     if model is None:
@@ -264,11 +241,6 @@ def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> 
 
     The engines run only if this host has the GPU that they were built for.
 
-    Args:
-        bundle: bundle that the engine folder was built from.
-        folder: engine folder.
-        progress: progress callback, called for each forward pass.
-
     Returns:
         The report, and the reason why the engines did not run, or None if they ran.
 
@@ -296,7 +268,7 @@ def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
     expected = _select_checkpoint_fields(vars(manifest))
     files = dict(model.sources)
     for name, value in _select_checkpoint_fields(model.manifest_fields).items():
-        if value != expected.get(name, value):  # formats before 3.6 have no architecture
+        if value != expected.get(name, value):  # a drafter that the bundle does not have is not compared
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
                 found=format_value(value),
@@ -306,7 +278,7 @@ def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
 
 
 def _select_checkpoint_fields(manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest fields that a checkpoint determines; nested fields have names such as `target.head_dim`."""
+    """Return the manifest fields that a checkpoint determines, nested fields as `target.head_dim`."""
     values = {name: manifest_fields[name] for name in _SIZES if name in manifest_fields}
     for part in _PARTS:
         content = manifest_fields.get(part)
@@ -335,17 +307,9 @@ def _compare_arrays(bundle: Bundle, model: BundleContents, report: VerificationR
 def check_graph_parity(
     graph: Graph, path: Path, graph_file: GraphFile | None = None, progress: Progress = ignore_progress
 ) -> float:
-    """Compare a graph that was just written with its module, on the graph's test cases.
+    """Compare a graph that was just written with its module; return the largest difference of an output.
 
-    Args:
-        graph: the graph with its module and tolerance. With int8 matmul, `INT8_TOLERANCE` limits the relative error
-            instead.
-        path: the graph file.
-        graph_file: description of the graph's file. The module's weights are rounded as in this file.
-        progress: progress callback, called for each run.
-
-    Returns:
-        The largest difference of an output.
+    With int8 matmul, `INT8_TOLERANCE` limits the relative error instead of the graph's tolerance.
 
     Raises:
         ParityError: some outputs differ by more than the tolerance; the message names all of them.
@@ -386,13 +350,7 @@ def check_graph_parity(
 
 
 def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Progress = ignore_progress) -> None:
-    """Compare the images of an image decoder in int8 or fp16, which was just written, with the images of its module.
-
-    Args:
-        graph: the image decoder's graph with its module.
-        path: the graph file.
-        precision: name of the precision, for the error message.
-        progress: progress callback, called for each run.
+    """Compare the images of a new image decoder in int8 or fp16, which `precision` names, with those of its module.
 
     Raises:
         ParityError: the images differ too much.
@@ -413,11 +371,6 @@ def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float
 
     For a graph without a tolerance, the maximum is `_ROUNDING_FACTOR` times the difference between the module's outputs
     in float32 and in float64.
-
-    Args:
-        graph: the graph with its module.
-        graph_file: description of the graph's file. The module's weights are rounded as in this file. None: they are
-            not rounded.
     """
     if graph.tolerance is not None:
         return graph.tolerance

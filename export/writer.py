@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, compute_sha256
 from ..engines.contracts import Progress
+from ..engines.host import EXPORT_BYTES, check_space
 from ..errors import CheckpointError
 from ..output.files import check_new_folder, write_folder_atomically
 from .checkpoints.deferred import list_concatenated_tensors
@@ -30,7 +31,6 @@ from .graph.precision import Precisions, iter_float32_chunks, resolve_storage_ty
 from .model import BundleContents
 from .neighbours import compute_neighbour_table
 from .progress import ignore_progress, make_megabyte_counter
-from .space import check_disk_and_memory
 from .torch_settings import default_torch_settings
 from .verify import check_decoded_images, check_graph_parity
 
@@ -78,7 +78,8 @@ def export_model(
         graph_files[graph.role] = make_graph_file(graph, precisions.choose_storage_rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
     size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
-    check_disk_and_memory(output, sum(file.weight_bytes for file in graph_files.values()) + size, head_bytes=size)
+    bundle_bytes = sum(file.weight_bytes for file in graph_files.values()) + size
+    check_space(max(min(EXPORT_BYTES, bundle_bytes), size), [(output, bundle_bytes)])  # logits are compared in float32
     with write_folder_atomically(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = compute_neighbour_table(model.codebook, model.num_neighbors, partial(progress, "sorting neighbours"))
@@ -119,16 +120,11 @@ def export_model(
 
 
 def check_output_folder(output: Path, force: bool) -> None:
-    """Check that the output folder may be written.
-
-    Raises:
-        OutputError: the folder exists, or `force` would replace a folder that is not a bundle.
-    """
+    """Raise OutputError if the folder exists, or if `force` would replace a folder that is not a bundle."""
     check_new_folder(output, force, _MANIFEST)
 
 
 def _convert_graphs(graphs: Sequence[Graph], precisions: Precisions) -> Sequence[Graph]:
-    """Return the graphs with the dtypes in which the chosen precisions compute."""
     if precisions.compute_type != "float32":
         convert = (
             convert_to_float16 if precisions.compute_type == "float16" else partial(replace, compute_type="bfloat16")
@@ -152,13 +148,7 @@ def _write_graph(graph: Graph, graph_file: GraphFile, folder: Path, progress: Pr
 
 
 def _write_embedding_table(path: Path, table: Tensor, try_float16: bool) -> None:
-    """Write an embedding table as an `.npy` file, chunk by chunk, without loading the whole table.
-
-    Args:
-        path: file to write.
-        table: the table, which may be deferred.
-        try_float16: whether to store float16 if this loses nothing; otherwise float32 is stored.
-    """
+    """Write an embedding table as an `.npy` file, chunk by chunk, in float16 if that is wished and loses nothing."""
     parts = list_concatenated_tensors(table)
     half = try_float16 and all(
         resolve_storage_type(path.name, part, "float16", "lossless") == "float16" for part in parts

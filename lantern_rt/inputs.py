@@ -1,8 +1,7 @@
 """Checks of user input, reading of user files, and conversion of library errors to one line of text.
 
-Reading a pipe or a device might never end. This module therefore opens every file of a user, and accepts only regular
-files. Libraries may raise any exception when they parse a damaged file. Files are therefore parsed inside
-`convert_read_errors`, whose error names the file.
+Reading a pipe or a device might never end, so only regular files are read. Libraries may raise any exception when they
+parse a damaged file, so files are parsed inside `convert_read_errors`, whose error names the file.
 """
 
 from __future__ import annotations
@@ -79,18 +78,7 @@ def is_number(text: str) -> bool:
 
 
 def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
-    """Check the type and range of an integer parameter, and return its value as an int.
-
-    Args:
-        name: name of the parameter, for the error message.
-        value: value to check; None: the default.
-        default: value that replaces None.
-        low: minimum, inclusive.
-        high: maximum, inclusive.
-
-    Raises:
-        RequestError: the value is not an integer in the range.
-    """
+    """Return an integer parameter as an int, `default` for None, or raise RequestError if it is not `low` .. `high`."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(field=name, found=format_value(value), expected=f"a whole number {low} .. {high}")
@@ -144,7 +132,6 @@ def format_value(value: object) -> str:
 
 
 def format_error(error: BaseException, max_length: int = 160) -> str:
-    """Format the message of a library's error as one line of at most `max_length` characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r" <(?:\S+ object|_io\..*)>", "", _ADDRESS.sub("", text))
     return " ".join((text or type(error).__name__).split())[:max_length]
@@ -153,8 +140,7 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
 def reraise_error_of_signal_handler(error: BaseException) -> None:
     """Raise an error again if a signal handler raised it, for example to enforce a time limit.
 
-    An `except` block that converts any exception must call this function first. Otherwise the block would name a file
-    as the cause of an error that a signal caused.
+    An `except` block that converts any exception must call this first, or it names a file as the cause.
     """
     handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
     # A frame of a handler in the traceback shows that the handler raised the error.
@@ -163,13 +149,11 @@ def reraise_error_of_signal_handler(error: BaseException) -> None:
 
 
 def make_install_command(extra: str, reinstall: bool = False) -> str:
-    """Return the pip command that installs an extra of lantern-rt.
-
-    The command names the source from which this copy was installed: a clone, an address or the package index.
+    """Return the pip command that installs an extra from where this copy came: a clone, an address or the index.
 
     Args:
-        extra: name of the extra, or several names with commas between. If `cpu` is the first of several names, the
-            command installs PyTorch without the CUDA libraries.
+        extra: name of the extra, or several with commas between. If `cpu` is the first of several, the command installs
+            PyTorch without the CUDA libraries.
         reinstall: whether to replace installed packages.
     """
     from importlib.metadata import PackageNotFoundError, distribution
@@ -187,15 +171,11 @@ def make_install_command(extra: str, reinstall: bool = False) -> str:
 
 
 def require_library(name: str, feature: str, extra: str) -> None:
-    """Raise an error if a library is not installed.
+    """Raise EngineError if a library is not installed, or cannot be imported in the current folder.
 
     Args:
-        name: name of the library's Python module.
         feature: feature or command that needs the library, for the error message.
         extra: extra of lantern-rt that installs the library.
-
-    Raises:
-        EngineError: the library is not installed, or cannot be imported in the current folder.
     """
     if importlib.util.find_spec(name) is None:
         raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `{make_install_command(extra)}`")
@@ -210,19 +190,9 @@ def require_library(name: str, feature: str, extra: str) -> None:
 
 @contextmanager
 def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert any exception in a `with` block to an error that names the file.
+    """Convert any exception in a `with` block to an error of `error_class` that names the file `path`.
 
-    Errors of this package are raised unchanged. Panics of Rust libraries are also converted, although the class of a
-    panic is not a subclass of `Exception`.
-
-    Args:
-        path: file that the block reads.
-        expected: description of the expected content, for the error message.
-        error_class: class of the error to raise.
-        remedy: instruction in the error message that tells the user how to cure the fault.
-
-    Raises:
-        LanternError: an error of `error_class`.
+    Errors of this package are raised unchanged.
     """
     try:
         yield
@@ -243,12 +213,7 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading, and raise an error for a pipe or a device without waiting for its data.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: the path is a pipe or a device.
-    """
+    """Open a regular file for reading; raise ValueError for a pipe or a device, without waiting for its data."""
     with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("a pipe or a device, expected a regular file")
@@ -256,11 +221,7 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Read all bytes of a regular file, whose size is limited.
-
-    Args:
-        path: path of the file.
-        max_bytes: maximum size of the file in bytes.
+    """Read all bytes of a regular file.
 
     Raises:
         OSError: the file cannot be read.
@@ -282,5 +243,4 @@ def split_lines(text: str) -> list[str]:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file for the `opener` of `open`, without waiting if the path is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,8 +1,7 @@
 """Deferred tensors, whose values are computed on each use, and modules that are built without memory for weights.
 
 A checkpoint's tensors are memory-mapped. If projections were joined or matrices transposed when a model is loaded, the
-copies would fill the memory. A deferred tensor stores a function instead and calls it on each use. So a model that is
-larger than memory can be loaded, and exported weight by weight.
+copies would fill the memory. So a model that is larger than memory can be loaded, and exported weight by weight.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from torch.utils._pytree import tree_map
 class _DeferredTensor(Tensor):
     """Tensor with a known shape and dtype, whose values a function computes for each operation on the tensor.
 
-    Attributes:
-        compute_values: function that computes the values.
-        source_tensors: tensors whose concatenation is this tensor; empty for other tensors.
+    `source_tensors` are the tensors whose concatenation it is; empty for other tensors.
     """
 
     compute_values: Callable[[], Tensor]
@@ -41,36 +38,27 @@ class _DeferredTensor(Tensor):
 
 
 def defer_tensor(compute_values: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose values are computed on each use.
-
-    Args:
-        compute_values: function that computes the tensor on each use.
-        shape: shape of the computed tensor.
-        dtype: dtype of the computed tensor.
-    """
+    """Return a tensor whose values are computed on each use."""
     return _DeferredTensor(compute_values, shape, dtype)
 
 
 def compute_deferred_tensor(tensor: Tensor) -> Tensor:
-    """Compute a deferred tensor; return any other tensor unchanged."""
     made: Tensor = _resolve_deferred_value(tensor).detach()
     return made
 
 
 def defer_permutation(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return a deferred permutation of a tensor's axes."""
     return defer_tensor(
         lambda: compute_deferred_tensor(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype
     )
 
 
 def defer_transpose(matrix: Tensor) -> Tensor:
-    """Return a deferred transpose of a matrix."""
     return defer_permutation(matrix, (1, 0))
 
 
 def defer_concatenation(source_tensors: Sequence[Tensor]) -> Tensor:
-    """Return a deferred concatenation along axis 0 of tensors of one dtype."""
+    """Defer a concatenation along axis 0 of tensors of one dtype."""
     shape = (sum(len(part) for part in source_tensors), *source_tensors[0].shape[1:])
     tensor = _DeferredTensor(
         lambda: torch.cat([compute_deferred_tensor(part) for part in source_tensors]), shape, source_tensors[0].dtype
@@ -85,7 +73,7 @@ def list_concatenated_tensors(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def skip_weight_allocation() -> torch.device:
-    """Return a context manager in which PyTorch modules are created without memory for their weights."""
+    """Return a context in which PyTorch modules are created without memory for their weights."""
     return torch.device("meta")
 
 

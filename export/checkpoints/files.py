@@ -56,10 +56,9 @@ SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
 def wrap_reader_errors(reader: Reader) -> Reader:
-    """Return a reader that raises CheckpointError for every failure and suppresses warnings of libraries.
+    """Return a reader, whose first argument is a path, that raises CheckpointError for every failure.
 
-    Args:
-        reader: the original reader, whose first argument is the path.
+    Warnings of libraries are suppressed.
     """
 
     @wraps(reader)
@@ -88,14 +87,7 @@ def _reject_lfs_pointer_or_web_page(path: Path) -> None:
 
 
 def make_file_error(path: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
-    """Return an error about a checkpoint.
-
-    Args:
-        path: file or folder of the checkpoint.
-        name: name that the faulty weight or field has in the file; empty for the whole file or folder.
-        problem: description of the fault, as in `LanternError`.
-        parts: other fields of `LanternError`.
-    """
+    """Return an error about a checkpoint's file or folder, or about the weight or field `name` in it."""
     return CheckpointError(problem, field=f"{path}: {name}" if name else str(path), **parts)
 
 
@@ -114,13 +106,7 @@ class Config:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def make_error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
-        """Return an error about a field or the whole file; `found` defaults to the value of the field.
-
-        Args:
-            name: name of the field; empty for the whole file.
-            problem: description of the fault.
-            parts: other fields of `LanternError`.
-        """
+        """Return an error about a field or the whole file; `found` defaults to the value of the field."""
         if name and not problem:
             parts.setdefault("found", format_value(self.get(name)))
         return make_file_error(self.path, self.aliases.get(name, name), problem, **parts)
@@ -143,11 +129,7 @@ class Config:
         return value
 
     def get_number(self, name: str, default: float) -> float:
-        """Return a field that must be a positive float32 number, or `default` if the field is missing.
-
-        Raises:
-            CheckpointError: the field has another value.
-        """
+        """Return a positive float32 number, or `default` if the field is missing. Raises: CheckpointError."""
         value = self.get(name, default)
         largest = torch.finfo(torch.float32).max
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
@@ -155,14 +137,7 @@ class Config:
         return float(value)
 
     def get_section(self, *names: str) -> Config:
-        """Return a nested JSON object as a configuration.
-
-        Args:
-            names: names of the fields that lead from the outermost object to the nested object.
-
-        Raises:
-            CheckpointError: the object does not exist.
-        """
+        """Return a nested JSON object as a configuration, by the names that lead to it. Raises: CheckpointError."""
         content: Any = self.values
         for name in names:
             content = content.get(name) if isinstance(content, Mapping) else None
@@ -173,22 +148,13 @@ class Config:
         return replace(self, values=content)
 
     def check_value(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
-        """Check that a field has an allowed value.
-
-        Args:
-            name: name of the field.
-            allowed: allowed values; None allows a missing field.
-            remedy: remedy in the error message.
-
-        Raises:
-            CheckpointError: the field has another value.
-        """
+        """Raise CheckpointError unless a field has an allowed value; None allows a missing field."""
         if self.get(name) not in allowed:
             choices = " or ".join(format_value(choice) for choice in allowed if choice is not None) or "none"
             raise self.make_error(name, expected=choices, remedy=remedy)
 
     def reject_unknown_fields(self, known_names: Collection[str]) -> None:
-        """Check that all fields have known names. Raises: CheckpointError."""
+        """Raise CheckpointError if a field has another name than these."""
         if unknown := sorted(self.values.keys() - known_names):
             remedy = "correct its name or leave it out"
             raise make_file_error(
@@ -196,14 +162,7 @@ class Config:
             )
 
     def check_sizes_match_weights(self, **sizes: int) -> None:
-        """Check that each field has the size that the weights have, or is missing.
-
-        Args:
-            sizes: sizes of the weights by name of the field.
-
-        Raises:
-            CheckpointError: a field has another value.
-        """
+        """Raise CheckpointError unless each field has the size that the weights have, or is missing."""
         for name, size in sizes.items():
             if self.get_integer(name) not in (None, size):
                 raise self.make_error(name, expected=f"{size}, as in the weights")
@@ -211,7 +170,6 @@ class Config:
 
 @wrap_reader_errors
 def read_config(path: Path) -> Config:
-    """Read a configuration from a JSON file. Raises: CheckpointError."""
     try:
         values = json.loads(read_text(path), object_pairs_hook=_reject_duplicate_fields)
     except (ValueError, RecursionError) as error:
@@ -231,7 +189,7 @@ def _reject_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @wrap_reader_errors
 def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
-    """Read a UTF-8 text file of at most `max_bytes` bytes. Raises: CheckpointError."""
+    """Read a UTF-8 text file of at most `max_bytes` bytes."""
     return read_regular_file(path, max_bytes).decode("utf-8")
 
 
@@ -246,9 +204,6 @@ def read_tokenizer(
         vocab_size: number of rows of the model's embedding table.
         required_ids: token ids that the tokenizer must have, by token.
         tokenizer_json: the tokenizer converted to `tokenizer.json`, if `path` has another format.
-
-    Raises:
-        CheckpointError: the file cannot be read, has token ids outside the embedding table, or lacks a required id.
     """
     try:
         tokenizer = parse_tokenizer(read_regular_file(path, _TEXT_LIMIT) if tokenizer_json is None else tokenizer_json)
@@ -281,7 +236,7 @@ def read_weights(
     """Read the state dict of a `.pt`, `.pth`, `.bin`, `.jit` or `.safetensors` file.
 
     The tensors are memory-mapped and keep the dtypes of the file. Prefixes that wrapper modules added to names of
-    weights are removed.
+    weights are removed. Tensors must be plain, finite and, together, not larger than the file.
 
     Args:
         path: file to read.
@@ -289,10 +244,6 @@ def read_weights(
         prefer_ema: whether to read the averaged weights (the state dict `ema`) if the file also has other weights.
             None: the other weights are read, with a warning.
         name_filter: function that returns whether to read the weight with a name.
-
-    Raises:
-        CheckpointError: the file cannot be read, a weight is not a plain tensor or has NaN or infinite values, or the
-            weights are larger than the file.
     """
     if not path.is_file():
         raise make_file_error(path, problem="no such file")
@@ -341,18 +292,7 @@ def read_weights(
 
 
 def strip_wrapper_prefixes(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
-    """Remove the parts that wrapper modules (such as DataParallel) add to the names of weights.
-
-    Args:
-        path: file of the weights, for error messages.
-        values_by_name: any values by the name of a weight.
-
-    Returns:
-        The values by shortened name, without counters that averaged modules add.
-
-    Raises:
-        CheckpointError: two weights have the same shortened name.
-    """
+    """Remove the parts that wrapper modules (such as DataParallel) add to the names of weights, and their counters."""
     unwrapped: dict[str, Item] = {}
     for name, content in values_by_name.items():
         plain = ".".join(part for part in name.split(".") if part not in _ADDED)
@@ -364,7 +304,7 @@ def strip_wrapper_prefixes(path: Path, values_by_name: Mapping[str, Item]) -> di
 
 
 def _explain_invalid_tensor(value: Any) -> str | None:
-    """Return the reason why a value is not a plain tensor, or None for a plain tensor. Its data are not read."""
+    """Return the reason why a value is not a plain tensor, or None. Its data are not read."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested:
@@ -375,7 +315,7 @@ def _explain_invalid_tensor(value: Any) -> str | None:
 
 
 def format_names(names: Collection[str]) -> str:
-    """Format names in alphabetical order for a message: at most `SHOWN` names, then the number of further names."""
+    """Format names in alphabetical order: at most `SHOWN` names, then the number of further names."""
     ordered = sorted(names)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return ", ".join(ordered[:SHOWN]) + more

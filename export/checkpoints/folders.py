@@ -1,8 +1,7 @@
-"""Checkpoints, each a file or a folder.
+"""Checkpoints, each a file or a folder; every file that is read is recorded as a source of the bundle.
 
 A folder has one file of weights, several files with an index (the layout of Hugging Face), or several `.pt` or `.pth`
-files. If the index and the files list different weights, an error is raised. Every file that is read is recorded as a
-source of the bundle.
+files.
 """
 
 from __future__ import annotations
@@ -74,21 +73,13 @@ class Checkpoint:
     sources: list[tuple[str, Path]] = field(default_factory=list)
 
     def open_subfolder(self, name: str) -> Checkpoint:
-        """Return the checkpoint in the subfolder `name` of this folder."""
         return Checkpoint(self.path / name, self.role, self.progress, adapters=self.adapters)
 
     def make_error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
-        """Return an error about a weight or the whole checkpoint.
-
-        Args:
-            name: name of the weight; empty for the whole checkpoint.
-            problem: description of the fault.
-            parts: other fields of `LanternError`.
-        """
+        """Return an error about a weight, named as in the files, or the whole checkpoint."""
         return make_file_error(self.path, self.get_stored_name(name) if name else "", problem, **parts)
 
     def read_config_file(self, name: str = "config.json") -> Config:
-        """Read a configuration file of the folder. Raises: CheckpointError."""
         return read_config(self.require_file(name, name.removesuffix(".json")))
 
     def read_model_config(self, repository: str, *model_types: str) -> Config:
@@ -112,11 +103,10 @@ class Checkpoint:
         return config
 
     def find_tokenizer_path(self) -> Path:
-        """Return the path of `tokenizer.json`. Raises: CheckpointError."""
         return self.require_file(TOKENIZER, "tokenizer")
 
     def require_file(self, name: str, role_suffix: str) -> Path:
-        """Return the path of a file, and record the file as source `<role>_<role_suffix>`. Raises: CheckpointError."""
+        """Return the path of a file, and record it as source `<role>_<role_suffix>`. Raises: CheckpointError."""
         path = self.path / name
         if not path.is_file():
             if self.path.is_file():
@@ -183,29 +173,16 @@ class Checkpoint:
             self.sources += adapter.sources
 
     def get_stored_name(self, name: str) -> str:
-        """Return the name that a weight has in the files.
-
-        Args:
-            name: name of the weight that the code uses.
-        """
         return self.prefix + _map_weight_name(name, self.stored_names)
 
     def rename_weights(self, stored_names: Mapping[str, str]) -> None:
-        """Rename weights to the names that the code uses.
-
-        Args:
-            stored_names: name of a weight in the files, by its new name. Other weights keep their names.
-        """
+        """Rename weights to the names that the code uses, by `stored_names`: name in the files by new name."""
         new_names = {file_name: name for name, file_name in stored_names.items()}
         self.weights = {_map_weight_name(name, new_names): weight for name, weight in self.weights.items()}
         self.stored_names.update(stored_names)
 
     def get_shape(self, name: str, num_dimensions: int = 2) -> tuple[int, ...]:
-        """Return the shape of a floating-point weight that must have `num_dimensions` dimensions.
-
-        Raises:
-            CheckpointError: the weight is missing, has another number of dimensions or another type.
-        """
+        """Return the shape of a floating-point weight with `num_dimensions` axes. Raises: CheckpointError."""
         if name not in self.weights:
             raise self.make_error(name, "missing weight", found=self.format_names())
         shape = tuple(self.weights[name].shape)
@@ -216,7 +193,7 @@ class Checkpoint:
         return shape
 
     def format_names(self) -> str:
-        """Return the first names of weights in the files, for messages about a missing weight."""
+        """List names of weights in the files, for messages about a missing weight."""
         return format_names([self.get_stored_name(name) for name in self.weights])
 
     def count_layers(self, prefix: str) -> int:
@@ -259,14 +236,9 @@ class Checkpoint:
 
 
 def choose_weight_files(file_names: Collection[str]) -> list[str]:
-    """Choose the files with the weights among a folder's files.
+    """Choose a folder's files of weights: a single file, an index, a pair of encoder and decoder, or all `.pt` files.
 
-    Args:
-        file_names: names of all files of the folder.
-
-    Returns:
-        The first of these that the folder has: a single file, an index, a pair of encoder and decoder, or all `.pt` and
-        `.pth` files. Safetensors files come before other formats. The result is empty if the folder has no weights.
+    Safetensors files come before other formats. The result is empty if the folder has no weights.
     """
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
         if name in file_names:
@@ -278,7 +250,7 @@ def choose_weight_files(file_names: Collection[str]) -> list[str]:
 
 
 def read_weight_index(path: Path) -> dict[str, list[str]]:
-    """Read an index file and return the names of the weights in each file. Raises: CheckpointError."""
+    """Read an index file and return the names of the weights in each file."""
     config = read_config(path)
     weight_map = config.get("weight_map")
     shards: dict[str, list[str]] = {}
@@ -303,12 +275,7 @@ def _describe_differences(expected: Set[str], actual: Set[str], format_name: Cal
 
 
 def _map_weight_name(name: str, name_map: Mapping[str, str]) -> str:
-    """Return the new name of a weight, or `name` itself if it is not in `name_map`.
-
-    Args:
-        name: name of a weight.
-        name_map: new names by old names; `*` stands for the number of a layer in both.
-    """
+    """Return the new name of a weight, or `name`; in `name_map`, `*` stands for the number of a layer."""
     number = _LAYER.search(name)
     if name in name_map or number is None:
         return name_map.get(name, name)

@@ -45,9 +45,6 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
         file_patterns: names of files to download instead of a model's weights, such as `processor/*`. The first name
             must not have wildcards.
         side_files: names of further files to download if they exist, besides configurations and `tokenizer.json`.
-
-    Raises:
-        CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
     """
     text = source.as_posix() if isinstance(source, Path) else source
     if not text.startswith(HUB):
@@ -77,16 +74,9 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
 def measure_download_size(
     source: str, file_patterns: Collection[str] = (), side_files: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Measure how large a checkpoint on the hub is, and how much of it a download would fetch.
+    """Measure how large a checkpoint on the hub is, and how much of it `fetch_checkpoint` would download, in bytes.
 
-    Args:
-        source: hub reference.
-        file_patterns: names of files to download instead of a model's weights, as for `fetch_checkpoint`.
-        side_files: names of further files to download if they exist.
-
-    Returns:
-        The size of all files, and the size of the files that are not in the cache, in bytes. Both sizes are 0 if the
-        hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
+    Both sizes are 0 if the hub cannot be reached or rejects the reference; `fetch_checkpoint` then raises the error.
     """
     from huggingface_hub import try_to_load_from_cache
 

@@ -73,10 +73,6 @@ class LoraAdapter:
         Args:
             weights: weights of the checkpoint, which are changed.
             name_filter: function that tells whether the reader needs a weight; adapters of other weights are ignored.
-
-        Raises:
-            CheckpointError: a weight does not exist, has another shape or could become infinite, or no weight is
-                adapted.
         """
         base_names = {_strip_model_prefix(name): name for name in weights}
         merged = set[str]()
@@ -113,7 +109,7 @@ class LoraAdapter:
 
 
 def split_folder_and_scale(text: str) -> tuple[str, float]:
-    """Split `FOLDER` or `FOLDER:scale` into folder and scale; the default scale is 1. Raises: CheckpointError."""
+    """Split `FOLDER` or `FOLDER:scale`; the default scale is 1. Raises: CheckpointError."""
     folder, _, number = text.rpartition(":")
     try:
         scale = float(number)
@@ -128,15 +124,7 @@ def split_folder_and_scale(text: str) -> tuple[str, float]:
 
 @wrap_reader_errors
 def read_adapter(folder: Path, scale: float) -> LoraAdapter:
-    """Read the adapter in a folder that PEFT saved.
-
-    Args:
-        folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
-        scale: factor by which the adapter's product is multiplied.
-
-    Raises:
-        CheckpointError: the folder has no adapter, or the adapter changes more than linear layers.
-    """
+    """Read the adapter in a folder that PEFT saved, whose product is multiplied by `scale`."""
     config = read_config(folder / CONFIG)
     path = folder / WEIGHTS
     for name, allowed in _PLAIN.items():

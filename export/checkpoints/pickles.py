@@ -20,8 +20,7 @@ _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # 
 def reject_pickle_bombs(path: Path) -> bool:
     """Check that the pickles of a PyTorch checkpoint are not too large; return whether the file is a zip archive.
 
-    Raises:
-        ValueError: a pickle is too large. For a damaged file, other exceptions are possible.
+    Raises any exception for a damaged file.
     """
     with path.open("rb") as file:
         if file.read(4) != b"PK\3\4":  # same test as in torch.load

@@ -32,8 +32,7 @@ class _ScriptModule(list[Any]):
 def read_torchscript(path: Path) -> dict[str, Tensor]:
     """Read the parameters and buffers of a TorchScript archive as memory-mapped tensors, by name.
 
-    Raises:
-        ValueError: the file is not a TorchScript archive. For a damaged file, other exceptions are possible.
+    Raises any exception for a damaged file.
     """
     contents = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     with zipfile.ZipFile(path) as archive:
@@ -54,7 +53,6 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
 
 
 def _walk_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module and its submodules, with their names."""
     (attributes,) = module
     for name, value in attributes.items():
         if isinstance(value, Tensor):
@@ -64,12 +62,7 @@ def _walk_tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interpret_pickle(stream: bytes, read_storage: Callable[[Any], Tensor]) -> Any:
-    """Return the object that a pickle describes.
-
-    Args:
-        stream: bytes of the pickle.
-        read_storage: function that reads a tensor storage by its reference in the pickle.
-    """
+    """Return the object that a pickle describes; `read_storage` reads a tensor storage by its reference."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}

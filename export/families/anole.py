@@ -35,9 +35,6 @@ def read_anole(
         vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
         drafter: folder of the drafter in LANTERN's layout; None: no drafter.
         grid: number of grid rows; None: the number that follows from the resolution in vqgan.yaml.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     config = read_chameleon_config(target, CHAMELEON, "leloy/Anole-7b-v0.1-hf")  # before large files are read
     vqgan = read_vqgan(vq, target.progress)

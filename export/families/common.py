@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
 from ...bundle.order import GroupOrderSpec
+from ...engines.contracts import TensorSpec
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
@@ -18,7 +19,6 @@ from ..checkpoints.deferred import list_concatenated_tensors
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
 from ..graph.graphs import Graph, make_target_graph, name_test_cases
-from ..graph.onnx_ops import TensorSpec
 from ..model import BundleContents
 from ..models.decoder import Decoder, get_decoder_spec_fields
 from ..models.eagle import LoadedDrafter, make_drafter_graph
@@ -116,32 +116,20 @@ def build_image_model(
 
 
 def list_grid_shapes(image_pixels: int, pixels_per_cell: int) -> list[tuple[int, int]]:
-    """Return rows and columns of grids with different aspect ratios and about the same area, the square first.
-
-    Args:
-        image_pixels: approximate number of pixels of an image.
-        pixels_per_cell: height and width of a cell in pixels.
-    """
+    """Return rows and columns of grids with different aspect ratios and about the same area, the square first."""
     sides = ((math.sqrt(image_pixels / (wide * high)), wide, high) for wide, high in _RATIOS)
     pairs = ((round(high * side / pixels_per_cell), round(wide * side / pixels_per_cell)) for side, wide, high in sides)
     return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
 
 
 def check_grid_rows(grid: int | None) -> None:
-    """Check that `grid` is None or a number of grid rows in 1 .. 256. Raises: RequestError."""
+    """Raise RequestError unless `grid` is None or a number of grid rows in 1 .. 256."""
     if grid is not None and not 1 <= grid <= 256:
         raise RequestError(field="grid", found=format_value(grid), expected="1 to 256 grid rows")
 
 
 def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: bool = False) -> list[Graph]:
-    """Return the graphs `vq_decoder` and `vq_encoder` of an image tokenizer.
-
-    Args:
-        image_tokenizer: the image tokenizer.
-        grid: number of rows and columns of the grid of codes.
-        accepts_any_size: whether the graphs accept grids of any size. Their test cases then have small images, because
-            the graphs do not depend on the size.
-    """
+    """Return the graphs of an image tokenizer, `vq_decoder` and `vq_encoder`, for square grids or for any size."""
     config = image_tokenizer.config
     side = min(grid, max(2, _TEST_PIXELS // config.pixels_per_cell)) if accepts_any_size else grid
     pixels = side * config.pixels_per_cell
@@ -154,10 +142,10 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
     encoder_cases = name_test_cases(*({"images": images.astype(np.float32)} for images in uniform))
     image_axes = ("height", "width") if accepts_any_size else (pixels, pixels)
     grid_axes = ("rows", "columns") if accepts_any_size else (grid, grid)
-    image = TensorSpec("images", ("images", 3, *image_axes))
-    latents = TensorSpec("pre_quant", ("images", config.code_width, *grid_axes))
-    codes = TensorSpec("codes", ("images", *grid_axes) if accepts_any_size else ("images", grid * grid), "int64")
-    encoded = TensorSpec("codes", ("images", "cells" if accepts_any_size else grid * grid), "int64")
+    image = TensorSpec("images", ("float32",), ("images", 3, *image_axes))
+    latents = TensorSpec("pre_quant", ("float32",), ("images", config.code_width, *grid_axes))
+    codes = TensorSpec("codes", ("int64",), ("images", *grid_axes) if accepts_any_size else ("images", grid * grid))
+    encoded = TensorSpec("codes", ("int64",), ("images", "cells" if accepts_any_size else grid * grid))
     decoder = VQDecoder(image_tokenizer, None if accepts_any_size else grid)
     return [
         Graph("vq_decoder", decoder, (codes,), (image,), decoder_cases),
@@ -166,12 +154,7 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
 
 
 def _make_default_decoding(has_drafter: bool, max_neighbors: int) -> DecodingDefaults:
-    """Return the default decoding methods of a bundle, with the settings of the papers.
-
-    Args:
-        has_drafter: whether the bundle has a drafter. Without a drafter, no methods are returned.
-        max_neighbors: number of neighbours to which the methods are limited.
-    """
+    """Return the methods of drafters with the settings of the papers; none without a drafter."""
     if not has_drafter:
         return DecodingDefaults()
     exact = Eagle(tree="dynamic-59")

@@ -62,11 +62,7 @@ class ChameleonTarget:
     has_position_limit: bool = True
 
     def load_decoder_and_condition(self) -> tuple[Decoder, Tensor, PromptCondition]:
-        """Read the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the prompt condition.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Read the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the prompt condition."""
         checkpoint = self.checkpoint
         tokenizer = checkpoint.find_tokenizer_path()
         checkpoint.read_weights(name_filter=lambda name: not name.startswith(_VQ_PREFIX))
@@ -102,9 +98,6 @@ class ChameleonTarget:
             drafter: folder of the drafter; None: no drafter.
             num_extra_tokens: number of tokens after the codes, up to the end-of-row token.
             fields: other arguments of `build_image_model`.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or the drafter is of another target.
         """
         decoder, embeddings, condition = self.load_decoder_and_condition()
         offset = self.code_token_ids.start
@@ -126,16 +119,7 @@ class ChameleonTarget:
 
 
 def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository: str) -> Config:
-    """Read config.json and check the model class.
-
-    Args:
-        checkpoint: folder of the target.
-        architecture: expected model class in transformers.
-        repository: repository on the hub with the expected layout.
-
-    Raises:
-        CheckpointError: the folder has another model.
-    """
+    """Read config.json and check the model class `architecture`, as in `repository` on the hub."""
     config = checkpoint.read_model_config(repository, "chameleon")
     config = config.with_defaults({"rms_norm_eps": 1e-5})  # the default of transformers' class
     detected = LUMINA if _LUMINA_FIELD in config.values else CHAMELEON
@@ -148,14 +132,7 @@ def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository:
 
 
 def read_token_ids(config: Config, required_names: Sequence[str]) -> tuple[range, Mapping[str, int]]:
-    """Read token ids from `vocabulary_map` in config.json.
-
-    Args:
-        config: config.json of the target.
-        required_names: names of tokens that must exist, such as begin of image.
-
-    Returns:
-        The token ids of the codes, and the token ids of `required_names` by name.
+    """Return the ids of codes, and of `required_names` by name, from `vocabulary_map` in config.json.
 
     Raises:
         CheckpointError: the configuration has no codes with consecutive ids, or lacks a name.

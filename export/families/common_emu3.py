@@ -1,36 +1,45 @@
-"""Functions that the families of Emu3 share: tokenizer, token ids of codes, and image sizes in prompts."""
+"""What Emu3 and Emu3.5 share: tokenizer, token ids of codes, image sizes in prompts, and the contents of a bundle."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
+from ...bundle.conditions import TokenLayout
 from ...bundle.manifest import Size
 from ...inputs import format_value, require_library, split_lines
-from ..checkpoints.files import Config, make_file_error, read_text, wrap_reader_errors
+from ...methods import Sampling
+from ..checkpoints.deferred import defer_concatenation
+from ..checkpoints.files import Config, make_file_error, read_text, read_tokenizer, wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
+from ..graph.conditions import make_token_condition
+from ..model import BundleContents
+from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
+from ..models.llamagen_vq import LlamaGenVQ
+from .common import build_image_model
 
 START = "<|extra_203|>"
 BEGIN = "<|image start|>"
-IMAGE = "<|image token|>"
-ROW_END = "<|extra_200|>"
+_IMAGE = "<|image token|>"
+_ROW_END = "<|extra_200|>"
 # Fields of the published configuration with the ids of these tokens.
-FIELDS = {START: "bos_token_id", BEGIN: "boi_token_id", IMAGE: "img_token_id", ROW_END: "eol_token_id"}
+_FIELDS = {START: "bos_token_id", BEGIN: "boi_token_id", _IMAGE: "img_token_id", _ROW_END: "eol_token_id"}
 _VISUAL_PREFIX = "<|visual token "
 _VISUAL = _VISUAL_PREFIX + "{:06}|>"
-RANKS = "emu3.tiktoken"
-VISION = "emu3_vision_tokens.txt"
+_RANKS = "emu3.tiktoken"
+_VISION = "emu3_vision_tokens.txt"
+TOKENIZER_FILES = (_RANKS, _VISION)
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 # Defaults of the configuration classes.
-DEFAULTS = {
+_DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -44,69 +53,96 @@ DEFAULTS = {
 
 def is_emu35_config(config: Config) -> bool:
     """Return whether a configuration belongs to Emu3.5, whose heads are together wider than the hidden states."""
-    values = config.with_defaults(DEFAULTS).values
+    values = config.with_defaults(_DEFAULTS).values
     return "head_dim" in values and values["head_dim"] * values["num_attention_heads"] != values["hidden_size"]
 
 
-def make_emu3_image_size(tokenizer: Tokenizer, rows: int, columns: int, pixels_per_cell: int) -> Size:
-    """Return an image size with the tokens that describe the size at the end of a prompt.
+def build_emu3_model(
+    target: Checkpoint,
+    config: Config,
+    tokenizer_file: tuple[Path, bytes | None],
+    vq: LlamaGenVQ,
+    vq_checkpoint: Checkpoint,
+    *,
+    grids: Sequence[tuple[int, int]],
+    make_layout: Callable[[Tokenizer], TokenLayout],
+    sampling: Sampling,
+    prefix: str = "model.",
+    head_name: str = "lm_head.weight",
+) -> BundleContents:
+    """Return the contents of a bundle.
 
     Args:
-        tokenizer: tokenizer of the model.
-        rows: number of grid rows.
-        columns: number of grid columns.
-        pixels_per_cell: height and width of a cell in pixels.
+        target: folder whose weights were read.
+        config: config.json; a section `text_config` has the settings of the decoder.
+        tokenizer_file: result of `find_tokenizer`.
+        vq: image tokenizer.
+        vq_checkpoint: checkpoint of the image tokenizer.
+        grids: rows and columns of the image sizes, the default first.
+        make_layout: function that returns the layout of prompts.
+        sampling: default sampling settings.
+        prefix: prefix of the decoder's weights.
+        head_name: name of the head's weight.
     """
-    tokens = encode_text(tokenizer, f"{rows}*{columns}{IMAGE}")
+    path, tokenizer_json = tokenizer_file
+    names = {"embed.weight": f"{prefix}embed_tokens.weight", "head.weight": head_name}
+    rename_llama_weights(target, prefix, names)
+    num_tokens = min(target.get_shape(name)[0] for name in names)
+    tokenizer = read_tokenizer(path, num_tokens, read_special_token_ids(config), tokenizer_json)
+    codes = find_visual_token_ids(path, tokenizer)
+    longest = max(rows * (columns + 1) - 1 for rows, columns in grids)
+    text = (config.get_section("text_config") if config.get("text_config") else config).with_defaults(_DEFAULTS)
+    sizes = make_decoder_config(target, text, len(codes), grids[0][0], max_image_tokens=longest)
+    decoder, embeddings = load_llama_decoder(target, sizes, codes)
+    (row_end,) = encode_text(tokenizer, _ROW_END)
+    layout = make_layout(tokenizer)
+    return build_image_model(
+        decoder=decoder,
+        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        condition=make_token_condition(embeddings, sizes.prefix, layout, path, tokenizer_json=tokenizer_json),
+        vq=vq,
+        sampling=sampling,
+        sources=[*target.sources, *vq_checkpoint.sources],
+        sizes=[make_emu3_image_size(tokenizer, *grid, vq.config.pixels_per_cell) for grid in grids],
+        default_grid=grids[0],
+        row_end=len(codes),
+    )
+
+
+def make_emu3_image_size(tokenizer: Tokenizer, rows: int, columns: int, pixels_per_cell: int) -> Size:
+    """Return an image size with the tokens that describe it at the end of a prompt."""
+    tokens = encode_text(tokenizer, f"{rows}*{columns}{_IMAGE}")
     return Size(name=f"{columns * pixels_per_cell}x{rows * pixels_per_cell}", rows=rows, columns=columns, tokens=tokens)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the token ids of a text, which may contain special tokens such as `<|image start|>`."""
     return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
-    """Find the tokenizer of a checkpoint.
-
-    Returns:
-        The path of the tokenizer's file, and its content converted to `tokenizer.json`. The content is None if the file
-        is a `tokenizer.json` already.
-    """
-    if not (checkpoint.path / RANKS).is_file():
+    """Return the path of the tokenizer's file, and its content as `tokenizer.json`; None if the file is one already."""
+    if not (checkpoint.path / _RANKS).is_file():
         return checkpoint.find_tokenizer_path(), None
-    path = checkpoint.require_file(RANKS, "tokenizer")
-    vision = split_lines(read_text(checkpoint.require_file(VISION, "tokenizer")))
+    path = checkpoint.require_file(_RANKS, "tokenizer")
+    vision = split_lines(read_text(checkpoint.require_file(_VISION, "tokenizer")))
     return path, convert_tiktoken(path, _PATTERN, (*_SPECIAL, *vision))
 
 
 def read_special_token_ids(config: Config) -> dict[str, int]:
-    """Return the ids that a configuration gives to special tokens and codes, by name of the token.
-
-    Args:
-        config: config.json in the layout of transformers or in the published layout.
-    """
+    """Return the ids that a configuration gives to special tokens and codes, by name of the token."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
         raise config.make_error("vocabulary_map", expected="token ids by name of the token")
-    ids = {name: config.get(field) for name, field in FIELDS.items() if config.get(field) is not None}
-    return ids | {name: token for name, token in names.items() if name in FIELDS or name.startswith(_VISUAL_PREFIX)}
+    ids = {name: config.get(field) for name, field in _FIELDS.items() if config.get(field) is not None}
+    return ids | {name: token for name, token in names.items() if name in _FIELDS or name.startswith(_VISUAL_PREFIX)}
 
 
 def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
-    """Return the token ids of all codes.
-
-    Args:
-        path: file of the tokenizer, for error messages.
-        tokenizer: tokenizer of the model.
-
-    Raises:
-        CheckpointError: the ids are not consecutive, or a special token is missing.
-    """
+    """Return the token ids of all codes. Raises CheckpointError if they are not consecutive."""
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     first = tokens.get(_VISUAL.format(0))
     count = sum(name.startswith(_VISUAL_PREFIX) for name in tokens)
-    if missing := [name for name in FIELDS if name not in tokens]:
+    if missing := [name for name in _FIELDS if name not in tokens]:
         raise make_file_error(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
         raise make_file_error(
@@ -125,7 +161,6 @@ def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[st
         special_tokens: special tokens. Their ids follow the ids of the other tokens, which are the ranks.
 
     Raises:
-        CheckpointError: the ranks are not 0, 1, ..., or a byte is not a token.
         EngineError: transformers is not installed.
     """
     require_library("transformers", str(path), "export")

@@ -1,9 +1,8 @@
 """Reader of LlamaGen's transformers and of families that use LlamaGen's layout.
 
-A transformer is an official file, a folder with shards of an official file, or a folder in LANTERN's layout. LANTERN's
-layout has Llama's names of weights and fields. The weights determine all sizes except the number of heads and the grid.
-The number of heads and the grid come from a configuration file or from the published model with equal sizes. The caller
-may also give the grid.
+A transformer is an official file, a folder with shards of an official file, or a folder in LANTERN's layout, which has
+Llama's names of weights and fields. The weights determine all sizes except the number of heads and the grid. These come
+from a configuration file or from the published model with equal sizes; the caller may also give the grid.
 """
 
 from __future__ import annotations
@@ -32,15 +31,7 @@ _CELL = 16  # pixels per cell along each side, in the published image tokenizers
 
 
 class PublishedModelSize(NamedTuple):
-    """Sizes of a published model.
-
-    Args:
-        num_layers: number of layers.
-        hidden_size: width of the hidden states.
-        num_heads: number of attention heads.
-        class_grid_rows: numbers of grid rows that class-conditional models were trained for.
-        text_grid_rows: numbers of grid rows that text-conditional models were trained for.
-    """
+    """Sizes of a published model, and the numbers of grid rows that it was trained for, by class or by text."""
 
     num_layers: int
     hidden_size: int
@@ -147,19 +138,7 @@ def read_llamagen_transformer(
     weights: str | None = None,
     variant: LlamaGenVariant = _PLAIN,
 ) -> LlamaGenTransformer:
-    """Read the transformer in a file or folder.
-
-    Args:
-        checkpoint: official file, or folder with its shards or in LANTERN's layout.
-        config: JSON file of the model's arguments; None: the folder's config.json, if it exists.
-        grid: number of grid rows; None: the number that the files determine.
-        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
-        variant: differences of another family's files from LlamaGen's.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or is not a LlamaGen transformer.
-        RequestError: `weights` is unknown.
-    """
+    """Read the transformer in a file or folder. Takes the arguments of `read_llamagen`, and the family's variant."""
     if weights not in (None, "model", "ema"):
         raise RequestError(field="weights", found=format_value(weights), expected="model or ema")
     checkpoint.prefer_ema = None if weights is None else weights == "ema"
@@ -193,18 +172,7 @@ def read_llamagen_transformer(
 def build_llamagen_model(
     transformer: LlamaGenTransformer, vq: Path, *, weights: str | None, text_encoder: Path | None = None, **fields: Any
 ) -> BundleContents:
-    """Return the contents of a bundle with LlamaGen's image tokenizer.
-
-    Args:
-        transformer: the target.
-        vq: file of the image tokenizer.
-        weights: set of weights that the user chose, `model` or `ema`; None: no choice. The manifest records the choice.
-        text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
-        fields: other arguments of `build_image_model`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the target takes no text.
-    """
+    """Return the contents of a bundle with LlamaGen's image tokenizer. `fields` are for `build_image_model`."""
     checkpoint = transformer.checkpoint
     image_tokenizer, vq_sources = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
     sources = [*checkpoint.sources, *vq_sources]
@@ -229,11 +197,7 @@ def build_llamagen_model(
 
 
 def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGenVariant) -> tuple[Config, bool]:
-    """Read and rename the weights of a checkpoint.
-
-    Returns:
-        The configuration, and whether the files are in LANTERN's layout.
-    """
+    """Read and rename the weights; return the configuration, and whether the files are in LANTERN's layout."""
     path = checkpoint.path
     folder_config = (path if path.is_dir() else path.parent) / "config.json"
     if path.is_dir() and folder_config.is_file():
@@ -322,7 +286,7 @@ def _choose_grid_rows(
     """Return the number of grid rows.
 
     The weights, the configuration and `grid` may each give the number, and must not contradict each other. If none of
-    them gives the number, the published model with the same sizes determines the number.
+    them gives it, the published model with the same sizes does.
     """
     cell_counts: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:

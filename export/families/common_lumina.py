@@ -1,8 +1,4 @@
-"""Prompts and image sizes of Lumina-mGPT and Lumina-mGPT 2.0.
-
-An image size is given by its numbers of patch rows and patch columns. A prompt ends with the tokens of these two
-numbers.
-"""
+"""Prompts and image sizes of Lumina-mGPT and Lumina-mGPT 2.0, in rows and columns of patches."""
 
 from __future__ import annotations
 
@@ -19,23 +15,15 @@ _MAX_ASPECT = 4  # maximum aspect ratio of an image
 
 
 def make_lumina_prompt_layout(start_id: int, end_id: int) -> TokenLayout:
-    """Return the layout of prompts, without the tokens of an image size.
-
-    Args:
-        start_id: id of the first token of a prompt.
-        end_id: id of the token at the end of the user's turn.
-    """
+    """Return the layout of prompts; the tokens of an image size follow."""
     return TokenLayout(template=TEMPLATE, before=(start_id,), after=(end_id,), uncond=())
 
 
 def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
-    """Return rows and columns, in patches, of all image sizes with about the area of a square, the widest first.
+    """Return rows and columns of all image sizes with about the area of a square, the widest first.
 
     The published program uses the same sizes. With c columns and a square of n patches, the numbers of rows are
     n // (c + 1) .. n // c. No image is more than four times as long as it is wide, or the reverse.
-
-    Args:
-        square_side: number of patch rows and patch columns of the square.
     """
     area = square_side**2
     pairs = [
@@ -47,29 +35,17 @@ def list_patch_grids(square_side: int) -> list[tuple[int, int]]:
 
 
 def count_max_image_tokens(patch_grids: Sequence[tuple[int, int]], patch_side: int) -> int:
-    """Return the number of tokens of the image with the most tokens, end-of-row tokens included.
-
-    Args:
-        patch_grids: patch rows and patch columns of every image size.
-        patch_side: number of grid rows and columns of a patch.
-    """
+    """Return the number of tokens of the image with the most tokens, end-of-row tokens included."""
     return max(patch_side * rows * (patch_side * columns + 1) - 1 for rows, columns in patch_grids)
 
 
 def list_size_token_names(patch_grids: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the names of the tokens for the numbers 1 to the largest number of rows or columns in `patch_grids`."""
+    """Return the tokens for the numbers 1 to the largest number of rows or columns."""
     return [_size_token_name(side) for side in range(1, 1 + max(max(pair) for pair in patch_grids))]
 
 
 def make_lumina_image_size(rows: int, columns: int, token_ids: Mapping[str, int], patch_side: int) -> Size:
-    """Return an image size with the tokens that describe the size at the end of a prompt.
-
-    Args:
-        rows: number of patch rows.
-        columns: number of patch columns.
-        token_ids: token ids by name.
-        patch_side: number of grid rows and columns of a patch.
-    """
+    """Return an image size with the tokens that describe it at the end of a prompt."""
     tokens = (PROMPT_TOKENS[-1], _size_token_name(rows), _size_token_name(columns))
     return Size(
         name=f"{_PATCH_PIXELS * columns}x{_PATCH_PIXELS * rows}",

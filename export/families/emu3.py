@@ -16,30 +16,13 @@ from tokenizers import Tokenizer
 from ...bundle.conditions import TokenLayout
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.deferred import defer_concatenation
-from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
-from ..graph.conditions import make_token_condition
 from ..model import BundleContents
-from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
 from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
-from .common import build_image_model, list_grid_shapes
-from .common_emu3 import (
-    BEGIN,
-    DEFAULTS,
-    RANKS,
-    ROW_END,
-    START,
-    VISION,
-    encode_text,
-    find_tokenizer,
-    find_visual_token_ids,
-    is_emu35_config,
-    make_emu3_image_size,
-    read_special_token_ids,
-)
+from .common import list_grid_shapes
+from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, encode_text, find_tokenizer, is_emu35_config
 
 # Values of Emu3's published program: suffix of every caption, text of the unconditional row, sampling settings.
 SUFFIX = " masterpiece, film grained, best quality."
@@ -52,7 +35,6 @@ _AREA = 518400  # number of pixels of an image: 720 x 720
 
 _TRANSFORMERS = "emu3"  # `model_type` in the layout of transformers
 _PUBLISHED = "Emu3"  # `model_type` in the published layout
-_EMBED = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _PREFIXES = ("model.text_model.", "text_model.model.", "model.")
 _HEAD_PREFIXES = ("text_model.", "")
@@ -70,11 +52,8 @@ def read_emu3(
     Args:
         target: folder with config.json, tokenizer and weights.
         vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
-        grid: grid rows of the square image size; None for the published size. The other image sizes have about as
-            many pixels.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
+        grid: grid rows of the square image size; None for the published size. The other image sizes have about as many
+            pixels.
     """
     config = target.read_model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
     includes_vq = config.get("model_type") == _TRANSFORMERS
@@ -82,9 +61,7 @@ def read_emu3(
         raise CheckpointError(field="vq", found=str(vq), expected="none: the target includes an image tokenizer")
     if not includes_vq and vq is None:
         raise CheckpointError(field="vq", found="nothing", expected="the folder of Emu3-VisionTokenizer")
-    text = config.get_section("text_config") if config.get("text_config") else config
-    text = text.with_defaults(DEFAULTS)
-    tokenizer, tokenizer_json = find_tokenizer(target)
+    tokenizer_file = find_tokenizer(target)
     target.read_weights()
     if vq is None:
         vq_checkpoint = target.extract_weights(_find_weight_prefix(target, _VQ_PREFIXES, CODEBOOK))
@@ -93,61 +70,35 @@ def read_emu3(
         vq_checkpoint.read_weights()
     image_tokenizer = load_emu3_vq(vq_checkpoint)
     scale = image_tokenizer.config.pixels_per_cell
-    sizes = list_grid_shapes(_AREA if grid is None else (grid * scale) ** 2, scale)
-    prefix = _find_weight_prefix(target, _PREFIXES, _EMBED)
-    head_name = _find_weight_prefix(target, _HEAD_PREFIXES, _HEAD) + _HEAD
-    names = {"embed.weight": prefix + _EMBED, "head.weight": head_name}
-    rename_llama_weights(target, prefix, names)
-    library = read_tokenizer(
-        tokenizer, min(target.get_shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
-    )
-    codes = find_visual_token_ids(tokenizer, library)
-    longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
-    (row_end,) = encode_text(library, ROW_END)
-    decoder, embeddings = load_llama_decoder(
-        target, make_decoder_config(target, text, len(codes), sizes[0][0], max_image_tokens=longest), codes
-    )
-    layout = make_emu3_prompt_layout(library)
-    return build_image_model(
-        decoder=decoder,
-        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
-        condition=make_token_condition(
-            embeddings, decoder.config.prefix, layout, tokenizer, tokenizer_json=tokenizer_json
-        ),
-        vq=image_tokenizer,
+    return build_emu3_model(
+        target,
+        config,
+        tokenizer_file,
+        image_tokenizer,
+        vq_checkpoint,
+        grids=list_grid_shapes(_AREA if grid is None else (grid * scale) ** 2, scale),
+        make_layout=make_emu3_prompt_layout,
         sampling=_SAMPLING,
-        sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[make_emu3_image_size(library, rows, columns, scale) for rows, columns in sizes],
-        row_end=len(codes),
+        prefix=_find_weight_prefix(target, _PREFIXES, "embed_tokens.weight"),
+        head_name=_find_weight_prefix(target, _HEAD_PREFIXES, _HEAD) + _HEAD,
     )
 
 
 FAMILY = ModelFamily(
     read_emu3,
-    optional_files=(RANKS, VISION),
+    optional_files=TOKENIZER_FILES,
     model_types=(_TRANSFORMERS, _PUBLISHED),
     accepts_config=lambda config: not is_emu35_config(config),
 )
 
 
 def make_emu3_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
-    """Return the layout of prompts up to begin of image; the tokens of an image size follow.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        negative_text: text of the unconditional row.
-    """
+    """Return the layout of prompts up to begin of image; the tokens of an image size follow."""
     start, end, uncond = (encode_text(tokenizer, text) for text in (START, BEGIN, START + negative_text + BEGIN))
     return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
 def _find_weight_prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """Find the prefix of the names of weights.
-
-    Args:
-        checkpoint: checkpoint with its weights.
-        prefixes: possible prefixes. If no prefix matches, the last is returned.
-        name: name, without prefix, of a weight that the checkpoint must have.
-    """
+    """Return the prefix with which the checkpoint has a weight that it must have, or the last."""
     # If the weight is missing, a later check reports the weight with the last prefix.
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])

@@ -10,31 +10,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from ...bundle.conditions import TokenLayout
 from ...methods import Sampling
-from ..checkpoints.deferred import defer_concatenation
-from ..checkpoints.files import read_tokenizer
 from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
-from ..graph.conditions import make_token_condition
 from ..model import BundleContents
-from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
 from ..models.vq_checkpoints import load_vqgan
-from .common import build_image_model
-from .common_emu3 import (
-    BEGIN,
-    DEFAULTS,
-    RANKS,
-    ROW_END,
-    START,
-    VISION,
-    encode_text,
-    find_tokenizer,
-    find_visual_token_ids,
-    is_emu35_config,
-    make_emu3_image_size,
-    read_special_token_ids,
-)
+from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, encode_text, find_tokenizer, is_emu35_config
 
 # Values of the published program: template, template of the unconditional row, sampling settings, and rows and columns
 # of the image sizes, the default first.
@@ -56,12 +40,9 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     Args:
         target: folder with config.json, emu3.tiktoken, emu3_vision_tokens.txt and weights.
         vq: folder of Emu3.5-VisionTokenizer, or its file.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
-    config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3").with_defaults(DEFAULTS)
-    tokenizer, tokenizer_json = find_tokenizer(target)
+    config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3")
+    tokenizer_file = find_tokenizer(target)
     file = vq / _CHECKPOINT
     has_safetensors = (vq / "model.safetensors").is_file() or not file.is_file()
     vq_checkpoint = Checkpoint(vq if has_safetensors else file, "vq", target.progress)
@@ -70,38 +51,24 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
     assert bias is not None
     bias.data = bias.data - _HALF_LEVEL
     target.read_weights()
-    names = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
-    rename_llama_weights(target, "model.", names)
-    library = read_tokenizer(
-        tokenizer, min(target.get_shape(name)[0] for name in names), read_special_token_ids(config), tokenizer_json
-    )
-    codes = find_visual_token_ids(tokenizer, library)
-    longest = max(rows * (columns + 1) - 1 for rows, columns in SIZES)
-    sizes = make_decoder_config(target, config, len(codes), SIZES[0][0], max_image_tokens=longest)
-    decoder, embeddings = load_llama_decoder(target, sizes, codes)
-    (row_end,) = encode_text(library, ROW_END)
-    end = _ANSWER + BEGIN
-    layout = TokenLayout(
-        template=_TEMPLATE,
-        before=encode_text(library, START),
-        after=encode_text(library, end),
-        uncond=encode_text(library, START + _NEGATIVE.replace("{prompt}", "") + end),
-        negative=_NEGATIVE,
-    )
-    scale = image_tokenizer.config.pixels_per_cell
-    return build_image_model(
-        decoder=decoder,
-        code_embeddings=defer_concatenation([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
-        condition=make_token_condition(
-            embeddings, decoder.config.prefix, layout, tokenizer, tokenizer_json=tokenizer_json
-        ),
-        vq=image_tokenizer,
+    return build_emu3_model(
+        target,
+        config,
+        tokenizer_file,
+        image_tokenizer,
+        vq_checkpoint,
+        grids=SIZES,
+        make_layout=_make_prompt_layout,
         sampling=_SAMPLING,
-        sources=[*target.sources, *vq_checkpoint.sources],
-        sizes=[make_emu3_image_size(library, rows, columns, scale) for rows, columns in SIZES],
-        default_grid=SIZES[0],
-        row_end=len(codes),
     )
 
 
-FAMILY = ModelFamily(read_emu35, optional_files=(RANKS, VISION), model_types=("Emu3",), accepts_config=is_emu35_config)
+FAMILY = ModelFamily(read_emu35, optional_files=TOKENIZER_FILES, model_types=("Emu3",), accepts_config=is_emu35_config)
+
+
+def _make_prompt_layout(tokenizer: Tokenizer) -> TokenLayout:
+    end = _ANSWER + BEGIN
+    start, after, uncond = (
+        encode_text(tokenizer, text) for text in (START, end, START + _NEGATIVE.replace("{prompt}", "") + end)
+    )
+    return TokenLayout(template=_TEMPLATE, before=start, after=after, uncond=uncond, negative=_NEGATIVE)

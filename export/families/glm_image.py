@@ -67,9 +67,6 @@ def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleCont
     Args:
         target: folder with `vision_language_encoder` and `processor`.
         grid: grid rows of the square image size, 32 by default, for 1024 pixels. Other sizes have about as many codes.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     if not all((target.path / part).is_dir() for part in _PARTS):
         raise target.make_error(found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")
@@ -140,16 +137,13 @@ FAMILY = ModelFamily(
 
 
 def list_image_grids(square_rows: int) -> list[tuple[int, int]]:
-    """Return rows and columns of all image sizes: a square of `square_rows` rows, and shapes of about the same area."""
+    """Return rows and columns of all image sizes: a square, and shapes of about the same area."""
     pairs = list_grid_shapes((square_rows * PIXELS) ** 2, PIXELS)
     return [*pairs, *_DEFAULT_GRIDS] if square_rows == _GRID else pairs
 
 
 def compute_first_grid_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Return rows and columns of the small grid for an image of `rows` x `columns` cells.
-
-    The formula is that of the published processor.
-    """
+    """Return rows and columns of the small grid of an image, by the published processor's formula."""
     ratio = rows / columns
     return int(math.sqrt(ratio) * _FIRST_SIDE), int(math.sqrt(1 / ratio) * _FIRST_SIDE)
 
@@ -159,10 +153,6 @@ def make_rotary_permutation(head_dim: int, rotary_dim: int) -> Tensor:
 
     The published model rotates pairs (i, i + rotary_dim / 2) and this decoder pairs (i, i + head_dim / 2). Queries and
     keys may be permuted, because a permutation does not change their products.
-
-    Args:
-        head_dim: width of a head.
-        rotary_dim: number of rotated numbers in a head; the numbers after them are not rotated.
     """
     pairs = torch.arange(rotary_dim).view(2, -1)
     others = torch.arange(rotary_dim, head_dim).view(2, -1)
@@ -217,11 +207,7 @@ def _split_gate_up_weights(checkpoint: Checkpoint) -> None:
 
 
 def _read_rotary_sections(text_config: Config, head_dim: int) -> tuple[tuple[int, int, int], int]:
-    """Read the settings of the rotary embedding.
-
-    Returns:
-        The numbers of pairs that are rotated by time, by row and by column, and how many numbers of a head are rotated.
-    """
+    """Return the numbers of pairs that are rotated by time, row and column, and of rotated numbers in a head."""
     rope = read_rope_settings(text_config)
     rotary_dim = int(head_dim * rope.get_number("partial_rotary_factor", 1.0))
     sections = rope.get("mrope_section", [8, 12, 12])

@@ -72,19 +72,10 @@ class _CheckpointLayout(Protocol):
     cfg_scale: float
 
     def list_aligner_layer_names(self, num_layers: int) -> list[str]:
-        """Return the names of the aligner's layers after the prefix `aligner`.
-
-        Args:
-            num_layers: number of the aligner's layers.
-        """
+        """Return the names of the aligner's layers after the prefix `aligner`."""
 
     def find_special_token_ids(self, target: Checkpoint, num_embeddings: int) -> tuple[int, int, int]:
-        """Return the ids of start of sequence, padding and begin of image.
-
-        Args:
-            target: folder of the model.
-            num_embeddings: number of rows of the embedding table; ids must be smaller.
-        """
+        """Return the ids of start of sequence, padding and begin of image, below `num_embeddings`."""
 
 
 class _TransformersLayout:
@@ -171,9 +162,6 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
     Args:
         target: folder with config.json, tokenizer.json, weights and, in transformers' layout, generation_config.json.
         roles: names of user and assistant in the chat turn, separated by a comma.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, belongs to another model, or there are not two roles.
     """
     config = target.read_model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
     layout: _CheckpointLayout = (_TransformersLayout if config.get("model_type") == "janus" else _DeepSeekLayout)(
@@ -220,13 +208,7 @@ FAMILY = ModelFamily(read_janus, optional_files=(_PROCESSOR,), model_types=("jan
 
 
 def _compute_code_embeddings(raw_embeddings: Tensor, aligner: Checkpoint, layout: _CheckpointLayout) -> Tensor:
-    """Compute the decoder's input for each code with the aligner network, float32 `[codes, hidden_size]`.
-
-    Args:
-        raw_embeddings: embedding table of the codes, `[codes, width]`.
-        aligner: weights of the aligner.
-        layout: layout of the folder.
-    """
+    """Compute the decoder's input for each code from `[codes, width]`, float32 `[codes, hidden_size]`."""
     layers = layout.list_aligner_layer_names(len(aligner.weights) // 2)
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if not layers or aligner.weights.keys() != wanted:

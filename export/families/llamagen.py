@@ -36,10 +36,6 @@ def read_llamagen(
         grid: number of grid rows; 16 rows are 256 pixels. None: the number that the weights, the configuration or the
             published sizes determine. A number that contradicts them is an error.
         weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the files belong to different models.
-        RequestError: `weights` is unknown.
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights)
     loaded_drafter = None
@@ -68,7 +64,7 @@ FAMILY = ModelFamily(read_llamagen)
 
 
 def _list_allowed_drafter_values(target: LlamaGenTransformer) -> dict[str, tuple[Any, ...]]:
-    """Return the values that fields of a drafter's config.json may have if the drafter belongs to the target."""
+    """Return the values that fields of a drafter's config.json may have if it belongs to the target."""
     sizes = target.decoder.config
     condition = target.condition
     fields: dict[str, tuple[Any, ...]] = {

@@ -45,9 +45,6 @@ def read_lumina(
         drafter: folder of the drafter in LANTERN's layout; None: no drafter.
         grid: number of grid rows of the square image size, an even number: 32, 48 or 64 for the published models. Other
             image sizes have about as many codes.
-
-    Raises:
-        CheckpointError: `grid` is missing or odd, or a file is missing, damaged or of another model.
     """
     if grid is None or grid % _PATCH:
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, as its files do not contain the size"

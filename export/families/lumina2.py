@@ -43,9 +43,6 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
         vq: `movqgan_270M.ckpt`, or a folder with it.
         grid: number of grid rows of the square image size, a multiple of 4; None: 96 rows, which are 768 pixels. Other
             image sizes have about as many codes.
-
-    Raises:
-        CheckpointError: `grid` is not a multiple of 4, or a file is missing, damaged or of another model.
     """
     rows = grid or _GRID
     if rows % _PATCH:
@@ -91,16 +88,7 @@ FAMILY = ModelFamily(read_lumina2, model_types=("chameleon",))
 def _read_token_ids(
     checkpoint: Checkpoint, vocab_size: int, size_token_names: Sequence[str]
 ) -> tuple[Mapping[str, int], int]:
-    """Read the ids of the tokens in prompts and images that are not codes.
-
-    Args:
-        checkpoint: folder of the target.
-        vocab_size: number of rows of the embedding table.
-        size_token_names: names of the tokens for image sizes.
-
-    Returns:
-        The token ids by name, and the id of the first token of a prompt.
-    """
+    """Return the ids of tokens that are not codes, by name, and the id of the first token of a prompt."""
     path = checkpoint.find_tokenizer_path()
     names = read_tokenizer(path, vocab_size).get_vocab(with_added_tokens=True)
     first, end, begin = PROMPT_TOKENS

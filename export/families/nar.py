@@ -2,7 +2,7 @@
 
 After each code, NAR (Neighboring Autoregressive Modeling) predicts two cells. LlamaGen's head gives logits for the cell
 to the right. One more layer, norm and head give logits for the cell below. A cell is sampled from the mean of the two
-logits that its left and upper neighbours give; see `runtime/order.py`. The number of heads and the grid are found as
+logits that its left and upper neighbours give; see `runtime/groups.py`. The number of heads and the grid are found as
 for LlamaGen.
 """
 
@@ -46,19 +46,11 @@ def read_nar(
     grid: int | None = None,
     weights: str | None = None,
 ) -> BundleContents:
-    """Read NAR with LlamaGen's VQ tokenizer.
+    """Read NAR with LlamaGen's VQ tokenizer. Takes the arguments of `read_llamagen` but `drafter`, and:
 
     Args:
-        target: published file, or a checkpoint of the training program.
-        vq: file of the VQ tokenizer.
-        text_encoder: folder of flan-t5-xl, for a bundle that takes text prompts; None: text embeddings or class ids.
         config: JSON file of the model's arguments, whose `n_layer` does not count the last layer; None: config.json.
         grid: number of grid rows: 16, or 32 with text prompts. None: the number that the files determine.
-        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
-        RequestError: `weights` is unknown.
     """
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
     transformer.config.check_value("medusa_attention_num", 1, None)
@@ -82,13 +74,7 @@ FAMILY = ModelFamily(read_nar)
 
 
 def make_diagonal_order(grid_side: int) -> GroupOrderSpec:
-    """Return the groups of cells that NAR generates together: the diagonals of a square grid.
-
-    The first diagonal is the top left cell. The cells of a diagonal are listed from top to bottom.
-
-    Args:
-        grid_side: number of rows and columns of the grid.
-    """
+    """Return the diagonals of a square grid, from the top left; the cells of a diagonal from top to bottom."""
     diagonals = range(2 * grid_side - 1)
     groups = [
         [row * grid_side + d - row for row in range(max(0, d - grid_side + 1), min(d, grid_side - 1) + 1)]

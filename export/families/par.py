@@ -33,20 +33,7 @@ def read_par(
     grid: int | None = None,
     weights: str | None = None,
 ) -> BundleContents:
-    """Read PAR with LlamaGen's VQ tokenizer.
-
-    Args:
-        target: published file, or a checkpoint of the training program.
-        vq: file of the VQ tokenizer.
-        config: JSON file of the model's arguments; None: config.json.
-        grid: number of grid rows; 24 rows are 384 pixels. None: the number that the files determine.
-        weights: set of weights to read, `model` or `ema`. None: if the file has both, `model` with a warning.
-
-    Raises:
-        CheckpointError: a file is missing or damaged or belongs to another model, or the grid cannot be cut into
-            regions.
-        RequestError: `weights` is unknown.
-    """
+    """Read PAR with LlamaGen's VQ tokenizer. Takes the arguments of `read_llamagen` but those for drafters and text."""
     transformer = read_llamagen_transformer(target, config=config, grid=grid, weights=weights, variant=_VARIANT)
     if not isinstance(transformer.condition, ClassCondition):
         raise target.make_error(found="a text-conditional model", expected="a class-conditional model")
@@ -69,10 +56,7 @@ FAMILY = ModelFamily(read_par)
 def make_parallel_order(grid_side: int, num_regions: int) -> GroupOrderSpec | None:
     """Return the groups of cells that PAR generates together; None if the grid cannot be cut into the regions.
 
-    Args:
-        grid_side: number of rows and columns of the grid.
-        num_regions: number of regions and of cells per forward pass, a square number. Each region needs at least two
-            cells.
+    The number of regions, and of cells per forward pass, is a square number. Each region needs at least two cells.
     """
     side = isqrt(num_regions)
     if side**2 != num_regions or num_regions > MAX_GROUP or grid_side % side or grid_side == side:

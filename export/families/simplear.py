@@ -47,9 +47,6 @@ def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> B
         vq: folder with encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors files.
         grid: number of grid rows of the default image size, a square; None: 64 rows. Other image sizes have about as
             many codes, or are smaller squares.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model.
     """
     config = target.read_model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
     path = target.find_tokenizer_path()
@@ -90,12 +87,6 @@ FAMILY = ModelFamily(read_simplear, model_types=("qwen2",))
 
 
 def make_simplear_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGATIVE) -> TokenLayout:
-    """Return the layout of prompts.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        negative_text: text of the unconditional row.
-    """
     start, end, uncond = (
         tuple(tokenizer.encode(text, add_special_tokens=False).ids)
         for text in (START, BEGIN, START + negative_text + BEGIN)
@@ -104,12 +95,7 @@ def make_simplear_prompt_layout(tokenizer: Tokenizer, negative_text: str = NEGAT
 
 
 def list_image_sizes(grid_side: int, pixels_per_cell: int) -> list[Size]:
-    """Return the image sizes: a square, other shapes with about the same area, and smaller squares.
-
-    Args:
-        grid_side: number of grid rows and columns of the first square.
-        pixels_per_cell: height and width of a cell in pixels.
-    """
+    """Return the image sizes: a square, other shapes with about the same area, and smaller squares."""
     pairs = [
         *list_grid_shapes((grid_side * pixels_per_cell) ** 2, pixels_per_cell),
         *((side, side) for side in _SQUARES if side < grid_side),

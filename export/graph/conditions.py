@@ -17,20 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.conditions import ConditionSpec, TokenLayout
+from ...engines.contracts import TensorSpec
 from ..checkpoints.files import read_tokenizer
 from ..models.t5 import write_t5_encoder
 from .graphs import Arrays, Graph, name_test_cases
-from .onnx_ops import ExportGraphWriter, TensorSpec
+from .onnx_ops import ExportGraphWriter
 
 
 class PromptCondition(NamedTuple):
-    """Condition of a bundle, which converts prompts to prefix embeddings.
-
-    Args:
-        spec: manifest entry of the condition.
-        graph: graph `condition`.
-        tokenizer_json: content of `tokenizer.json`, for text prompts; None for other prompts.
-    """
+    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text."""
 
     spec: ConditionSpec
     graph: Graph
@@ -38,11 +33,7 @@ class PromptCondition(NamedTuple):
 
 
 class ClassCondition(nn.Module):
-    """Module that looks up the prefix embeddings of `class_ids [rows]`.
-
-    Args:
-        table: embeddings of the classes, `[classes + 1, hidden_size]`; the last row is unconditional.
-    """
+    """Module that looks up class ids in `[classes + 1, hidden_size]`; the last row is unconditional."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -53,11 +44,10 @@ class ClassCondition(nn.Module):
         return prefix, self.table[-1].expand_as(prefix)
 
     def make_condition(self) -> PromptCondition:
-        """Return the condition graph and its manifest fields, for a bundle whose prompts are class ids."""
         rows, width = self.table.shape
         generator = np.random.default_rng(0)
         cases = name_test_cases(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
-        ids = TensorSpec("class_ids", ("rows",), "int64")
+        ids = TensorSpec("class_ids", ("int64",), ("rows",))
         graph = Graph("condition", self, (ids,), _declare_prefix_outputs(1, width), cases)
         return PromptCondition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
 
@@ -67,7 +57,7 @@ class CaptionCondition(nn.Module):
 
     Args:
         first: weight of the projection's first layer, `[hidden_size, caption_dim]`.
-        second: weight of the projection's second layer, `[hidden_size, hidden_size]`.
+        second: weight of its second layer, `[hidden_size, hidden_size]`.
         uncond: text embeddings of the unconditional row, `[prefix, caption_dim]`.
     """
 
@@ -76,7 +66,6 @@ class CaptionCondition(nn.Module):
         self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
 
     def project(self, captions: Tensor) -> Tensor:
-        """Convert text embeddings `[..., caption_dim]` to prefix embeddings `[..., hidden_size]`."""
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,11 +73,10 @@ class CaptionCondition(nn.Module):
         return prefix, self.project(self.uncond).expand_as(prefix)
 
     def make_condition(self) -> PromptCondition:
-        """Return the condition graph and its manifest fields, for a bundle whose prompts are text embeddings."""
         prefix, caption_dim = self.uncond.shape
         generator = np.random.default_rng(0)
-        embeds = TensorSpec("caption_embeds", ("rows", prefix, caption_dim))
-        mask = TensorSpec("caption_mask", ("rows", prefix), "int64")
+        embeds = TensorSpec("caption_embeds", ("float32",), ("rows", prefix, caption_dim))
+        mask = TensorSpec("caption_mask", ("int64",), ("rows", prefix))
         cases: list[Arrays] = [
             {
                 embeds.name: generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
@@ -107,15 +95,7 @@ class CaptionCondition(nn.Module):
 
 
 class TextCondition(nn.Module):
-    """Module that encodes text, padded on the left, to prefix embeddings `[rows, prefix, hidden_size]`.
-
-    The inputs `token_ids` and `token_mask` are `[rows, tokens]`, with at most `prefix` tokens. The outputs are the
-    conditional and the unconditional embeddings.
-
-    Args:
-        encoder: the T5 encoder.
-        caption: projection of the encoder's states.
-    """
+    """Module that encodes text to prefix embeddings; `token_ids` and `token_mask` `[rows, tokens]` are padded left."""
 
     def __init__(self, encoder: nn.Module, caption: CaptionCondition) -> None:
         super().__init__()
@@ -130,11 +110,7 @@ class TextCondition(nn.Module):
 
 
 class TokenCondition(nn.Module):
-    """Module that embeds the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of prompts.
-
-    Args:
-        embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
-    """
+    """Module that looks up the `token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of prompts."""
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
@@ -169,12 +145,12 @@ def make_token_condition(
     generator = np.random.default_rng(0)
     tokens, width = embeddings.shape
     inputs = (
-        TensorSpec("token_ids", ("rows", "tokens"), "int64"),
-        TensorSpec("uncond_ids", ("rows", "uncond_tokens"), "int64"),
+        TensorSpec("token_ids", ("int64",), ("rows", "tokens")),
+        TensorSpec("uncond_ids", ("int64",), ("rows", "uncond_tokens")),
     )
     outputs = (
-        TensorSpec("prefix_embeds", ("rows", "tokens", width)),
-        TensorSpec("uncond_embeds", ("rows", "uncond_tokens", width)),
+        TensorSpec("prefix_embeds", ("float32",), ("rows", "tokens", width)),
+        TensorSpec("uncond_embeds", ("float32",), ("rows", "uncond_tokens", width)),
     )
     cases: list[Arrays] = [
         {value.name: generator.integers(tokens, size=(rows, n)) for value, n in zip(inputs, lengths, strict=True)}
@@ -194,13 +170,7 @@ def make_token_condition(
 
 
 def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection: CaptionCondition) -> PromptCondition:
-    """Return the condition of text prompts that T5 encodes.
-
-    Args:
-        encoder: the T5 encoder, a `T5Stack` of transformers.
-        tokenizer_json: content of `tokenizer.json`.
-        caption_projection: projection of the encoder's states.
-    """
+    """Return the condition of text prompts that T5 encodes."""
     prefix = len(caption_projection.uncond)
     width = len(caption_projection.second)
     generator = np.random.default_rng(0)
@@ -214,7 +184,7 @@ def make_text_condition(encoder: Any, tokenizer_json: bytes, caption_projection:
     graph = Graph(
         "condition",
         TextCondition(encoder, caption_projection),
-        tuple(TensorSpec(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
+        tuple(TensorSpec(name, ("int64",), ("rows", "tokens")) for name in ("token_ids", "token_mask")),
         _declare_prefix_outputs(prefix, width),
         name_test_cases(make_prompts([prefix, max(prefix // 2, 1), 1]), make_prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text_condition(ops, encoder, caption_projection),
@@ -245,4 +215,5 @@ def _write_text_condition(ops: ExportGraphWriter, encoder: Any, caption_projecti
 
 
 def _declare_prefix_outputs(prefix: int, width: int) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec("prefix_embeds", ("rows", prefix, width)), TensorSpec("uncond_embeds", ("rows", prefix, width))
+    shape = ("rows", prefix, width)
+    return TensorSpec("prefix_embeds", ("float32",), shape), TensorSpec("uncond_embeds", ("float32",), shape)

@@ -37,12 +37,7 @@ _MAX_LOG_GAP = 70.0  # maximum difference in nats between the largest and anothe
 class CPUDecoderWriter(DecoderGraphWriter):
     """Writer of decoder graphs in the layout for CPUs.
 
-    The inputs are embeddings, positions, attention mask, and past keys and values. The outputs include the new keys and
-    values, which the engine adds to the KV cache.
-
-    Args:
-        ops: graph to write to.
-        stack: target or drafter to write.
+    Past keys and values are inputs. The new ones are outputs, which the engine adds to the KV cache.
     """
 
     graph: ExportGraphWriter
@@ -65,11 +60,6 @@ class CPUDecoderWriter(DecoderGraphWriter):
         self.folds_scale = config.attention_scale == 1 and not config.query_key_norm
 
     def write_graph(self, embeddings: str) -> None:
-        """Write all layers and outputs.
-
-        Args:
-            embeddings: name of the first layer's input, `[rows, nodes, hidden_size]`.
-        """
         ops = self.graph
         x = ops.transpose(embeddings, 1, 0, 2)  # [nodes, rows, hidden_size], as in the cache
         self.cos, self.sin, swap = self._write_rotary_lookup()
@@ -96,7 +86,6 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return self.graph.add_weight(name, self._scale_weight(name))
 
     def _scale_weight(self, name: str) -> Tensor:
-        """Return a weight; if `self.folds_scale`, multiply the rows that compute queries by the attention scale."""
         weight = self.weights[name]
         config = self.config
         if not (self.folds_scale and ".qkv." in name):
@@ -120,11 +109,11 @@ class CPUDecoderWriter(DecoderGraphWriter):
     def _write_rotary_lookup(self) -> tuple[str, str, Tensor]:
         """Write the look-up of rotary tables by position.
 
-        A pair (a, b) is rotated to (a cos - b sin, b cos + a sin). The graph computes this as
-        `pair * cos + swapped_pair * sin`, so the sine of the first number of a pair is stored with the opposite sign.
-
-        Returns:
-            Names of cosines and sines, `[nodes, rows, 1, head_dim]`, and a matrix that swaps the numbers of each pair.
+        A pair (a, b) is rotated to (a cos - b sin, b cos + a sin). The graph computes this as `pair * cos +
+        swapped_pair *
+        sin`, so the sine of the first number of a pair is stored with the opposite sign. Returns cosines and sines,
+        `[nodes,
+        rows, 1, head_dim]`, and the matrix that swaps the numbers of each pair.
         """
         ops = self.graph
         rope = self.rope
@@ -156,11 +145,6 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return moved_cos, moved_sin, swap
 
     def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
-        """Split the joint projection into queries, keys and values, and rotate queries and keys.
-
-        Returns:
-            Names of queries, keys and values, `[nodes, rows, heads or num_kv_heads, head_dim]`.
-        """
         ops = self.graph
         config = self.config
         heads = config.num_heads
@@ -183,19 +167,10 @@ class CPUDecoderWriter(DecoderGraphWriter):
         return query, key, value
 
     def _needs_exact_sums(self, layer_name: str) -> bool:
-        """Return whether a layer's sums over cache columns must be exact.
-
-        The sums of a drafter need not be exact, because a drafter only proposes tokens.
-        """
+        """A drafter's sums over cache columns need not be exact, because a drafter only proposes tokens."""
         return self.graph.int8_matmul and f"{layer_name}.attention_norm.weight" in self.weights
 
     def _write_query_key_norms(self, x: str, layer_name: str) -> str:
-        """Write the norms of queries and keys, and multiply the weights of the query norm by the attention scale.
-
-        Args:
-            x: name of queries and keys, `[nodes, rows, heads + num_kv_heads, width]`.
-            layer_name: prefix of the norms' weights.
-        """
         ops = self.graph
         rms = self.config.rms_head_norm
         x = ops.cast_for_norm(x)
@@ -283,19 +258,7 @@ class CPUDecoderWriter(DecoderGraphWriter):
 def write_rms_norm(
     ops: ExportGraphWriter, x: str, name: str, weight: Tensor, eps: float, output_name: str | None = None
 ) -> str:
-    """Write an RMS norm: `x / sqrt(mean(x ** 2) + eps) * weight`.
-
-    Args:
-        ops: graph to write to.
-        x: name of the input, `[rows, nodes, width]`.
-        name: name of the weight in the graph.
-        weight: the weight, `[width]`.
-        eps: number added to the mean square.
-        output_name: name of the result; None: a new name.
-
-    Returns:
-        Name of the result.
-    """
+    """Write an RMS norm: `x / sqrt(mean(x ** 2) + eps) * weight`."""
     cast = ops.is_float16 or ops.int8_matmul
     x = ops.cast_for_norm(x)
     normed = ops.op("Div", x, _write_rms(ops, x, eps))

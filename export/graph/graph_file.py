@@ -1,9 +1,8 @@
 """Graph files, which are written with little memory: weights are rounded and written one at a time, in chunks.
 
-If a weight is stored in another type than the graph computes in, a node decodes the weight directly before its first
-use: `Cast` for float16 and bfloat16, `DequantizeLinear` for integers. Runtimes fold or fuse these nodes when they load
-the graph. Of a float16 embedding table, only the rows that are looked up are decoded. Large weights are in one file
-beside the graph, aligned so that they can be memory-mapped.
+If a weight is stored in another type than the graph computes in, a node decodes it directly before its first use:
+`Cast` for float16 and bfloat16, `DequantizeLinear` for integers. Runtimes fold or fuse these nodes. Large weights are
+in one file beside the graph, aligned so that they can be memory-mapped.
 """
 
 from __future__ import annotations
@@ -41,13 +40,7 @@ _ALIGNMENT = 4096
 
 
 class Initializer(NamedTuple):
-    """Initializer of an ONNX graph: a weight, or the integers or scales of a weight.
-
-    Args:
-        name: name of the initializer.
-        dtype: name of the stored type, such as `float16` or `int4`.
-        shape: shape of the array.
-    """
+    """Initializer of an ONNX graph: a weight, or the integers or scales of a weight."""
 
     name: str
     dtype: str
@@ -55,7 +48,6 @@ class Initializer(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file in bytes; two int4 numbers take one byte."""
         numbers = int(np.prod(self.shape, dtype=np.int64))
         return (numbers + 1) // 2 if self.dtype == "int4" else numbers * int(getattr(torch, self.dtype).itemsize)
 
@@ -67,8 +59,8 @@ class GraphFile:
     Args:
         model: the graph without its weights.
         weights: weights by name; they may be deferred.
-        storage_types: stored type of each floating-point weight, by name. A type may change to float32 during writing,
-            if the planned type cannot hold the numbers.
+        storage_types: stored type of each floating-point weight, by name. Writing changes a type to float32 if the
+            planned type cannot hold the numbers.
         matrix_names: names of the weights of linear layers, `[in, out]`.
         storage_rule: rule by which the stored types were chosen.
         compute_type: type in which the graph computes. Scales of blocks of integers are stored in this type, too.
@@ -83,11 +75,9 @@ class GraphFile:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of all weights in bytes, computed from their shapes alone."""
         return sum(part.num_bytes for name in self.weights for part in self.list_initializers(name))
 
     def list_initializers(self, name: str) -> list[Initializer]:
-        """Return the initializers in which a weight is stored."""
         weight = self.weights[name]
         kind = self.storage_types.get(name)
         shape = tuple(weight.shape)
@@ -104,14 +94,10 @@ class GraphFile:
         return [Initializer(f"{name}.{kind}", kind, shape), scales]
 
     def write(self, path: Path, progress: Callable[[int], None] = lambda count: None) -> list[Path]:
-        """Write the graph to `path`, and its weights to `<path>.data` if they are larger than a megabyte.
+        """Write the graph to `path`, and its weights to `<path>.data` if they are larger than a megabyte; return the
+        paths.
 
-        Args:
-            path: path of the graph file.
-            progress: callback, called with the number of bytes of each chunk of weights.
-
-        Returns:
-            Paths of the files.
+        `progress` gets the number of bytes of each chunk of weights.
         """
         external = path.with_name(path.name + ".data") if self.weight_bytes > _MIN_EXTERNAL else None
         with external.open("wb") if external else nullcontext() as file:
@@ -148,7 +134,7 @@ class GraphFile:
                 progress(len(data))
 
     def _iter_weight_chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
-        """Yield the bytes of a weight's first initializer in chunks; append the bytes of its scales to `scales`."""
+        """Yield the bytes of a weight's first initializer; append the bytes of its scales to `scales`."""
         weight = self.weights[name]
         kind = self.storage_types.get(name)
         if kind is None:
@@ -168,10 +154,7 @@ class GraphFile:
                 yield integers.numpy().tobytes() if kind == "int8" else _pack_int4(integers.numpy())
 
     def _insert_decode_nodes(self) -> None:
-        """Insert a node that decodes a weight directly before the weight's first use.
-
-        A runtime without constant folding then holds only one decoded weight at a time.
-        """
+        """Insert a node that decodes a weight directly before its first use, so that few of them are in memory."""
         nodes = list(self.model.graph.node)
         undecoded = {"float32", "columns"} | ({"float16"} if self.compute_type == "float16" else set())
         decoded = {name: kind for name, kind in self.storage_types.items() if kind not in undecoded}
@@ -195,7 +178,7 @@ class GraphFile:
             self.model.opset_import[0].version = BLOCK_OPSET
 
     def _make_lookup_decode_nodes(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """Return two nodes: a look-up in a float16 or bfloat16 table, and the cast of the rows to float32."""
+        """Decode only the rows of a table that are looked up."""
         (table,) = self.list_initializers(node.input[0])
         (output,) = node.output
         node.input[0] = table.name
@@ -225,7 +208,7 @@ def _to_bytes(numbers: Tensor, dtype: str) -> bytes:
 
 
 def _pack_int4(integers: NDArray[np.int8]) -> bytes:
-    """Return bytes with two 4-bit integers each; the first integer is in the low half of a byte, as ONNX requires."""
+    """The first of two integers is in the low half of a byte, as ONNX requires."""
     flat = integers.reshape(-1).view(np.uint8) & 15
     flat = np.pad(flat, (0, flat.size % 2))
     return (flat[0::2] | (flat[1::2] << 4)).tobytes()

@@ -1,8 +1,6 @@
 """Graphs before they are written: a PyTorch module, its inputs and outputs by name, and test cases.
 
-Decoders and large conditions have a function that writes their graph; any other module is traced. `check_graph_parity`
-compares the graph file with the module. Attention masks are added to scores, and the number `HIDDEN` masks a column.
-This number is finite, so that a node that attends to no column gets finite numbers instead of NaN.
+Decoders and large conditions have a function that writes their graph; any other module is traced.
 """
 
 from __future__ import annotations
@@ -23,14 +21,16 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from ...engines.contracts import TensorSpec
 from ...runtime.tree import DraftTree
 from ..checkpoints.deferred import defer_permutation
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import CPUDecoderWriter
 from .graph_file import GraphFile
-from .onnx_ops import IR_VERSION, OPSET, ExportGraphWriter, TensorSpec
+from .onnx_ops import IR_VERSION, OPSET, ExportGraphWriter
 from .precision import ComputeType, StorageRule, choose_storage_types
 
+# Added to the scores of masked columns. It is finite, because a node that attends to no column would get NaN.
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # tolerance of graphs that compute in float16; see docs/exporting.md
 
@@ -69,10 +69,13 @@ class Graph:
 
 
 def convert_to_float16(graph: Graph) -> Graph:
-    """Convert a decoder's graph to float16 inputs, weights and outputs; norms and logits stay float32."""
+    """Convert a decoder's inputs, weights and outputs to float16; norms and logits stay float32."""
 
     def convert_specs_to_float16(values: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
+        floats = ("float32",)
+        return tuple(
+            replace(v, dtypes=("float16",)) if v.dtypes == floats and v.name != "logits" else v for v in values
+        )
 
     inputs = convert_specs_to_float16(graph.inputs)
     outputs = convert_specs_to_float16(graph.outputs)
@@ -80,10 +83,7 @@ def convert_to_float16(graph: Graph) -> Graph:
 
 
 def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFile:
-    """Return a description of the ONNX file to write for a graph: nodes, weights and storage types.
-
-    No file is written, and no weight is read.
-    """
+    """Describe the file of a graph. No file is written, and no weight is read."""
     if graph.write_nodes is None:
         model, weights = _trace_module(graph)
         storage_types = choose_storage_types(weights, set(weights), set(), storage_rule)
@@ -108,25 +108,12 @@ def make_graph_file(graph: Graph, storage_rule: StorageRule = "fp32") -> GraphFi
 
 
 def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> list[Path]:
-    """Write a graph to `<role>.onnx`, and its weights to `<role>.onnx.data` if they are larger than a megabyte.
-
-    Args:
-        graph: the graph.
-        folder: folder for the files.
-        storage_rule: rule by which the weights are stored, such as `fp16`.
-
-    Returns:
-        Paths of the files.
-    """
+    """Write a graph to `<role>.onnx`, and its weights to `<role>.onnx.data` if they are larger than a megabyte."""
     return make_graph_file(graph, storage_rule).write(folder / f"{graph.role}.onnx")
 
 
 def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
-    """Return test cases by name; a name is the number of batch rows, such as `2 rows`.
-
-    Args:
-        inputs: arrays by name of the graph's inputs, for each test case. Axis 0 of the first array is the batch.
-    """
+    """Name test cases by the number of batch rows, such as `2 rows`: axis 0 of their first arrays."""
     return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
@@ -136,8 +123,8 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
     Args:
         decoder: the target.
         code_embeddings: embeddings from which the inputs of test cases are chosen, `[codes, hidden_size]`.
-        prompt_embeddings: embeddings of a real prompt, `[nodes, hidden_size]`, for test cases with the same number of
-            nodes. On random inputs, a trained model may be far more sensitive to rounding than on real prompts.
+        prompt_embeddings: embeddings of a real prompt, `[nodes, hidden_size]`, for test cases with as many nodes. On
+            random inputs, a trained model may be far more sensitive to rounding than on real prompts.
     """
 
     def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
@@ -146,7 +133,7 @@ def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddin
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
         return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
-    embeds = TensorSpec("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
+    embeds = TensorSpec("input_embeds", ("float32",), ("rows", "nodes", decoder.config.hidden_size))
     return make_decoder_graph(
         "target",
         decoder,
@@ -169,22 +156,22 @@ def make_decoder_graph(
         role: `target` or `drafter`.
         module: the target or drafter.
         leading_inputs: inputs before positions, attention mask and past.
-        make_inputs: function that returns arrays for `leading_inputs`, from a random generator, a number of batch rows
-            and a number of nodes.
+        make_inputs: function that returns arrays for them, from a random generator and the numbers of rows and nodes.
         write_nodes: function that writes the graph.
     """
     config = module.config
     parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
     heads = (config.num_kv_heads, config.head_dim)
-    past = tuple(TensorSpec(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
-    new = (TensorSpec(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
-    positions = TensorSpec("position_ids", ("rows", "nodes"), "int64")
-    logits = TensorSpec("logits", ("rows", "nodes", config.num_logits))
+    past = tuple(TensorSpec(f"past_key_values.{part}", ("float32",), ("past", "rows", *heads)) for part in parts)
+    new = (TensorSpec(f"new_key_values.{part}", ("float32",), ("nodes", "rows", *heads)) for part in parts)
+    positions = TensorSpec("position_ids", ("int64",), ("rows", "nodes"))
+    mask = TensorSpec("attention_mask", ("float32",), ("rows", 1, "nodes", "past + nodes"))
+    logits = TensorSpec("logits", ("float32",), ("rows", "nodes", config.num_logits))
     return Graph(
         role=role,
         module=module,
-        inputs=(*leading_inputs, positions, TensorSpec("attention_mask", ("rows", 1, "nodes", "past + nodes")), *past),
-        outputs=(logits, TensorSpec("hidden_states", ("rows", "nodes", config.hidden_size)), *new),
+        inputs=(*leading_inputs, positions, mask, *past),
+        outputs=(logits, TensorSpec("hidden_states", ("float32",), ("rows", "nodes", config.hidden_size)), *new),
         test_cases=dict(_iter_decoder_cases(make_inputs, past, config)),
         write_nodes=write_nodes,
     )
@@ -195,20 +182,12 @@ def _iter_decoder_cases(
     past_inputs: Sequence[TensorSpec],
     config: DecoderConfig,
 ) -> Iterator[tuple[str, Arrays]]:
-    """Yield the names and inputs of a decoder's test cases."""
     generator = np.random.default_rng(0)
     heads = (config.num_kv_heads, config.head_dim)
     max_nodes = _MAX_CASE_NUMBERS // max(len(past_inputs) * math.prod(heads), config.num_logits)
     prefix = max(2, min(config.prefix, _MAX_CASE_NODES, max_nodes))
 
     def make_test_case(name: str, past_lengths: list[int], node_mask: NDArray[np.bool_]) -> tuple[str, Arrays]:
-        """Make a test case.
-
-        Args:
-            name: name of the test case.
-            past_lengths: past length of each batch row.
-            node_mask: attention mask among the new nodes, `[nodes, nodes]`.
-        """
         rows = len(past_lengths)
         nodes = len(node_mask)
         longest = max(past_lengths)
@@ -239,20 +218,11 @@ def _iter_decoder_cases(
 
 
 def make_tree_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return the attention mask of a draft tree, `[nodes, nodes]`: each node attends to itself and its ancestors.
-
-    Args:
-        parents: index of each node's parent; -1 for the root.
-    """
+    """Return the attention mask of a draft tree, `[nodes, nodes]`, by the parents of its nodes; -1 for the root."""
     return DraftTree(np.zeros(len(parents), np.int64), np.array(parents)).tree_structure.ancestor_mask
 
 
 def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-    """Export a module to ONNX by tracing; return the model without weights, and the weights by name.
-
-    PyTorch's older exporter, which is based on TorchScript, is used. For these modules it is twenty times as fast as
-    the newer exporter and gives the same ops.
-    """
     values = (*graph.inputs, *graph.outputs)
     example = next(iter(graph.test_cases.values()))
     buffer = io.BytesIO()
@@ -264,11 +234,11 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
             buffer,  # type: ignore[arg-type]  # the annotation knows paths only
             input_names=[value.name for value in graph.inputs],
             output_names=[value.name for value in graph.outputs],
-            dynamic_axes={v.name: {i: axis for i, axis in enumerate(v.axes) if isinstance(axis, str)} for v in values},
+            dynamic_axes={v.name: {i: axis for i, axis in enumerate(v.shape) if isinstance(axis, str)} for v in values},
             opset_version=OPSET,
             export_params=False,
             do_constant_folding=False,  # folding would rename weights; runtimes fold constants when they load a graph
-            dynamo=False,
+            dynamo=False,  # the older exporter is twenty times as fast, and gives the same ops for these modules
         )
     model = onnx.load_from_string(buffer.getvalue())
     model.ir_version = IR_VERSION
@@ -278,9 +248,11 @@ def _trace_module(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     state = graph.module.state_dict()
     input_names = {value.name for value in graph.inputs}
     weights = {entry.name: state[entry.name] for entry in model.graph.input if entry.name not in input_names}
-    for entries, declared in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
-        del entries[:]  # the tracer guesses output sizes from the example
-        entries.extend(value.to_proto() for value in declared)
+    declared = ExportGraphWriter().make_model(graph.role, graph.inputs, graph.outputs).graph
+    # The tracer guesses output sizes from the example.
+    for entries, replacements in ((model.graph.input, declared.input), (model.graph.output, declared.output)):
+        del entries[:]
+        entries.extend(replacements)
     del model.graph.value_info[:]
     _fold_transposes(model, weights)
     return model, weights
@@ -313,10 +285,7 @@ def _convert_model_to_float16(model: onnx.ModelProto) -> None:
 
 
 def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None:
-    """Remove transposes and aliases of weights from a graph.
-
-    A weight that the graph only uses transposed is stored transposed instead.
-    """
+    """Remove aliases of weights. A weight that the graph only uses transposed is stored transposed instead."""
     names: dict[str, str] = {}  # name of the weight by name of the alias
     uses = Counter(name for node in model.graph.node for name in node.input)
     remaining = []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import helper
 from torch import Tensor
 
-from ...engines.graph_writer import TYPES, GraphWriter
+from ...engines.contracts import TensorSpec
+from ...engines.graph_writer import GraphWriter
 from ..checkpoints.deferred import defer_transpose
 
 OPSET = 20
@@ -25,25 +24,6 @@ _ZERO_POINT = 128  # added to these integers, which are stored as uint8
 # one integer and 0.02 with two.
 TWO_INTEGERS = (".qkv.weight", ".down.weight")
 _SECOND_STEPS = 128  # a step of the first integer has this many steps of the second
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Description of a graph's input or output.
-
-    Args:
-        name: name of the tensor.
-        axes: size of each axis, or a name for a size that varies between calls.
-        dtype: type of the numbers, such as `float32` or `int64`.
-    """
-
-    name: str
-    axes: tuple[int | str, ...]
-    dtype: str = "float32"
-
-    def to_proto(self) -> onnx.ValueInfoProto:
-        """Return the description as an ONNX `ValueInfoProto`."""
-        return helper.make_tensor_value_info(self.name, TYPES[self.dtype], list(self.axes))
 
 
 class ExportGraphWriter(GraphWriter):
@@ -69,8 +49,6 @@ class ExportGraphWriter(GraphWriter):
         """Add a weight and return its name. If the name was added before, the first tensor is kept.
 
         Args:
-            name: name of the weight.
-            tensor: the weight.
             keep_float32: whether the weight stays float32 in a float16 graph.
         """
         self.weights.setdefault(name, tensor.detach())
@@ -79,19 +57,17 @@ class ExportGraphWriter(GraphWriter):
         return name
 
     def add_number(self, name: str, value: float) -> str:
-        """Add a constant number and return its name."""
         return self.add_weight(name, torch.tensor(value))
 
     def add_norm_weight(self, name: str, tensor: Tensor) -> str:
-        """Add a weight of a norm, and return the name of the weight in the type in which norms compute."""
+        """Add a weight of a norm, and return its name in the type in which norms compute."""
         stored = self.add_weight(name, tensor, keep_float32=True)
         return self.cast(stored, "float64") if self.int8_matmul else stored
 
     def cast_for_norm(self, x: str) -> str:
         """Write a cast of `x` to the type that norms compute in: float32, but float64 with int8 matmul.
 
-        With int8 matmul, the last bit of a norm can change an image. In float32, releases of ONNX Runtime differ in
-        that bit: 1.25 and 1.31 generated different images.
+        With int8 matmul, the last bit of a norm can change an image, and ONNX Runtime 1.25 and 1.31 differ in that bit.
         """
         if not self.is_float16 and not self.int8_matmul:
             return x
@@ -101,14 +77,7 @@ class ExportGraphWriter(GraphWriter):
         return self.add_weight(name or f"constant_{len(self.weights)}", torch.from_numpy(array))
 
     def write_linear(self, x: str, name: str, weight: Tensor, output_name: str | None = None) -> str:
-        """Write `x @ weight.T` and return the name of the result.
-
-        Args:
-            x: name of the input, `[..., in]`.
-            name: name of the weight.
-            weight: weight of a PyTorch layer, `[out, in]`; it is stored transposed.
-            output_name: name of the result; None: a new name.
-        """
+        """Write `x @ weight.T`, with a PyTorch weight `[out, in]` that is stored transposed."""
         self.matrix_names.add(name)
         stored = self.add_weight(name, defer_transpose(weight.detach()))
         if self.int8_matmul:
@@ -118,8 +87,9 @@ class ExportGraphWriter(GraphWriter):
     def _write_int8_matmul(self, x: str, weight: str, with_residual: bool, output_name: str | None) -> str:
         """Write a matrix product of 8-bit integers, multiplied by the scales of activations and weight.
 
-        The nodes dequantize both factors and multiply floats. ONNX Runtime fuses the nodes to a matrix product of
-        integers, whose sums have no rounding errors.
+        The nodes dequantize both factors and multiply floats. ONNX Runtime fuses them to a product of integers, whose
+        sums
+        have no rounding errors.
         """
         if x not in self.quantized:
             self.quantized[x] = self._write_quantize(x, with_residual)
@@ -138,22 +108,18 @@ class ExportGraphWriter(GraphWriter):
         return self.op("Mul", sums, scale, name=output_name) if scale else sums
 
     def _write_quantize(self, x: str, with_residual: bool) -> tuple[str, str | None, str]:
-        """Write the conversion of activations to 8-bit integers, one or two per activation.
+        """Write the conversion of activations `[nodes, rows, width]` to 8-bit integers.
 
-        A second integer holds the rounding error of the first. The second integers of all nodes follow the first
-        integers along the first axis, as if there were twice as many nodes.
-
-        Each node has a scale, which does not depend on the other nodes. With two integers, `self.steps` may instead
-        have a fixed step for the activations. If all activations of a node are 0, the scale is 0. The integers of this
-        node come from a division by 0, but do not matter, because they are multiplied by the scale.
-
-        Args:
-            x: name of the activations, `[nodes, rows, width]`.
-            with_residual: whether to write two integers per activation.
+        With a residual, second integers hold the rounding errors of the first. They follow along the first axis, as if
+        there
+        were twice as many nodes. Each node has a scale of its own or, with a residual, a fixed step of `self.steps`. If
+        all
+        activations of a node are 0, its integers come from a division by 0; the scale 0 cancels them.
 
         Returns:
-            Names of three tensors. The first has the integers. The second has the scale `[nodes, rows, 1]` by which
-            results must be multiplied; None with a fixed step. The third has the step of the first integers.
+            The integers, the scale `[nodes, rows, 1]` by which results must be multiplied (None with a fixed step), and
+                the
+            step of the first integers.
         """
         scale = None
         step = self.steps.get(x) if with_residual else None
@@ -181,10 +147,7 @@ class ExportGraphWriter(GraphWriter):
         return self.add_weight("integer_zero", torch.tensor(_ZERO_POINT, dtype=torch.uint8))
 
     def make_model(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> onnx.ModelProto:
-        """Return the ONNX model without its weights."""
-        model = onnx.load_from_string(self.to_bytes((), (), name))
+        model = onnx.load_from_string(self.to_bytes(inputs, outputs, name))
         model.ir_version = IR_VERSION
         model.producer_name = "lantern-rt"
-        model.graph.input.extend(value.to_proto() for value in inputs)
-        model.graph.output.extend(value.to_proto() for value in outputs)
         return model

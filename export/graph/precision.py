@@ -1,9 +1,8 @@
 """Precisions that the user may choose, and the stored type of each weight.
 
-Only weights are rounded; logits and caches are not. Only `int8` also rounds activations. The matrices of the layers may
-be stored as integers with a scale for each block along the input axis. Other weights (embeddings, head) are stored as
-float16 or float32. With `int8`, all matrices, the head included, have a scale for each output and are multiplied as
-integers.
+Only weights are rounded, and with `int8` activations, too. Matrices of the layers may be integers with a scale for each
+block along the input axis; other weights (embeddings, head) are float16 or float32. With `int8`, all matrices, the head
+included, have a scale for each output and are multiplied as integers.
 """
 
 from __future__ import annotations
@@ -53,42 +52,34 @@ class Precisions:
 
     Args:
         target: precision of the target.
-        drafter: precision of the drafter; None: that of the target.
         compute_type: type in which target and drafter compute, and in which they store weights that are not integers.
         lossless: whether graphs without rounding store a weight as float16 if this changes no number.
-        vq: precision of the image decoder's weights and products.
+        vq: precision of the image decoder.
     """
 
     target: Precision = "fp32"
-    drafter: Precision | None = None
     compute_type: ComputeType = "float32"
     lossless: bool = False
     vq: VQPrecision = "fp32"
 
     def get_precision(self, role: str) -> Precision:
-        """Return the precision of the graph `role`. Image tokenizers have fp32, as `vq` is applied separately."""
-        if role == "drafter":
-            return self.drafter or self.target
+        """Image tokenizers have fp32, as `vq` is applied separately."""
         if role == "condition" and self.target != "fp32":
             return "bf16-safe"
-        return self.target if role == "target" else "fp32"
+        return self.target if role in ("target", "drafter") else "fp32"
 
     def choose_storage_rule(self, role: str) -> StorageRule:
-        """Choose the rule by which the weights of the graph `role` are stored."""
         precision = self.get_precision(role)
         return "lossless" if self.lossless and precision == "fp32" else precision
 
 
-def parse_precisions(
-    target: str | None = None, drafter: str | None = None, compute: str = "float32", vq: str = "fp32"
-) -> Precisions:
+def parse_precisions(target: str | None = None, compute: str = "float32", vq: str = "fp32") -> Precisions:
     """Check the precisions that a user gives by name.
 
     Args:
-        target: precision of the target; None: weights are stored in the type `compute`. `auto` is `int8` if this
-            processor has instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in all
-            measurements (docs/exporting.md).
-        drafter: precision of the drafter; None: that of the target.
+        target: precision of target and drafter; None: weights are stored in the type `compute`. `auto` is `int8` if
+            this processor has instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in
+            all measurements (docs/exporting.md).
         compute: type in which target and drafter compute.
         vq: precision of the image decoder.
 
@@ -103,33 +94,31 @@ def parse_precisions(
     if target == "auto":
         fastest = "int8" if _INT8_INSTRUCTIONS & set(describe_processor().split()) else "fp32"
         target = fastest if compute == "float32" else None
-    for field, value in (("precision", target), ("drafter_precision", drafter)):
-        if value is None:
-            continue
-        if value not in get_args(Precision):
-            known = ", ".join((*get_args(Precision), *(["auto"] if field == "precision" else [])))
-            raise RequestError(field=field, found=repr(value), expected=f"one of {known}")
-        allowed = (default, "int8-weights", "int4-weights")
-        if value == "bf16" != default or (compute != "float32" and value not in allowed):
-            expected = "compute bfloat16" if value == "bf16" else ", ".join(allowed)
-            raise RequestError(field=field, found=f"{value} with compute {compute}", expected=expected)
-    stored = (cast(Precision, target or default), cast(Precision | None, drafter))
-    return Precisions(*stored, cast(ComputeType, compute), vq=cast(VQPrecision, vq))
+    if target is None:
+        target = default
+    if target not in get_args(Precision):
+        known = ", ".join((*get_args(Precision), "auto"))
+        raise RequestError(field="precision", found=repr(target), expected=f"one of {known}")
+    allowed = (default, "int8-weights", "int4-weights")
+    if target == "bf16" != default or (compute != "float32" and target not in allowed):
+        expected = "compute bfloat16" if target == "bf16" else ", ".join(allowed)
+        raise RequestError(field="precision", found=f"{target} with compute {compute}", expected=expected)
+    return Precisions(cast(Precision, target), cast(ComputeType, compute), vq=cast(VQPrecision, vq))
 
 
 def choose_storage_types(
     weights: dict[str, Tensor],
-    checkpoint_names: Set[str],
+    names_in_checkpoint: Set[str],
     matrix_names: Set[str],
     storage_rule: StorageRule,
     compute_type: ComputeType = "float32",
 ) -> dict[str, StorageType]:
-    """Choose the stored type of each floating-point weight of a graph, by the weight's shape alone.
+    """Choose the stored type of each floating-point weight of a graph, without reading the numbers.
 
     Args:
         weights: weights by name.
-        checkpoint_names: names of the checkpoint's weights. Other weights, such as rotary tables, are computed, and are
-            stored in a smaller type only if this loses nothing.
+        names_in_checkpoint: names of the checkpoint's weights. Other weights, such as rotary tables, are computed, and
+            are stored in a smaller type only if this loses nothing.
         matrix_names: names of the weights of linear layers, `[in, out]`.
         storage_rule: storage rule of the graph.
         compute_type: type that the graph computes in.
@@ -138,7 +127,7 @@ def choose_storage_types(
         name: choose_storage_type(
             weight,
             name in matrix_names,
-            storage_rule if name in checkpoint_names or storage_rule == "lossless" else "fp32",
+            storage_rule if name in names_in_checkpoint or storage_rule == "lossless" else "fp32",
             compute_type,
         )
         for name, weight in weights.items()
@@ -149,14 +138,7 @@ def choose_storage_types(
 def choose_storage_type(
     weight: Tensor, is_matrix: bool, storage_rule: StorageRule, compute_type: ComputeType = "float32"
 ) -> StorageType:
-    """Return the stored type of one weight by its shape. `resolve_storage_type` also checks the numbers.
-
-    Args:
-        weight: the weight.
-        is_matrix: whether the weight belongs to a linear layer, `[in, out]`.
-        storage_rule: storage rule of the graph.
-        compute_type: type in which the graph computes.
-    """
+    """Choose the stored type of one weight by its shape. `resolve_storage_type` also checks the numbers."""
     if storage_rule == "fp32" or weight.ndim < 2:
         return "float32"
     integer = _INTEGER_STORAGE.get(storage_rule)
@@ -167,13 +149,7 @@ def choose_storage_type(
 def resolve_storage_type(
     name: str, weight: Tensor, planned_type: StorageType, storage_rule: StorageRule
 ) -> StorageType:
-    """Return the stored type of a weight: the planned type, or float32 if float16 cannot represent the numbers.
-
-    Args:
-        name: name of the weight, for the error message.
-        weight: the weight.
-        planned_type: stored type that `choose_storage_type` returned.
-        storage_rule: storage rule of the graph.
+    """Return the planned type, or float32 if float16 cannot represent the numbers.
 
     Raises:
         CheckpointError: float16 cannot represent the numbers, and the rule `fp16` allows no other type.
@@ -200,11 +176,9 @@ def resolve_storage_type(
 
 
 def iter_float32_chunks(weight: Tensor, row_multiple: int = 1) -> Iterator[Tensor]:
-    """Yield a weight as float32 chunks, so that the whole weight is never in memory as float32.
+    """Yield a weight as float32 chunks, so that it is never in memory as a whole.
 
-    Args:
-        weight: the weight, which may be deferred.
-        row_multiple: number, such as a block size, that divides the number of rows of every chunk but the last.
+    `row_multiple`, such as a block size, divides the number of rows of every chunk but the last.
     """
     weight = compute_deferred_tensor(weight)
     if weight.ndim == 0:
@@ -227,16 +201,11 @@ def find_block_size(storage_type: StorageType, num_inputs: int) -> int | None:
 def quantize(
     weight: Tensor, storage_type: StorageType, scales: Tensor | None = None, compute_type: ComputeType = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a weight to int8 integers with scales.
+    """Quantize a weight `[in, out]` to int8 integers `[in, out]` with float32 scales `[in / block, out]`.
 
     Args:
-        weight: the weight, `[in, out]`, float32.
-        storage_type: stored type, an integer type.
         scales: scales `[1, out]` of the whole weight, if `weight` is a chunk of its inputs; None: they are computed.
         compute_type: type to whose precision the scales are rounded.
-
-    Returns:
-        Integers `[in, out]`, int8, and scales `[in / block, out]`, float32.
     """
     size = len(weight) if scales is not None else find_block_size(storage_type, len(weight)) or len(weight)
     largest = MAX_INTEGER[storage_type]
@@ -251,13 +220,9 @@ def quantize(
 def fake_quantize(
     weight: Tensor, storage_type: StorageType, is_matrix: bool, compute_type: ComputeType = "float32"
 ) -> Tensor:
-    """Return a weight as the float32 numbers that a runtime decodes from its storage.
+    """Return a module's weight, `[out, in]` if it is a matrix, as the float32 numbers that a runtime decodes.
 
-    Args:
-        weight: a module's weight; a matrix is `[out, in]`.
-        storage_type: stored type of the weight.
-        is_matrix: whether the weight belongs to a linear layer; other weights are never integers.
-        compute_type: type to whose precision the scales are rounded.
+    Only matrices are integers. Scales are rounded to the precision of `compute_type`.
     """
     weight = compute_deferred_tensor(weight)
     if storage_type == "float32" or (storage_type in MAX_INTEGER and not is_matrix):

@@ -41,8 +41,6 @@ class _SkipConnection(nn.Sequential):
 
 
 class CosmosVQ(LlamaGenVQ):
-    """Cosmos tokenizer for images; its encoder reads patches of pixels, and its decoder writes patches."""
-
     def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__(config)
         for half, width in ((self.encoder, config.encoder_widths[-1]), (self.decoder, config.decoder_widths[0])):
@@ -56,11 +54,8 @@ class CosmosVQ(LlamaGenVQ):
 def load_cosmos_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     """Load the Cosmos tokenizer from a folder with its encoder and decoder.
 
-    The FSQ levels (numbers of values of the digits of a code) come from the weights. If the weights lack the levels,
-    config.json gives the levels. If there is no config.json, the levels of the published tokenizer are used.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or has another model or unsupported FSQ levels.
+    The FSQ levels (numbers of values of the digits of a code) come from the weights, or else from config.json, or else
+    they are those of the published tokenizer.
     """
     checkpoint.read_weights(name_filter=lambda name: not any(part in name for part in _UNUSED))
     stored = [checkpoint.weights.pop(f"{part}quantizer._levels", None) for part in ("", "inv_quant.")]
@@ -90,10 +85,7 @@ def _fold_3d_convolutions(checkpoint: Checkpoint) -> None:
     weights = checkpoint.weights
 
     def pop_conv(name: str) -> Conv:
-        """Remove a 3D convolution from the weights and return it in 2D.
-
-        All frames are equal, so the kernel's taps in time can be added.
-        """
+        """Remove a 3D convolution, and return it in 2D: all frames are equal, so its taps in time can be added."""
         parts = (f"{name}.conv3d.weight", 5), (f"{name}.conv3d.bias", 1)
         weight, bias = (weights.pop(part).double() for part, sizes in parts if checkpoint.get_shape(part, sizes))
         return weight.sum(2), bias
@@ -133,13 +125,7 @@ def _fold_3d_convolutions(checkpoint: Checkpoint) -> None:
 
 
 def _add_skip_kernel(conv: Conv, taps: slice = slice(None), factor: float = 1.0) -> Conv:
-    """Return a convolution that also adds its input to its output, as a skip connection does.
-
-    Args:
-        conv: weight and bias; the weight is changed.
-        taps: rows and columns of the kernel to which the input is added.
-        factor: factor by which the added input is multiplied.
-    """
+    """Make a convolution add `factor` times its input to its output; `taps` are rows and columns of the kernel."""
     weight, bias = conv
     weight[:, :, taps, taps] += factor * torch.eye(len(weight))[:, :, None, None]
     return weight, bias

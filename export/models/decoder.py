@@ -1,8 +1,7 @@
 """Decoder of all families: a Llama-style transformer with tree attention masks and an explicit KV cache.
 
 `Decoder.forward` defines the target graph. The position is the first axis of keys and values. Past keys and values are
-inputs; only the new keys and values are outputs. `Decoder.forward_sequences` computes the same hidden states without a
-cache, for training and checks.
+inputs; only the new keys and values are outputs.
 """
 
 from __future__ import annotations
@@ -75,50 +74,45 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
         return self.head_width or self.hidden_size // self.num_heads
 
     @property
     def attention_scale(self) -> float:
-        """Factor by which a graph multiplies the products of queries and keys.
+        """Factor by which a graph multiplies the products of queries and keys: 1 / sqrt(head_dim), or 1.
 
-        The factor is 1 / sqrt(head_dim), or 1 if the weights already include the factor. Query weights include a factor
-        that is a power of two, because this multiplication does not round them. If queries are normalised, the weights
-        of the norm include the factor.
+        Query weights include a factor that is a power of two, because this multiplication does not round them. If
+        queries
+        are normalised, the weights of the norm include the factor.
         """
         scale = self.head_dim**-0.5
         return 1.0 if self.query_key_norm or math.log2(scale).is_integer() else scale
 
     @property
     def head_norm_eps(self) -> float | None:
-        """Epsilon of the norms of queries and keys; None without these norms."""
         if not self.query_key_norm:
             return None
         return self.norm_eps if self.rms_head_norm else HEAD_EPSILON
 
     @property
     def architecture(self) -> Architecture:
-        """Conventions of the decoder, for the manifest."""
         return Architecture(**{name: getattr(self, name) for name in Architecture.model_fields})
 
     @property
     def num_logits(self) -> int:
-        """Number of logits of a node, from all output heads."""
         return self.vocab_size * (1 + self.two_heads)
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of positions of a sequence."""
         return self.prefix + (self.max_image_tokens or self.grid**2) + self.spare_positions
 
     @property
     def num_rope_positions(self) -> int:
-        """Number of rows of the rotary table, which has `max_sequence_length` rows for each image size in `grids`."""
+        """Number of rows of the rotary table: `max_sequence_length` for each image size in `grids`."""
         return self.max_sequence_length * max(1, len(self.grids))
 
 
 def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return the sizes and the architecture of a decoder as manifest fields, by name."""
+    """Return the manifest fields of a decoder."""
     names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
     return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
 
@@ -198,13 +192,7 @@ def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tens
 
 
 class RMSNorm(nn.Module):
-    """RMS norm: `x / sqrt(mean(x ** 2) + eps) * weight` over the last axis.
-
-    Args:
-        width: size of the last axis.
-        eps: number added to the mean square.
-        heads: number of attention heads with different weights, or empty for one weight.
-    """
+    """RMS norm over the last axis. With `heads`, attention heads have different weights."""
 
     def __init__(self, width: int, eps: float, heads: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -234,8 +222,6 @@ def _make_head_norm(config: DecoderConfig, num_heads: int) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with or without a KV cache."""
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
@@ -252,12 +238,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def project_qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`.
-
-        Args:
-            x: normalised hidden states, `[rows, nodes, hidden_size]`.
-            rope: cosines and sines that rotate queries and keys, `[rows, nodes, head_dim / 2, 2]`.
-        """
+        """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), self.head_dim).split(heads, 2)
         if self.query_key_norm:
@@ -291,8 +272,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward network."""
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -322,17 +301,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer to new nodes. All shapes are as in `Attention.forward`.
-
-        Args:
-            x: hidden states, not normalised.
-            rope: cosines and sines.
-            mask: additive attention mask; None: causal attention.
-            past: past keys and values; empty without a past.
-
-        Returns:
-            The hidden states, the new keys and the new values.
-        """
+        """Return the hidden states, the new keys and the new values; shapes are as in `Attention.forward`."""
         attended, key, value = self.attention(self.attention_norm(x), rope, mask, past)
         x = x + self.attention_post_norm(attended)
         return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x))), key, value
@@ -352,18 +321,7 @@ class LayerStack(nn.Module):
     def run_layers(
         self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor], layers: slice = slice(None)
     ) -> tuple[Tensor, list[Tensor]]:
-        """Apply layers to new nodes.
-
-        Args:
-            x: input of the first layer, `[rows, nodes, hidden_size]`.
-            position_ids: rows of the rotary table, `[rows, nodes]`, as for `look_up_rope`.
-            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
-            past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
-            layers: slice of the layers to apply; by default all.
-
-        Returns:
-            The hidden states, and the new keys and values of each layer, `[nodes, rows, num_kv_heads, head_dim]`.
-        """
+        """Apply layers to new nodes; arguments and results are those of `Decoder.forward`, without its logits."""
         rope = self.look_up_rope(position_ids)
         new_kv: list[Tensor] = []
         for i, layer in [*enumerate(self.layers)][layers]:
@@ -372,11 +330,11 @@ class LayerStack(nn.Module):
         return x, new_kv
 
     def look_up_rope(self, position_ids: Tensor) -> Tensor:
-        """Look up cosines and sines by position, `[rows, nodes, head_dim / 2, 2]`.
+        """Look up cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
 
-        Args:
-            position_ids: rows of the rotary table, `[rows, nodes]`. With two grids and a table of n rows, the id
-                p + s * n means row p with its three coordinates (time, row, column) decreased by s.
+        With two grids and a table of n rows, the position id p + s * n means row p with its three coordinates (time,
+        row,
+        column) decreased by s.
         """
         if self.config.rotary != "grids":
             return self.rope[position_ids]
@@ -420,13 +378,9 @@ class Decoder(LayerStack):
         return self.head(hidden, self.below_norm(x)), hidden, *new_kv, *last_kv
 
     def forward_sequences(self, embeds: Tensor) -> Tensor:
-        """Compute hidden states of whole sequences from position 0, with causal attention and without a cache.
+        """Compute hidden states of whole sequences, with causal attention and without a cache, for training and checks.
 
-        Args:
-            embeds: input embeddings, `[rows, length, hidden_size]`.
-
-        Returns:
-            Hidden states, `[rows, length, hidden_size]`.
+        Both embeddings and hidden states are `[rows, length, hidden_size]`.
         """
         rope = self.rope[None, : embeds.shape[1]]
         for layer in self.layers:

@@ -1,9 +1,9 @@
 """EAGLE drafters in LANTERN's layout (a folder with config.json and weights), and their graph.
 
 A drafter combines the embedding of a token and the target's hidden state before this token by a linear map. The result
-is the input of its layers, which have the same modules as the target's layers. A drafter has an embedding table, no
-final norm, and the output head of its target. The slot of a token has the position before the token's position. So the
-prefix of a drafter is one position shorter than the target's.
+is the input of its layers, which have the same modules as the target's. It has an embedding table, no final norm, and
+the output head of its target. The slot of a token has the position before the token's position, so the prefix of a
+drafter is one position shorter than the target's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...engines.contracts import Progress
+from ...engines.contracts import Progress, TensorSpec
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import CPUDecoderWriter
 from ..graph.graphs import Arrays, Graph, make_decoder_graph
-from ..graph.onnx_ops import ExportGraphWriter, TensorSpec
+from ..graph.onnx_ops import ExportGraphWriter
 from ..progress import ignore_progress
 from .decoder import Decoder, DecoderConfig, LayerStack
 from .llama import read_layer_sizes, read_rope_base, rename_llama_weights
@@ -48,18 +48,12 @@ class EagleDrafter(LayerStack):
     def forward(
         self, input_ids: Tensor, target_hidden: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
-        """Compute one forward pass over new slots.
+        """Compute one forward pass over new slots, with arguments and results as in `Decoder.forward`.
 
         Args:
             input_ids: tokens of the slots, `[rows, nodes]`.
             target_hidden: hidden states before the tokens, `[rows, nodes, hidden_size]`. They come from the target, or
                 from the drafter for draft tokens.
-            position_ids: rows of the rotary table, `[rows, nodes]`.
-            mask: additive attention mask, `[rows, 1, nodes, past + nodes]`.
-            past: past keys and values of each layer, `[past, rows, num_kv_heads, head_dim]`.
-
-        Returns:
-            Logits, predicted hidden states, and the new keys and values of each layer, as from `Decoder.forward`.
         """
         x = self.fc(torch.cat([self.embed(input_ids), target_hidden], -1))
         hidden, new_kv = self.run_layers(x, position_ids, mask, past)
@@ -150,7 +144,6 @@ def read_drafter(
 
 
 def make_drafter_graph(drafter: EagleDrafter) -> Graph:
-    """Return the graph of a drafter."""
     hidden_size = drafter.config.hidden_size
 
     def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
@@ -165,6 +158,6 @@ def make_drafter_graph(drafter: EagleDrafter) -> Graph:
         writer = CPUDecoderWriter(ops, drafter)
         writer.write_graph(writer.write_linear(joint, "fc"))
 
-    ids = TensorSpec("input_ids", ("rows", "nodes"), "int64")
-    states = TensorSpec("target_hidden", ("rows", "nodes", hidden_size))
+    ids = TensorSpec("input_ids", ("int64",), ("rows", "nodes"))
+    states = TensorSpec("target_hidden", ("float32",), ("rows", "nodes", hidden_size))
     return make_decoder_graph("drafter", drafter, (ids, states), make_inputs, write_drafter)

@@ -20,13 +20,7 @@ _LIMIT = 6.0  # GELU of a larger number is the number itself, and of a number be
 
 
 class SplitMatrix(NamedTuple):
-    """Matrix that is split into two matrices of integers; its value is `(high + low / 2**20) * scale`.
-
-    Args:
-        high: integers, `[rows, columns]`.
-        low: integers, `[rows, columns]`.
-        scale: powers of two, `[rows, 1]`.
-    """
+    """Matrix `(high + low / 2**20) * scale`, of integers `[rows, columns]` and powers of two `[rows, 1]`."""
 
     high: Array
     low: Array
@@ -48,13 +42,7 @@ def split_into_integer_matrices(matrix: NDArray[Any]) -> SplitMatrix:
 
 
 def apply_exact_linear(inputs: NDArray[Any], weight: SplitMatrix, bias: NDArray[Any]) -> Array:
-    """Compute a linear layer from exact products of integers.
-
-    Args:
-        inputs: inputs, `[rows, columns]`.
-        weight: weight `[outputs, columns]`, split into integers.
-        bias: bias, `[outputs]`.
-    """
+    """Compute a linear layer, with weight `[outputs, columns]`, from exact products of integers."""
     parts = split_into_integer_matrices(inputs)
     small = parts.high @ weight.low.T + parts.low @ weight.high.T  # low times low is too small to matter
     outputs: Array = (parts.high @ weight.high.T + small / 2**_BITS) * parts.scale * weight.scale.T + bias

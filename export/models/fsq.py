@@ -16,15 +16,7 @@ _RANGE_FACTOR = 1.001  # widens the range of tanh, so that rounding can reach th
 
 
 def decode_fsq_codes(codes: Tensor, fsq_levels: tuple[int, ...]) -> Tensor:
-    """Return the vectors of codes.
-
-    Args:
-        codes: codes, int64 `[images, ...]`.
-        fsq_levels: number of values of each digit, from the least significant.
-
-    Returns:
-        Vectors, float32 `[images, width, ...]`, where width is the number of digits.
-    """
+    """Return the vectors, float32 `[images, width, ...]`, of codes `[images, ...]`; width is the number of digits."""
     digits = (
         torch.div(codes, prod(fsq_levels[:i]), rounding_mode="trunc") % n - n // 2 for i, n in enumerate(fsq_levels)
     )
@@ -32,15 +24,7 @@ def decode_fsq_codes(codes: Tensor, fsq_levels: tuple[int, ...]) -> Tensor:
 
 
 def quantize_fsq_latents(latents: Tensor, fsq_levels: tuple[int, ...]) -> Tensor:
-    """Convert the output of an encoder to codes.
-
-    Args:
-        latents: output of the encoder, `[images, width, rows, columns]`.
-        fsq_levels: number of values of each digit, from the least significant.
-
-    Returns:
-        Codes, int64 `[images, cells]`.
-    """
+    """Convert the output of an encoder, `[images, width, rows, columns]`, to codes, int64 `[images, cells]`."""
     digits = []
     for i, (level, column) in enumerate(zip(fsq_levels, latents.flatten(2).unbind(1), strict=True)):
         half = (level - 1) * _RANGE_FACTOR / 2

@@ -1,8 +1,4 @@
-"""Readers of weights and sizes of Llama-style decoders in the layout of transformers, checked against config.json.
-
-Chameleon, the language model of Janus, and LANTERN's targets and drafters have this layout. LlamaGen's official files
-have other names of weights.
-"""
+"""Readers of weights and sizes of Llama-style decoders in the layout of transformers, checked against config.json."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ def rename_llama_weights(checkpoint: Checkpoint, prefix: str, other_names: Mappi
     """Rename the weights of the layers and of the final norm to the decoder's names.
 
     The projections to queries, keys and values, `[heads * head_dim, hidden_size]`, are joined to one weight, and their
-    biases to one bias. A row of a query or key norm, `[rows, head_dim]`, may belong to several heads (Lumina-mGPT). The
-    row is then repeated for each of these heads.
+    biases to one bias. A row of a query or key norm, `[rows, head_dim]`, may belong to several heads (Lumina-mGPT), and
+    is then repeated for each of them.
 
     Args:
         checkpoint: weights that are renamed.
@@ -90,9 +86,6 @@ def read_layer_sizes(
         num_heads: number of query heads; None raises an error that the configuration lacks the number.
         head_dim_multiple: number that must divide the width of a head.
         num_extra_layers: number of layers that the number in the configuration does not include.
-
-    Raises:
-        CheckpointError: a size is not supported, or differs from the configuration.
     """
     qkv = f"{_LAYER}.qkv.weight"
     rows, width = checkpoint.get_shape(qkv)
@@ -219,5 +212,4 @@ def read_rope_settings(config: Config) -> Config:
 
 
 def read_rope_base(config: Config) -> float:
-    """Read the base of the rotary frequencies. Raises: CheckpointError."""
     return read_rope_settings(config).get_number("rope_theta", 10000.0)

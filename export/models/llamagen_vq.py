@@ -1,11 +1,8 @@
 """LlamaGen's VQ image tokenizer: an encoder from images to codes, and a decoder from codes to images.
 
-Encoder and decoder are convolutional networks with levels; the resolution changes by a factor of two from level to
-level. The shapes of the weights give the widths, and their names give the numbers of levels and residual blocks. The
-number of groups of the norms (32) and their epsilon are constants of the published model.
-
-The tokenizers of Chameleon and Janus are the same modules with other settings (`VQTokenizerConfig`). The norms in
-Emu3's decoder also read the code vectors (`norm_inputs`). Cosmos has no codebook (`fsq_levels`).
+Both are convolutional networks with levels, between which the resolution changes by a factor of two. The tokenizers of
+Chameleon and Janus are the same modules with other settings (`VQTokenizerConfig`). The norms in Emu3's decoder also
+read the code vectors (`norm_inputs`). Cosmos has no codebook (`fsq_levels`).
 """
 
 from __future__ import annotations
@@ -65,18 +62,14 @@ class VQTokenizerConfig:
 
     @property
     def pixels_per_cell(self) -> int:
-        """Height and width of a cell in pixels."""
         return self.patch * int(2 ** (len(self.decoder_widths) - 1))
 
 
 def make_group_norm(width: int, num_groups: int = NORM_GROUPS) -> nn.Module:
-    """Return a group norm of `width` channels in `num_groups` groups."""
     return nn.GroupNorm(num_groups, width, eps=_EPS)
 
 
 class ResidualBlock(nn.Module):
-    """Residual block: twice a norm, swish and convolution, with a skip connection around them."""
-
     def __init__(self, in_channels: int, out_channels: int, make_norm: Norm) -> None:
         super().__init__()
         self.norm1 = make_norm(in_channels)
@@ -113,10 +106,6 @@ class ResizeConv(nn.Module):
     """Convolution that halves or doubles the resolution.
 
     To halve it, a column of zeros on the right and a row of zeros at the bottom are added, as in taming-transformers.
-
-    Args:
-        width: number of channels.
-        is_downsampling: whether the resolution is halved; otherwise it is doubled.
     """
 
     def __init__(self, width: int, is_downsampling: bool) -> None:
@@ -133,8 +122,7 @@ class ResizeConv(nn.Module):
 class _ResolutionLevel(nn.Module):
     """Level of one resolution: residual blocks, attention after each block if `has_attention`, and resizing.
 
-    The convolution that resizes is an attribute with the name `resize` (`downsample` or `upsample`), as in checkpoints.
-    If `resize` is None, the level does not resize.
+    As in checkpoints, the convolution that resizes is called `downsample` or `upsample`, the value of `resize`.
     """
 
     def __init__(
@@ -276,11 +264,7 @@ class VQDecoder(nn.Module):
 
 
 class VQEncoder(nn.Module):
-    """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation.
-
-    Args:
-        vq: image tokenizer.
-    """
+    """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation."""
 
     vectors: Tensor
 

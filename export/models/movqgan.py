@@ -1,10 +1,9 @@
 """MoVQGAN: an image tokenizer in whose decoder the code vectors determine the scale and shift of each norm.
 
-Emu3's tokenizer is a MoVQGAN for videos. Here it is reduced to single images, so that all convolutions are in 2D. In
-the video, one grid of codes stands for several frames. The decoder here decodes only the first frame, which is the
-image. Its convolutions in time would read earlier frames, which are zero, so only the last slice of each kernel is
-used. The encoder encodes the image as a video of equal frames. Frames are groups of channels here, until the last
-convolution in time has merged them.
+Emu3's tokenizer is a MoVQGAN for videos, in which one grid of codes stands for several frames. Here it is reduced to
+single images, so that all convolutions are in 2D. Only the first frame is decoded. Convolutions in time would read
+earlier frames, which are zero, so only the last slice of each kernel is used. The encoder encodes the image as a video
+of equal frames, which are groups of channels here until the last convolution in time has merged them.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class _TemporalConv(nn.Conv2d):
 
 
 def _make_temporal_residual_blocks(config: VQTokenizerConfig) -> nn.Sequential:
-    """Return residual blocks with batch norms, which use the mean and variance that training recorded."""
     width = config.latent_width
     return nn.Sequential(*(ResidualBlock(width, width, nn.BatchNorm2d) for _ in range(config.num_blocks)))
 
@@ -123,8 +121,6 @@ class _VideoDecoder(_MoVQDecoder):
 
 
 class MoVQ(LlamaGenVQ):
-    """Image tokenizer whose decoder also reads the code vectors in its norms."""
-
     def __init__(self, config: VQTokenizerConfig) -> None:
         super().__init__(config)
         self.decoder = _MoVQDecoder(config)
@@ -132,12 +128,7 @@ class MoVQ(LlamaGenVQ):
 
 
 class Emu3VQ(MoVQ):
-    """Emu3's image tokenizer. An image is the first of `2 ** num_doublings` video frames that share a grid of codes.
-
-    Args:
-        num_doublings: number of convolutions in time that double the number of frames.
-        config: sizes of the tokenizer.
-    """
+    """Emu3's image tokenizer. An image is the first of `2 ** num_doublings` video frames that share a grid of codes."""
 
     def __init__(self, num_doublings: int, config: VQTokenizerConfig) -> None:
         super().__init__(config)
@@ -147,18 +138,7 @@ class Emu3VQ(MoVQ):
 
 @wrap_reader_errors
 def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read a MoVQGAN from its file.
-
-    Args:
-        path: .ckpt file, or folder with `movqgan_270M.ckpt`.
-        progress: progress callback.
-
-    Returns:
-        The tokenizer, and the role and path of its file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has no tokenizer in this layout.
-    """
+    """Read a MoVQGAN from its .ckpt file, or from a folder with `movqgan_270M.ckpt`; return it with its source."""
     file = path / _MOVQGAN if path.is_dir() else path
     if not file.is_file():
         raise make_file_error(path, found=f"no {_MOVQGAN}", expected=f"a folder with {_MOVQGAN}, or a .ckpt file")
@@ -172,11 +152,7 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
-    """Load Emu3's image tokenizer from weights in the published layout or in the layout of transformers.
-
-    Raises:
-        CheckpointError: a weight is missing, unexpected or of another shape.
-    """
+    """Load Emu3's image tokenizer from weights in the published layout or in the layout of transformers."""
     rename_vqgan_weights(checkpoint, patterns=_PATTERNS)
     num_doublings = checkpoint.count_layers("decoder.time_conv.")
     for i in range(min(checkpoint.count_layers(_HALVING), num_doublings)):
@@ -206,12 +182,7 @@ def _load_unnormalized_vq(checkpoint: Checkpoint, make_vq: Callable[[VQTokenizer
 def _stack_frames_as_channels(weight: Tensor, frames: int) -> Tensor:
     """Convert a 3D convolution that halves the number of frames to a 2D convolution with frames as channels.
 
-    Args:
-        weight: kernel, `[out, in, taps, 3, 3]`.
-        frames: number of input frames.
-
-    Returns:
-        Kernel `[frames / 2 * out, frames * in, 3, 3]`.
+    The kernel `[out, in, taps, 3, 3]` becomes `[frames / 2 * out, frames * in, 3, 3]`.
     """
     padded = F.pad(weight, (0, 0, 0, 0, frames, frames))  # zeros for the frames that an output frame does not read
     taps = [[frames + _PADDING + i - 2 * j for i in range(frames)] for j in range(frames // 2)]

@@ -21,10 +21,7 @@ class TwoLayerHead(nn.Module):
 
 
 class RightBelowHeads(nn.Module):
-    """Two linear output heads, for the cell to the right of a code and for the cell below it.
-
-    The head for the cell below reads the hidden states of an additional layer.
-    """
+    """Heads for the cell to the right of a code and, from the states of an additional layer, for the cell below it."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...engines.contracts import TensorSpec
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
 from ..graph.graphs import Graph, name_test_cases
-from ..graph.onnx_ops import TensorSpec
 
 _BOTH = ("weight", "bias")
 _LAYERS = {
@@ -38,15 +38,8 @@ class SourceImageEncoder(nn.Module):
     """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation.
 
     Args:
-        width: width of the states.
-        num_blocks: number of blocks.
-        num_heads: number of attention heads.
-        mlp_width: width of the hidden layers of feed-forward networks.
         patch_size: height and width of a patch in pixels; a patch is a cell of the grid.
         num_positions: number of learned position embeddings. They form a square, which is resized to the image's grid.
-        num_codes: number of codes.
-        code_width: width of codebook vectors.
-        norm_eps: epsilon of the norms.
         color_stats: mean and standard deviation of red, green and blue, 0 .. 1, by which images are normalised.
     """
 
@@ -90,13 +83,12 @@ class SourceImageEncoder(nn.Module):
         return (cells @ vectors.T).argmax(-1), latents
 
     def make_graph(self) -> Graph:
-        """Return the graph of the encoder, for images of any size."""
-        image = TensorSpec("images", ("images", 3, "height", "width"))
-        latents = TensorSpec("pre_quant", ("images", self.code_width, "rows", "columns"))
+        image = TensorSpec("images", ("float32",), ("images", 3, "height", "width"))
+        latents = TensorSpec("pre_quant", ("float32",), ("images", self.code_width, "rows", "columns"))
         generator = np.random.default_rng(0)
         shapes = [(2, 3, 4 * self.patch_size, 3 * self.patch_size), (1, 3, 2 * self.patch_size, 5 * self.patch_size)]
         cases = name_test_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
-        codes = TensorSpec("codes", ("images", "cells"), "int64")
+        codes = TensorSpec("codes", ("int64",), ("images", "cells"))
         return Graph("vq_encoder", self, (image,), (codes, latents), cases)
 
 
@@ -130,9 +122,6 @@ def load_source_image_encoder(
         config: the section `vision_config` of config.json.
         color_mean: means of red, green and blue, 0 .. 1.
         color_std: standard deviations of red, green and blue.
-
-    Raises:
-        CheckpointError: weights are missing, unexpected or of another shape, or a setting is not supported.
     """
     config.check_value("hidden_act", "gelu")
     num_codes, code_width = checkpoint.get_shape("vqmodel.quantize.embedding.weight")

@@ -28,13 +28,7 @@ _TIED_TABLE = "encoder.embed_tokens.weight"  # second name of the embedding tabl
 
 
 class LoadedTextEncoder(NamedTuple):
-    """Text encoder that was read from its folder.
-
-    Args:
-        encoder: the T5 encoder, a `T5Stack` of transformers.
-        tokenizer: content of `tokenizer.json`.
-        sources: roles and paths of the files.
-    """
+    """Text encoder, a `T5Stack` of transformers, with the content of its `tokenizer.json` and its files by role."""
 
     encoder: Any
     tokenizer: bytes
@@ -51,7 +45,6 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = ignor
         progress: progress callback.
 
     Raises:
-        CheckpointError: the folder has no T5, a T5 of another width, or the tokenizer of another model.
         EngineError: transformers is not installed.
     """
     checkpoint = Checkpoint(folder, "text_encoder", progress)
@@ -109,13 +102,7 @@ def _read_t5_encoder(checkpoint: Checkpoint, config: Config) -> Any:
 def write_t5_encoder(ops: ExportGraphWriter, encoder: Any, max_tokens: int) -> tuple[str, str]:
     """Write the graph of a T5 encoder, whose inputs are `token_ids` and `token_mask`, `[rows, tokens]`.
 
-    Args:
-        ops: graph to write to.
-        encoder: the T5 encoder, a `T5Stack` of transformers.
-        max_tokens: maximum number of tokens of a text.
-
-    Returns:
-        Names of the hidden states, `[rows, tokens, d_model]`, and of the mask in float32, `[rows, tokens]`.
+    Returns the hidden states, `[rows, tokens, d_model]`, and the mask in float32. `max_tokens` limits a text.
     """
     weights: dict[str, Tensor] = encoder.state_dict()
     config = encoder.config

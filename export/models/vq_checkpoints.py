@@ -32,19 +32,9 @@ _VQGAN_PATTERNS = (
 def read_llamagen_vq(
     path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read an image tokenizer from a checkpoint with LlamaGen's names of weights.
+    """Read an image tokenizer with LlamaGen's names of weights; return it with its files by role.
 
-    Args:
-        path: checkpoint file.
-        progress: progress callback.
-        averaged: whether to prefer averaged weights (`ema`) in a file with both kinds; None: the other weights, with a
-            warning.
-
-    Returns:
-        The tokenizer, and the roles and paths of its files.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has no tokenizer with these names.
+    `averaged` is `prefer_ema` of `Checkpoint`.
     """
     checkpoint = Checkpoint(path, "vq", progress, averaged)
     checkpoint.read_weights(name_filter=lambda name: name != "quantize.codebook_used")  # statistics of training
@@ -101,13 +91,7 @@ def load_vq_tokenizer(
 
 
 class LoadedVQGAN(NamedTuple):
-    """Image tokenizer that was read from its files.
-
-    Args:
-        vq: the tokenizer.
-        grid: number of grid rows of its training images; None without vqgan.yaml.
-        sources: roles and paths of its files.
-    """
+    """Image tokenizer, the grid rows of its training images (None without vqgan.yaml), and its files by role."""
 
     vq: LlamaGenVQ
     grid: int | None
@@ -141,15 +125,7 @@ def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
 
 
 def load_vqgan(checkpoint: Checkpoint, **settings: Any) -> LlamaGenVQ:
-    """Read and load the weights of an image tokenizer in the layout of taming-transformers.
-
-    Args:
-        checkpoint: file or folder of the tokenizer.
-        settings: other fields of `VQTokenizerConfig`, as in `load_vq_tokenizer`.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or have another layout.
-    """
+    """Read and load an image tokenizer in the layout of taming-transformers; `settings` as in `load_vq_tokenizer`."""
     checkpoint.read_weights(name_filter=lambda name: not name.startswith("loss."))  # networks of the training loss
     if CODEBOOK not in checkpoint.weights or not checkpoint.count_layers("encoder.down."):
         expected = f"{CODEBOOK} and encoder.down.0, as in a VQGAN in taming-transformers' layout"

@@ -20,48 +20,30 @@ _IMAGE_FIELD = re.compile(rb'"image"\s*+:\s*+"[^"\\]*+(?:\\[/nr][^"\\]*+)*+"')
 
 
 class BodyParser(Protocol):
-    """Incremental parser of one request body. Its methods raise `HttpError` if the body is malformed or too large."""
+    """Incremental parser of one request body, which raises `HttpError` if the body is malformed or too large."""
 
-    def write(self, data: bytes) -> None:
-        """Parse the next bytes of the body, or store them for `parse_request`."""
+    def write(self, data: bytes) -> None: ...
 
     def parse_request(self) -> ParsedBody:
-        """Return the requests in the body. All bytes of the body must have been written before."""
+        """Return the requests in the body, of which all bytes have been written."""
 
     def close(self) -> None:
         """Free the received bytes."""
 
 
 class BodyFormat(Protocol):
-    """Format of the request bodies of an endpoint.
-
-    Attributes:
-        media_type: content type of the bodies.
-    """
+    """Format of the request bodies of an endpoint, such as JSON."""
 
     media_type: str
 
-    def max_bytes(self, server_limits: ServerLimits) -> int:
-        """Return the maximum size of a body in bytes."""
+    def max_bytes(self, server_limits: ServerLimits) -> int: ...
 
-    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        """Return a new parser for one body.
-
-        Args:
-            headers: HTTP headers of the request.
-            server_limits: limits of the server, such as the maximum size of a text field.
-        """
+    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser: ...
 
 
 @dataclass(frozen=True)
 class JsonBodyFormat:
-    """Format of bodies that are JSON.
-
-    Args:
-        parse: function that parses a body, from its bytes, the headers and the limits of the server.
-        allows_batch: whether a body may contain several prompts, up to the maximum number of images per request.
-        may_contain_image: whether a body may contain an image.
-    """
+    """Format of JSON bodies, of one request, of a batch (up to `max_n` images), or with an image in base64."""
 
     parse: Callable[[bytes, Headers, ServerLimits], ParsedBody]
     allows_batch: bool = False
@@ -74,25 +56,19 @@ class JsonBodyFormat:
         return server_limits.max_body_bytes * (server_limits.max_n if self.allows_batch else 1)
 
     def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        return _JsonParser(self.parse, headers, server_limits)
+        return _JsonParser(lambda body: self.parse(body, headers, server_limits))
 
 
 class _JsonParser:
-    """Parser that collects all bytes of a JSON body and parses them at the end."""
-
-    def __init__(
-        self, parse: Callable[[bytes, Headers, ServerLimits], ParsedBody], headers: Headers, server_limits: ServerLimits
-    ) -> None:
+    def __init__(self, parse: Callable[[bytes], ParsedBody]) -> None:
         self._parse = parse
-        self._headers = headers
-        self._server_limits = server_limits
         self._data = bytearray()
 
     def write(self, data: bytes) -> None:
         self._data += data
 
     def parse_request(self) -> ParsedBody:
-        return self._parse(bytes(self._data), self._headers, self._server_limits)
+        return self._parse(bytes(self._data))
 
     def close(self) -> None:
         self._data.clear()
@@ -100,12 +76,6 @@ class _JsonParser:
 
 @dataclass(frozen=True)
 class FormBodyFormat:
-    """Format of bodies that are forms with files.
-
-    Args:
-        request_class: class of the requests that forms are converted to.
-    """
-
     request_class: type[EditRequest]
     media_type = FORM
 
@@ -145,7 +115,5 @@ BODY_FORMATS: dict[str, BodyFormat] = {
     "edits": FormBodyFormat(EditRequest),
     "variations": FormBodyFormat(VariationRequest),
     "codes": JsonBodyFormat(_parse_codes_body, may_contain_image=True),
-    "generate": JsonBodyFormat(
-        lambda body, headers, server_limits: parse_sglang_body(body, server_limits.own_sampling), allows_batch=True
-    ),
+    "generate": JsonBodyFormat(lambda body, headers, server_limits: parse_sglang_body(body), allows_batch=True),
 }

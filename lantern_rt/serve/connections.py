@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -29,8 +31,6 @@ BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the 
 
 
 class _ChunkLimitedParser(h11.Connection):
-    """HTTP parser that rejects bodies in many small chunks, because parsing many chunks takes long."""
-
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
@@ -59,6 +59,9 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Otherwise the kernel holds megabytes for a slow reader, who then seems to make no progress for a minute.
+        with suppress(AttributeError, OSError):  # not on every system
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 16)
         self._waiting_since = self.loop.time()
         self._unsent_bytes = 0
         self._close_if_stalled()
@@ -113,10 +116,6 @@ class LimitedConnection(H11Protocol):
         self._unsent_bytes = unsent_bytes
 
     def _close_if_stalled(self) -> None:
-        """Close the connection if the client makes no progress, and repeat this check regularly.
-
-        Uvicorn itself has a timeout only between requests.
-        """
         self._timer = self.loop.call_later(STALL_SECONDS / 4, self._close_if_stalled)
         self._update_waiting_time()
         awaits_headers = self._is_idle and (self.cycle is None or self.conn.trailing_data[0])

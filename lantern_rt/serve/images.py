@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 from .backend import ImageBackend
 from .bodies import BODY_FORMATS, BodyFormat
 from .log import RequestRecord
+from .metrics import DISCONNECTED
 from .protocol import Completion, Event, GenerationRequest, HttpError, ParsedBody
-from .state import DISCONNECTED, ServerState
+from .state import ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
 T = TypeVar("T")
@@ -31,12 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """ASGI application of one endpoint.
-
-    Args:
-        state: state that all requests of the server share.
-        endpoint_name: name of the endpoint in `BODY_FORMATS`.
-    """
+    """ASGI application of one endpoint, whose name is a key of `BODY_FORMATS`."""
 
     def __init__(self, state: ServerState, endpoint_name: str = "generations") -> None:
         self._state = state
@@ -51,8 +47,6 @@ class ImagesEndpoint:
 
 
 class _RequestHandler:
-    """Handler of one HTTP request for images or codes."""
-
     def __init__(self, state: ServerState, http_request: HttpRequest, send: Send, body_format: BodyFormat) -> None:
         self._state = state
         self._body_format = body_format
@@ -116,7 +110,7 @@ class _RequestHandler:
             raise _make_too_large_error(max_size)
         with state.body_memory.open_account(record.caller) as reserve:
             parsed_body = await self._read_body(max_size, reserve)
-            requests = state.adapt_requests_to_bundles(parsed_body.generation_requests)
+            requests = state.apply_limits(parsed_body.generation_requests)
             request = requests[0]
             self._quality = request.quality or ""
             backend = state.find_backend(request.model)
@@ -138,7 +132,6 @@ class _RequestHandler:
         return completions
 
     async def _read_body(self, max_bytes: int, reserve: Callable[[int], None]) -> ParsedBody:
-        """Read and parse the body of the request, and reserve the memory of a large body as its bytes arrive."""
         limits = self._state.server_limits
         timeout = limits.body_timeout
         size = 0
@@ -178,7 +171,6 @@ class _RequestHandler:
     async def _send_event_stream(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> Completion:
-        """Send server-sent events until the images are finished, and return the finished images."""
         events = self._format_stream_events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n")
         await response(self._http_request.scope, self._http_request.receive, self._send)
@@ -191,10 +183,7 @@ class _RequestHandler:
     async def _format_stream_events(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
-        """Yield server-sent events. If generating fails, the last event is the error.
-
-        The event of an error has no name, as OpenAI's client expects.
-        """
+        """Yield server-sent events. The last event is an error, without a name, if generating fails."""
         try:
             async for update in updates:
                 event = request.make_final_event(update) if isinstance(update, Completion) else update
@@ -206,10 +195,7 @@ class _RequestHandler:
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
     async def _run_until_disconnect(self, awaitable: Awaitable[T]) -> T:
-        """Return the result of `awaitable`.
-
-        If the client disconnects first, cancel `awaitable` and raise ClientDisconnect.
-        """
+        """Return the result of `awaitable`; if the client disconnects first, cancel it and raise ClientDisconnect."""
         result = asyncio.ensure_future(awaitable)
         disconnect = asyncio.create_task(_wait_for_disconnect(self._http_request.receive))
         try:
@@ -231,7 +217,7 @@ def _make_too_large_error(max_bytes: int) -> HttpError:
 
 
 async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Run awaitables at the same time and return their results. If one fails, cancel the others and raise its error."""
+    """Run awaitables at the same time. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -242,7 +228,6 @@ async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
 
 
 async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
-    """Wait until the images are finished and return them; all events are dropped."""
     async for update in updates:
         last = update
     assert isinstance(last, Completion)
@@ -250,6 +235,5 @@ async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. The body of the client's request must have been received before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -31,9 +31,7 @@ class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        model_loaders: function that loads the pipeline of a model, by the name of the model. The functions are called
-            in sequence.
-        host: address to listen on.
+        model_loaders: function that loads the pipeline of a model, by the name of the model; called in sequence.
         port: port to listen on; 0: a free port.
         server_limits: limits of requests. When the server stops, running requests have `deadline` seconds to finish.
         allowed_origins: sites whose pages may send requests.
@@ -81,15 +79,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """URL of the server, such as `http://127.0.0.1:8000`."""
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serve requests until a signal stops the server.
-
-        If loading a model fails, the server stops and this method raises the exception.
-        """
+        """Serve requests until a signal stops the server, or raise the error of a model that cannot be loaded."""
         _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
         self._uvicorn.run([self._socket])
         if self.failure is not None:
@@ -117,7 +111,6 @@ class Server:
             await self._close_backends()
 
     async def _load_models(self) -> None:
-        """Load all models and make them available to requests. If a model cannot be loaded, stop the server."""
         loop = asyncio.get_running_loop()
         try:
             for name, load in self._model_loaders.items():
@@ -151,7 +144,6 @@ class Server:
             _LOG.warning("keys were not reloaded: %s", error)
 
     async def _drain_and_stop(self) -> None:
-        """Stop accepting requests, wait for running requests, and cancel requests that run beyond the deadline."""
         self.state.draining = True
         _LOG.info("draining: %d requests", self.state.active_requests)
         loop = asyncio.get_running_loop()
@@ -167,15 +159,7 @@ class Server:
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0: a free port.
-
-    Raises:
-        RequestError: the port is in use, or the address does not belong to this host.
-    """
+    """Open a listening socket, or raise RequestError; port 0 is a free port."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)

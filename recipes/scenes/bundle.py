@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
-from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.graph.precision import parse_precisions
 from lantern_rt.export.model import BundleContents
 from lantern_rt.export.models.decoder import Attention, Decoder, get_decoder_spec_fields
@@ -132,7 +132,7 @@ def write_scenes_bundle(
     prefix = target.prefix(torch.from_numpy(encode_caption("a red cube on sand"))[None])[0].detach()
     codes = {"codes": generator.integers(vq.config.codes, size=(2, GRID * GRID))}
     pictures = {"images": to_tensor(render_images(2, seed=1, size=size)).numpy()}
-    picture = TensorSpec("images", ("images", 3, size, size))
+    picture = TensorSpec("images", ("float32",), ("images", 3, size, size))
     rows = ("rows", SLOTS, config.hidden_size)
     graphs = [
         make_target_graph(decoder, code_embeddings, prefix),
@@ -140,14 +140,14 @@ def write_scenes_bundle(
         Graph(
             "condition",
             CaptionEncoder(target),
-            (TensorSpec("token_ids", ("rows", SLOTS), "int64"),),
-            (TensorSpec("prefix_embeds", rows), TensorSpec("uncond_embeds", rows)),
+            (TensorSpec("token_ids", ("int64",), ("rows", SLOTS)),),
+            (TensorSpec("prefix_embeds", ("float32",), rows), TensorSpec("uncond_embeds", ("float32",), rows)),
             name_test_cases(words),
         ),
         Graph(
             "vq_decoder",
             PictureDecoder(vq),
-            (TensorSpec("codes", ("images", GRID * GRID), "int64"),),
+            (TensorSpec("codes", ("int64",), ("images", GRID * GRID)),),
             (picture,),
             name_test_cases(codes),
         ),
@@ -156,8 +156,8 @@ def write_scenes_bundle(
             PictureEncoder(vq),
             (picture,),
             (
-                TensorSpec("codes", ("images", GRID * GRID), "int64"),
-                TensorSpec("pre_quant", ("images", CODE_DIM, GRID, GRID)),
+                TensorSpec("codes", ("int64",), ("images", GRID * GRID)),
+                TensorSpec("pre_quant", ("float32",), ("images", CODE_DIM, GRID, GRID)),
             ),
             name_test_cases(pictures),
         ),

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.errors import OutputError, ParityError, RequestError
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases
-from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.model import BundleContents
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
 from lantern_rt.export.writer import export_model
@@ -63,16 +63,16 @@ def make_model() -> BundleContents:
     torch.manual_seed(0)
     decoder = Decoder(CONFIG).eval()
     table = torch.randn(16, 8)
-    outputs = tuple(TensorSpec(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
+    outputs = tuple(TensorSpec(name, ("float32",), ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
     ids = name_test_cases({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
     codes = name_test_cases({"codes": np.array([[1], [2]])})
-    class_ids = (TensorSpec("class_ids", ("rows",), "int64"),)
-    image = (TensorSpec("image", ("images", 1, 4)),)
+    class_ids = (TensorSpec("class_ids", ("int64",), ("rows",)),)
+    image = (TensorSpec("image", ("float32",), ("images", 1, 4)),)
     return BundleContents(
         graphs=[
             make_target_graph(decoder, table),
             Graph("condition", ConditionModule().eval(), class_ids, outputs, ids),
-            Graph("vq_decoder", LookupTable(4).eval(), (TensorSpec("codes", ("images", 1), "int64"),), image, codes),
+            Graph("vq_decoder", LookupTable(4).eval(), (TensorSpec("codes", ("int64",), ("images", 1)),), image, codes),
         ],
         code_embeddings=table,
         codebook=table.numpy(),

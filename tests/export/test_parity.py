@@ -15,12 +15,12 @@ from refusals import catch_error
 from small_models import CONFIG, make_target, randomise_norms
 from torch import Tensor, nn
 
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.errors import BundleError, ParityError
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.common import make_vq_graphs
 from lantern_rt.export.graph.graphs import Graph, make_target_graph, name_test_cases, write_graph
-from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQTokenizerConfig
@@ -99,8 +99,8 @@ class RoundingModule(nn.Module):
 
 def test_the_tolerance_is_32_times_the_modules_rounding_error() -> None:
     values = np.full((1, 1), 0.1, np.float32)
-    x = TensorSpec("x", ("rows", 1))
-    y = TensorSpec("y", ("rows", 1))
+    x = TensorSpec("x", ("float32",), ("rows", 1))
+    y = TensorSpec("y", ("float32",), ("rows", 1))
     graph = Graph(
         "rounding", RoundingModule(), (x,), (y,), name_test_cases({"x": values}), lambda ops: None, tolerance=None
     )
@@ -222,7 +222,11 @@ class BatchSizeModule(nn.Module):
 def test_a_graph_correct_for_only_one_number_of_rows_is_rejected(tmp_path: Path) -> None:
     test_cases = name_test_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
     graph = Graph(
-        "batch_size", BatchSizeModule(), (TensorSpec("x", ("rows", 3)),), (TensorSpec("y", ("rows", 3)),), test_cases
+        "batch_size",
+        BatchSizeModule(),
+        (TensorSpec("x", ("float32",), ("rows", 3)),),
+        (TensorSpec("y", ("float32",), ("rows", 3)),),
+        test_cases,
     )
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
         check_graph_parity(graph, write_graph(graph, tmp_path)[0])

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from small_models import make_target
 from torch import Tensor, nn
 
+from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor, defer_tensor
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.compare import DeviceGraphSession, GraphFileSession, convert_weights
 from lantern_rt.export.graph.graphs import Graph, make_graph_file, name_test_cases, write_graph
-from lantern_rt.export.graph.onnx_ops import TensorSpec
 from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.verify import check_graph_parity
@@ -127,8 +127,8 @@ def test_a_traced_graph_stores_a_shared_weight_once(tmp_path: Path) -> None:
     graph = Graph(
         "similar_weights",
         SimilarWeights().eval(),
-        (TensorSpec("ids", ("rows",), "int64"),),
-        (TensorSpec("y", ("rows", 8)),),
+        (TensorSpec("ids", ("int64",), ("rows",)),),
+        (TensorSpec("y", ("float32",), ("rows", 8)),),
         test_cases,
     )
     path = write_graph(graph, tmp_path)[0]

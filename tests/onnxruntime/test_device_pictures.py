@@ -129,7 +129,7 @@ def test_evicting_bindings_changes_no_token(
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_the_embedded_bundle_has_the_exported_architecture(float_scenes_bundle: Path, role: str) -> None:
     embedded, exported = (getattr(open_bundle(name).manifest, role) for name in ("scenes", float_scenes_bundle))
-    assert embedded.architecture == exported.architecture is not None
+    assert embedded.architecture == exported.architecture
 
 
 def test_likelihoods_on_a_device_agree_with_likelihoods_on_a_cpu() -> None:

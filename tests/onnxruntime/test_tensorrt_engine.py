@@ -198,9 +198,7 @@ def test_sizes_beyond_the_profiles_name_the_build_option(tiny_harness: DecoderHa
     cache = engine.make_cache(1, 340)
     for length, nodes, size in ((0, 25, "25 nodes in one pass"), (319, 2, "384 columns of a cache")):
         cache.lengths = np.array([length])
-        assert (
-            catch_error(EngineError, lambda nodes=nodes: engine.compute_padded_past_length(cache, nodes)).found == size
-        )
+        assert catch_error(EngineError, lambda nodes=nodes: engine.past_columns(cache, nodes)).found == size
 
 
 def test_a_file_that_is_not_an_engine_is_rejected(tiny_harness: DecoderHarness, tmp_path: Path) -> None:

@@ -135,6 +135,31 @@ def test_a_response_that_is_not_read_ends(stops: bool, monkeypatch: pytest.Monke
     asyncio.run(read_nothing())
 
 
+@pytest.mark.slow
+def test_a_slow_reader_gets_the_whole_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "STALL_SECONDS", 2.0)
+    body = bytes(8 << 20)
+
+    async def large_response(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": body})
+
+    def read_slowly(address: tuple[str, int]) -> int:
+        num_bytes = 0
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            while data := connection.recv(1 << 17):
+                num_bytes += len(data)
+                time.sleep(0.25)
+        return num_bytes
+
+    async def serve_and_read() -> int:
+        async with serve(large_response) as (_, address):
+            return await asyncio.to_thread(read_slowly, address)
+
+    assert asyncio.run(serve_and_read()) > len(body)
+
+
 def test_a_connection_is_closed_if_the_server_does_not_read_the_whole_request_body(tiny_server: RunningServer) -> None:
     requests = (
         format_head("/nothing", JSON, 99),
@@ -228,7 +253,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_the_server_answers_health_checks_and_requests_during_a_flood(name: str, tiny_server: RunningServer) -> None:
+def test_health_checks_and_requests_survive_a_flood(name: str, tiny_server: RunningServer) -> None:
     stop_flood = threading.Event()
 
     def flood() -> None:
@@ -258,7 +283,7 @@ def test_a_client_that_sends_a_too_large_body_before_reading_gets_status_413(tin
     assert (status, headers["connection"]) == (413, "close")
 
 
-def test_announced_bodies_of_many_addresses_do_not_block_other_requests(tiny_server: RunningServer) -> None:
+def test_announced_bodies_block_no_other_request(tiny_server: RunningServer) -> None:
     large_head = format_head(EDITS, FORM, MAX_FORM_BYTES - 1)
     complete_form = format_form({"image": b"none", "prompt": b"red cube"})
     unfinished = [tiny_server.connect(large_head + b"-", f"127.0.1.{i + 1}") for i in range(40)]

@@ -20,6 +20,7 @@ from tiny_bundle import CODES, NUM_NEIGHBORS, WIDTH
 
 from lantern_rt.bundle import files as bundle_module
 from lantern_rt.bundle.files import GRAPHS, open_bundle
+from lantern_rt.bundle.manifest import FORMAT_VERSION
 from lantern_rt.bundle.onnx_scan import list_external_files
 from lantern_rt.errors import BundleError
 
@@ -89,7 +90,9 @@ def test_an_altered_file_of_a_bundle_is_detected_by_hash(folder: Path) -> None:
 
 def test_the_progress_callback_counts_hashed_bytes() -> None:
     reports: list[tuple[int, int]] = []
-    entries = open_bundle("scenes").manifest.files
+    manifest = open_bundle("scenes").manifest
+    assert manifest.format_version == FORMAT_VERSION
+    entries = manifest.files
     size = sum(entry.bytes for entry in entries.values())
     open_bundle("scenes", progress=lambda *report: reports.append(report))
     assert reports[0] == (0, size)
@@ -126,7 +129,7 @@ def test_a_missing_file_is_rejected_with_path_and_role(folder: Path) -> None:
         (b"1" * 10_000, "expected JSON"),
         (b"[]", "`format_version`: found None"),
         (b'{"format_version": 1.0}', "`format_version`: found 1.0"),
-        (b'{"format_version": "2.1"}', "found bundle format 2.1, expected 3.x; upgrade"),
+        (b'{"format_version": "2.1"}', "found bundle format 2.1, expected 4.x; upgrade"),
         (b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
     ],
 )
@@ -230,8 +233,8 @@ def test_manifest_fields_that_contradict_each_other_are_rejected(
 
 
 def test_an_unknown_field_of_a_newer_format_asks_for_an_upgrade(folder: Path) -> None:
-    change_manifest(folder, format_version="3.9", novelty=1)
-    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in get_error_message(folder)
+    change_manifest(folder, format_version="4.9", novelty=1)
+    assert "the bundle has format 4.9, newer than 4.0: upgrade lantern-rt" in get_error_message(folder)
 
 
 INVALID_PATHS = [

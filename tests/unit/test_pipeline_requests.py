@@ -220,7 +220,7 @@ def test_embeddings_of_wrong_shape_or_values_are_rejected(embeddings_checker: Re
         ),
         (
             {"method": "sjd:window=300"},
-            "window: found 300, expected less than or equal to 128; correct method 'sjd:window=300'",
+            "window: found 300, expected at most 128; correct method 'sjd:window=300'",
         ),
         ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or groups"),
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
@@ -238,7 +238,7 @@ def test_a_wrong_options_error_says_how_to_correct_it(
         ("eagle", "has no drafter of the kind heads or eagle"),
         ("lantern:drafter=heads", "has no drafter of the kind heads"),
         ("sjd:lambda=2", "has 0 neighbors per code, but the method's bound reads 10"),
-        ("groups", "draws one token after another"),
+        ("groups", "generates one token after another"),
         (Eagle(), "has no drafter of the kind heads or eagle"),
         (SpeculativeJacobi(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],

@@ -129,7 +129,7 @@ def test_settings_that_the_png_records_are_rejected_as_options(
     expect_rejection: Any, bundle: Bundle, options: tuple[str, object]
 ) -> None:
     write_png(Path("a.png"), make_record(bundle))
-    expect_rejection(["--from", "a.png", *options], f"{options[0]}: cannot be combined with --from")
+    expect_rejection(["--from", "a.png", *options], f"{options[0]}: is recorded in a.png already")
 
 
 def test_a_path_in_the_png_is_not_opened(

@@ -184,7 +184,7 @@ def test_rows_have_the_joint_distribution_of_the_simple_one() -> None:
 def test_every_cell_follows_the_cells_it_attends_to(
     rows: int, codes: int, window: int, max_drafts: int, max_nodes: int, seed: int, ends: bool
 ) -> None:
-    grid = TokenGrid(make_raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
+    grid = TokenGrid(make_raster_layout(rows * codes, codes, 9 if ends else None), [0], window, max_nodes=max_nodes)
     columns = grid.columns
     window = grid.window
     passes = 0

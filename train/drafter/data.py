@@ -39,13 +39,7 @@ Codes = NDArray[np.integer[Any]]
 
 
 def estimate_shard_bytes(manifest: Manifest, num_images: int, image_sizes: Sequence[Size]) -> int:
-    """Return an upper bound of the bytes that shards need on disk, with prefixes of the maximum length.
-
-    Args:
-        manifest: manifest of the bundle that generates the images.
-        num_images: number of images in all shards.
-        image_sizes: sizes of the images; the largest determines the result.
-    """
+    """Return an upper bound of the bytes that shards need on disk, with prefixes of the maximum length."""
     num_cells = max(size.codes for size in image_sizes)
     prefix = manifest.condition.prefix
     # Per image: int32 tokens, prefix tokens, cells and codes; then float16 hidden states of two rows.
@@ -69,7 +63,7 @@ def generate_shards(
     image_sizes: Sequence[Size] = (),
     images_per_shard: int | None = None,
 ) -> Iterator[int]:
-    """Generate images and write them as shards; shards that exist are checked and skipped.
+    """Generate images and write them as shards; shards that exist are checked and skipped. Yield the number of images.
 
     Args:
         pipeline: pipeline of the bundle that generates the images.
@@ -78,10 +72,7 @@ def generate_shards(
         output_folder: folder of the shards.
         progress: progress callback.
         image_sizes: image sizes, used in turn for one shard each; empty: all sizes of the bundle.
-        images_per_shard: number of images per shard; None: the result of `choose_images_per_shard`.
-
-    Yields:
-        The number of images written so far.
+        images_per_shard: None: the result of `choose_images_per_shard`.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -113,13 +104,7 @@ def generate_shards(
 def compute_hidden_states(
     pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes, size: str | None = None
 ) -> list[NDArray[np.float32]]:
-    """Compute the target's hidden states in the prefix, and the states from which image tokens are sampled.
-
-    Args:
-        pipeline: pipeline of the bundle.
-        prompts: prefix rows of each image.
-        codes: image tokens, `[images, cells]`.
-        size: name of the image size; None: the bundle's default.
+    """Compute the target's hidden states in the prefix, and the states from which tokens `[images, cells]` are sampled.
 
     Returns:
         The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The
@@ -140,13 +125,7 @@ def compute_hidden_states(
 
 
 class _UnacceptedDrafts:
-    """Buffer for the first unaccepted draft tokens of each forward pass and the target's hidden states after them.
-
-    Args:
-        num_images: number of images that are generated.
-        cells: maximum number of stored drafts per image, the number of cells of the image grid.
-        hidden_size: size of hidden states.
-    """
+    """Buffer for the first unaccepted draft tokens of each forward pass and the target's hidden states after them."""
 
     def __init__(self, num_images: int, cells: int, hidden_size: int) -> None:
         self.counts = [0] * num_images
@@ -155,7 +134,6 @@ class _UnacceptedDrafts:
         self.states = np.zeros((num_images, 2, cells, hidden_size), np.float16)
 
     def store_drafts(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the unaccepted drafts of a forward pass."""
         for commit in commits:
             if commit.draft is None:
                 continue

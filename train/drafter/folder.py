@@ -21,14 +21,10 @@ MARKER = "config.json"
 def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
     """Write a drafter as a folder, completely or not at all.
 
-    Args:
-        drafter: trained drafter.
-        output: path of the folder.
-        config_fields: fields of config.json that do not describe sizes.
-        force: whether to replace an existing drafter folder.
+    `config_fields` are the fields of config.json that do not describe sizes.
 
     Raises:
-        OutputError: the folder exists or cannot be written.
+        OutputError: the folder exists (without `force`) or cannot be written.
     """
     weights = convert_to_lantern_weights(drafter)
     config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}
@@ -38,7 +34,6 @@ def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str
 
 
 def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of LANTERN's config.json that describe sizes."""
     return {
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -54,10 +49,7 @@ def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any
 
 
 def convert_to_lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
-    """Return the weights of a drafter as float32 tensors, by LANTERN's names.
-
-    The output layer is left out, because it is the target's.
-    """
+    """Return the weights in float32, by LANTERN's names, without the output layer, which is the target's."""
     weights: dict[str, Tensor] = {}
     sizes = drafter.config
     for name, weight in drafter.state_dict().items():

@@ -25,10 +25,6 @@ def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
     """Create an untrained drafter with the frozen output layer of the target.
 
     The drafter at first nearly copies its input state to its output, because consecutive hidden states are similar.
-
-    Args:
-        target: sizes and weights of the target.
-        seed: seed of the weights.
     """
     config = target.config
     width = config.hidden_size
