@@ -20,11 +20,6 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum with orthogonalised updates, scaled by sqrt(max(1, rows / columns)).
 
     A convolution kernel `[outputs, inputs, height, width]` is treated as a matrix with one row per output.
-
-    Args:
-        parameters: matrices and convolution kernels to train.
-        lr: learning rate.
-        momentum: decay of the moving average of gradients, 0 .. 1.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -32,7 +27,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             # Weights of the same shape are orthogonalised together, because batched matmuls are faster.
             stacks: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -55,12 +49,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Return matrices with the same singular vectors and with singular values close to 1.
-
-    Args:
-        matrices: matrices `[matrices, rows, columns]`.
-        steps: number of Newton-Schulz iterations.
-    """
+    """Return matrices with the same singular vectors and with singular values close to 1."""
     tall = matrices.shape[1] > matrices.shape[2]  # transposed, since the smaller Gram matrix is cheaper
     x = matrices.transpose(1, 2) if tall else matrices
     # Newton-Schulz converges only if no singular value exceeds 1, so matrices are scaled to norm 1.

@@ -228,7 +228,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "config.json: n_heads",
         "unknown field block_size, caption_dim n_head,",
     ),
-    "wrong feed-forward width": (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 256"),
+    "wrong feed-forward width": (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 192 256"),
     "duplicate field": (read_duplicate_field, "config.json", "the key 'n_head' twice, with different values"),
     "unknown option for weights": (
         lambda folder: read_llamagen(C2I, VQ, weights="best"),

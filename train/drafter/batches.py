@@ -34,44 +34,21 @@ class TrainingBatch(NamedTuple):
     num_cells: int
 
     def select_predictions(self, hidden: Tensor, depth: int) -> Tensor:
-        """Select the predictions of the slots that predict image tokens.
-
-        Args:
-            hidden: predicted hidden states of all slots, `[rows, slots, width]`.
-            depth: depth in the draft at which the states are predicted, from 0.
-
-        Returns:
-            Predicted hidden states of image tokens, `[images, rows_per_image, num_cells - 1 - depth, width]`.
-        """
+        """Return the predicted states of image tokens, `[images, rows_per_image, num_cells - 1 - depth, width]`."""
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]
         slots = self.first_image_positions[:, None] + torch.arange(depth, self.num_cells - 1, device=hidden.device)
         selected = hidden[rows, slots]
         return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 
     def select_target_states(self, depth: int) -> Tensor:
-        """Select the target's hidden states that the drafter should predict at a depth.
-
-        Args:
-            depth: depth in the draft, from 0.
-
-        Returns:
-            Hidden states, `[images, rows_per_image, num_cells - 1 - depth, width]`.
-        """
+        """Return the target's states that the drafter should predict, of the shape of `select_predictions`."""
         return self.select_predictions(self.states[:, 1:], depth)  # slot p predicts the state at position p + 1
 
 
 def make_training_batch(
     shards: ShardFolder, image_indices: list[int], code_offset: int, rows_per_image: int, device: str
 ) -> TrainingBatch:
-    """Read images as a batch.
-
-    Args:
-        shards: folder of shards.
-        image_indices: indices of the images in `shards`; all images have the same size.
-        code_offset: token id of code 0.
-        rows_per_image: 2 with guidance, else 1.
-        device: PyTorch device for the tensors.
-    """
+    """Read images, all of the same size, as a batch."""
     tokens: list[NDArray[np.integer]] = []
     states: list[NDArray[np.floating]] = []
     for index in image_indices:
@@ -94,14 +71,7 @@ def make_training_batch(
 
 
 def select_shuffled_images(image_indices: list[int], seed: int, start: int, count: int) -> list[int]:
-    """Select `count` images of an endless sequence of epochs, each of which is shuffled differently.
-
-    Args:
-        image_indices: indices of all training images.
-        seed: seed of the shuffling.
-        start: number of images that earlier steps used.
-        count: number of images to select.
-    """
+    """Select `count` images, after `start`, of an endless sequence of epochs, each of which is shuffled differently."""
     epochs = range(start // len(image_indices), (start + count - 1) // len(image_indices) + 1)
     orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(image_indices)) for epoch in epochs}
     positions = (divmod(number, len(image_indices)) for number in range(start, start + count))

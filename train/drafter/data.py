@@ -39,13 +39,7 @@ Codes = NDArray[np.integer[Any]]
 
 
 def estimate_shard_bytes(manifest: Manifest, num_images: int, image_sizes: Sequence[Size]) -> int:
-    """Return an upper bound of the bytes that shards need on disk, with prefixes of the maximum length.
-
-    Args:
-        manifest: manifest of the bundle that generates the images.
-        num_images: number of images in all shards.
-        image_sizes: sizes of the images; the largest determines the result.
-    """
+    """Return an upper bound of the bytes that shards need on disk: largest image size, prefixes of maximum length."""
     num_cells = max(size.codes for size in image_sizes)
     prefix = manifest.condition.prefix
     # Per image: int32 tokens, prefix tokens, cells and codes; then float16 hidden states of two rows.
@@ -122,8 +116,8 @@ def compute_hidden_states(
         size: name of the image size; None: the bundle's default.
 
     Returns:
-        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The
-        token of a cell is sampled from state `prefix - 1 + cell`.
+        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The token of a
+        cell is sampled from state `prefix - 1 + cell`.
     """
     model = load_model(pipeline.bundle, pipeline.engines, [])
     manifest = pipeline.bundle.manifest
@@ -140,13 +134,7 @@ def compute_hidden_states(
 
 
 class _UnacceptedDrafts:
-    """Buffer for the first unaccepted draft tokens of each forward pass and the target's hidden states after them.
-
-    Args:
-        num_images: number of images that are generated.
-        cells: maximum number of stored drafts per image, the number of cells of the image grid.
-        hidden_size: size of hidden states.
-    """
+    """Buffer for the first unaccepted draft tokens of each forward pass and the target's hidden states after them."""
 
     def __init__(self, num_images: int, cells: int, hidden_size: int) -> None:
         self.counts = [0] * num_images
@@ -155,7 +143,6 @@ class _UnacceptedDrafts:
         self.states = np.zeros((num_images, 2, cells, hidden_size), np.float16)
 
     def store_drafts(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the unaccepted drafts of a forward pass."""
         for commit in commits:
             if commit.draft is None:
                 continue

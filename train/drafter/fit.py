@@ -64,11 +64,7 @@ class TrainingOptions:
 
 
 def check_device(device: str) -> None:
-    """Check that PyTorch can train on a device.
-
-    Raises:
-        RequestError: PyTorch cannot compute on the device.
-    """
+    """Raise RequestError if PyTorch cannot compute on the device."""
     try:
         torch.zeros(1, device=device).item()  # fails on `meta`, whose tensors have no values
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
@@ -77,7 +73,6 @@ def check_device(device: str) -> None:
 
 
 def get_training_state_path(output: Path) -> Path:
-    """Return the path of the training state beside `output`."""
     return output.with_name(f"{output.name}.training.pt")
 
 
@@ -133,9 +128,6 @@ class DrafterTrainer:
             print_line: callback that prints a line about the state of training.
             report_seconds: seconds between two reports, and between two saved states.
 
-        Returns:
-            The metrics of `compute_validation_metrics`.
-
         Raises:
             CheckpointError: the loss or a metric is NaN or infinite.
         """
@@ -170,9 +162,6 @@ class DrafterTrainer:
     @torch.no_grad()
     def compute_validation_metrics(self, max_images: int = _FINAL_IMAGES) -> dict[str, float]:
         """Compare the distributions of the drafter (with averaged weights) and of the target, on validation images.
-
-        Args:
-            max_images: maximum number of images.
 
         Returns:
             `overlap`, `overlap at depth 1`, `overlap at depth 2`: mean of sum(min(p, q)), 0 .. 1. `top-1`: share of
@@ -274,7 +263,7 @@ class DrafterTrainer:
             self.adam.load_state_dict(state["adam"])
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the options (without `steps`), target and data, which must stay the same in a continued run."""
+        """Return what must stay the same in a continued run: options (without `steps`), target and data."""
         options = asdict(self.options)
         del options["steps"]
         return {**options, "target": self.target.shard_source.weights, "data": self.data.digest}

@@ -19,17 +19,7 @@ MARKER = "config.json"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
-    """Write a drafter as a folder, completely or not at all.
-
-    Args:
-        drafter: trained drafter.
-        output: path of the folder.
-        config_fields: fields of config.json that do not describe sizes.
-        force: whether to replace an existing drafter folder.
-
-    Raises:
-        OutputError: the folder exists or cannot be written.
-    """
+    """Write a drafter as a folder, completely or not at all; `config_fields` are those that do not describe sizes."""
     weights = convert_to_lantern_weights(drafter)
     config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}
     with write_folder_atomically(output, force, MARKER) as folder:
@@ -54,10 +44,7 @@ def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any
 
 
 def convert_to_lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
-    """Return the weights of a drafter as float32 tensors, by LANTERN's names.
-
-    The output layer is left out, because it is the target's.
-    """
+    """Return a drafter's weights, float32, by LANTERN's names; the output layer is the target's and left out."""
     weights: dict[str, Tensor] = {}
     sizes = drafter.config
     for name, weight in drafter.state_dict().items():

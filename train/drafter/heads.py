@@ -60,12 +60,7 @@ class HeadSamples:
 
 
 class TrainableDraftHeads(nn.Module):
-    """Draft heads as a PyTorch module for training; `export_tables` returns the tables of the runtime's `DraftHeads`.
-
-    Args:
-        target: embeddings and output layer of the target.
-        seed: seed of the initial weights.
-    """
+    """Draft heads for training; `export_tables` returns the tables of the runtime's `DraftHeads`."""
 
     embeddings: Tensor
 
@@ -106,7 +101,7 @@ class TrainableDraftHeads(nn.Module):
 
     @torch.no_grad()
     def export_tables(self) -> dict[str, NDArray[np.float16]]:
-        """Return the float16 tables of the runtime's `DraftHeads`, by name."""
+        """Return the tables in float16, by name."""
         tables = {
             # Products with the frozen embeddings and output matrix are computed once, so decoding only looks them up.
             "change": self.embeddings @ self.change,
@@ -143,9 +138,8 @@ def train_draft_heads(
         seed: seed of the weights and of the sequence of images.
 
     Returns:
-        The tables by name, and metrics on validation images. The metrics are the overlap with the target's
-        distributions, 0 .. 1, of three distributions: `uncorrected` logits after unaccepted drafts, `corrected` logits
-        and `predicted` logits.
+        The tables by name, and the overlaps with the target's distributions on validation images, 0 .. 1: of
+        `uncorrected` logits after unaccepted drafts, of `corrected` logits and of `predicted` logits.
 
     Raises:
         CheckpointError: the data are damaged or belong to another target.
@@ -192,17 +186,7 @@ def read_head_samples(
     rng: np.random.Generator,
     device: str,
 ) -> HeadSamples:
-    """Read training samples at cells that follow an unaccepted draft token.
-
-    Args:
-        shards: folder of shards.
-        image_indices: indices of the images in `shards`.
-        output_layer: output layer of the target, on `device`.
-        cfg_scale: guidance scale of the hidden states.
-        max_cells: maximum number of cells per image.
-        rng: generator that selects the cells.
-        device: PyTorch device for the tensors.
-    """
+    """Read training samples at cells, at most `max_cells` per image, that follow an unaccepted draft token."""
     states: list[NDArray[np.float32]] = []  # [rows, 4, n, width] per image
     left_tokens: list[NDArray[np.integer]] = []
     unaccepted_tokens: list[NDArray[np.integer]] = []

@@ -59,22 +59,16 @@ class ShardSource:
 
     @property
     def num_cells(self) -> int:
-        """Number of image tokens per image."""
         return self.raster_layout.num_codes
 
     @property
     def raster_layout(self) -> RasterLayout:
-        """Layout of the image tokens, without end-of-row tokens."""
         num_cells = self.first_rows * self.first_columns + self.rows * self.columns
         return RasterLayout(num_cells, self.columns, (self.first_rows, self.first_columns))
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
-    """Return the source of shards with images that a bundle generates.
-
-    Args:
-        manifest: manifest of the bundle.
-        size: image size; None: the bundle's default size.
+    """Return the source of shards with images that a bundle generates, by default of its default size.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -135,21 +129,11 @@ _ARRAYS |= {f"late_{name}": f"unaccepted_{name}" for name in ("cells", "codes", 
 
 
 def get_shard_path(folder: Path, index: int) -> Path:
-    """Return the path of shard `index` in a folder, such as `shard-00003.safetensors`."""
     return folder / f"shard-{index:05d}.safetensors"
 
 
 def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None:
-    """Write a shard, completely or not at all.
-
-    Args:
-        path: file to write.
-        source: target and sizes of the shard.
-        images: contents of the shard.
-
-    Raises:
-        OutputError: the file exists already or cannot be written.
-    """
+    """Write a shard, completely or not at all. Raises: OutputError."""
     arrays = {name: np.ascontiguousarray(getattr(images, field)) for name, field in _ARRAYS.items()}
     metadata = {
         "format": FORMAT,
@@ -162,9 +146,7 @@ def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None
 class Shard:
     """File of training images, read image by image. The attribute `digest` is a hash of the images.
 
-    Args:
-        path: file to read.
-        vocab_size: number of token ids; all token ids of the prefixes must be smaller.
+    Token ids of the prefixes must be below `vocab_size`.
 
     Raises:
         CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
@@ -186,7 +168,7 @@ class Shard:
             self.digest = self._check_and_hash_arrays(vocab_size)
 
     def read_images(self, image_slice: slice) -> TrainingImages:
-        """Return the images in a slice of the shard. The arrays are memory-mapped and read when they are used."""
+        """The arrays are memory-mapped and read when they are used."""
         return TrainingImages(
             self.prompts[image_slice], **{field: array[image_slice] for field, array in self._arrays.items()}
         )
@@ -250,10 +232,7 @@ class Shard:
 class ShardFolder:
     """Sequence of all images in the shards of a folder. The attribute `digest` is a hash of the images.
 
-    Args:
-        folder: folder with the shards.
-        sources: sources that shards may have; they differ in their grids only.
-        vocab_size: number of token ids; all token ids of the prefixes must be smaller.
+    The sources that shards may have differ in their grids only. Token ids of prefixes must be below `vocab_size`.
 
     Raises:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
@@ -287,7 +266,6 @@ class ShardFolder:
 
     @property
     def training_indices(self) -> list[int]:
-        """Indices of the images that drafters are trained on."""
         held_out = set(self.validation_indices)
         return [i for i in range(len(self)) if i not in held_out]
 

@@ -53,9 +53,6 @@ class TrainingTarget:
 class OutputLayer(nn.Module):
     """Frozen output layer of a target: logits of codes from hidden states.
 
-    Args:
-        weights: weights of the target's graph.
-
     Attributes:
         weight: matrix from inputs to logits, float32 `[codes, inputs]`.
         bias: bias of the logits, `[codes]`.
@@ -108,12 +105,7 @@ class HeadTrainingTarget:
 
 
 def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
-    """Read the weights and sizes for training draft heads. PAR and NAR bundles are rejected, as they use no drafts.
-
-    Raises:
-        RequestError: the bundle generates without drafts.
-        BundleError: the bundle is damaged.
-    """
+    """Read the weights and sizes for training draft heads. Raises RequestError for PAR and NAR, which use no drafts."""
     manifest = bundle.manifest
     sources = [describe_shard_source(manifest, size) for size in manifest.all_sizes]
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
@@ -126,7 +118,6 @@ def read_training_target(bundle: Bundle) -> TrainingTarget:
     Raises:
         RequestError: the bundle generates without drafts.
         CheckpointError: drafters of the bundle's family cannot be trained.
-        BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
     source = describe_shard_source(manifest)
