@@ -414,6 +414,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "architectures",
         "with mask_image_logits",
     ),
+    "tied embeddings beside a head": (edit_anole(tie_word_embeddings=True), "tie_word_embeddings", "True False"),
     "scaled rotary positions": (edit_anole(rope_scaling={"type": "linear"}), "rope_scaling", "'linear' plain"),
     "scaled rotary positions beside plain ones": (
         edit_anole(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "llama3"}),
