@@ -1,7 +1,7 @@
 """Generation of training data: images that a bundle's target generates, written as shards.
 
-In decoding, a drafter reads only tokens that the target samples with guidance, so it is trained on generated images.
-If a bundle has several image sizes, each shard has images of one size. The images are generated with speculative Jacobi
+In decoding, a drafter reads only tokens that the target samples with guidance, so it is trained on generated images. If
+a bundle has several image sizes, each shard has images of one size. The images are generated with speculative Jacobi
 decoding (`sjd`), which does not change the target's distribution. Its unaccepted draft tokens are stored for training
 draft heads. The bundle's engine computes the hidden states, as in decoding.
 """
