@@ -1,8 +1,8 @@
 """Checks that a change must pass, one session each: `nox -l` lists them, `nox -s unit` runs one, `.ci/run` runs all.
 
-Session `install` creates `.venv` with README's install command. A session that needs more packages gets a separate
-environment on top of `.venv` (`layer`). No session changes packages that another session imports, so two sessions may
-run at the same time. Only `install` writes the links of the editable install.
+Session `install` creates `.venv` with README's install command. A session that needs more packages gets a
+separate environment on top of `.venv` (`layer`). No session changes packages that another session imports, so two
+sessions may run at the same time. Only `install` writes the links of the editable install.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def wheel(session: nox.Session) -> None:
 @nox.session(python=False)
 def benchmark(session: nox.Session) -> None:
     """Run every benchmark with a tiny model. Sessions `cuda` and `openvino` read the bundles that this one exports."""
-    for name in ("decode", "gpu_check", "first_stage"):
+    for name in ("decode", "gpu_check"):
         run_in_dev(session, "python", f"benchmarks/{name}.py", "--smoke")
     run_in_dev(session, "python", "benchmarks/first_image.py", "--shape", "tiny")
     stored = ("int8", "fp16+float16", "int8-weights+float16", "int4-weights+float16", "bf16+bfloat16")
@@ -346,14 +346,13 @@ def journeys(session: nox.Session) -> None:
 
 @nox.session
 def gradio(session: nox.Session) -> None:
-    """Test the Gradio programs with the older Pillow that Gradio requires."""
+    """Test the Gradio page with the older Pillow that Gradio requires."""
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     limits = empty_folder("gradio") / "constraints.txt"
     limits.write_text("\n".join(line for line in lines if not line.startswith("pillow")), "utf-8")
     layer(session, "-c", str(limits), "gradio")
-    files = ("tests/unit/test_examples.py", "tests/service/test_clients.py")
     ignored = "ignore:unclosed:ResourceWarning"  # Gradio does not close its event loop and sockets
-    session.run("python", "-m", "pytest", *files, "-k", "gradio", "-W", ignored)
+    session.run("python", "-m", "pytest", "tests/unit/test_examples.py", "-k", "gradio", "-W", ignored)
 
 
 # ---------------------------------------------------------------- devices that this machine lacks

@@ -85,16 +85,7 @@ def load_pytorch_generator(
     device: str = "cpu",
     compute: str = "float32",
 ) -> Callable[[], ImageTiming]:
-    """Return a function that generates an image with the published code and random weights.
-
-    Args:
-        clone_folder: clone of the program's repository.
-        model_name: published name of the model, such as GPT-B.
-        shape: sizes of the model.
-        compiled: whether to compile the target with `torch.compile`.
-        device: PyTorch device.
-        compute: PyTorch type of the target; the image decoder uses float32.
-    """
+    """Return a function that generates an image with the published code and random weights."""
     sys.path.insert(0, str(clone_folder))
     gpt = importlib.import_module("autoregressive.models.gpt")
     family = next((family for family, name in PROGRAMS.items() if hasattr(gpt.ModelArgs, name)), "llamagen")
@@ -128,15 +119,7 @@ def load_pytorch_generator(
 def make_lantern_generator(
     pipeline: Pipeline, method: str, assumed_tokens_per_pass: float | None, cfg_tokens: str = "100%"
 ) -> Callable[[], ImageTiming]:
-    """Return a function that generates an image with lantern-rt.
-
-    Args:
-        pipeline: pipeline of the bundle.
-        method: decoding method.
-        assumed_tokens_per_pass: tokens per forward pass from which to compute the time of the codes; None uses the
-            measured time.
-        cfg_tokens: share of the codes with guidance, such as 50%.
-    """
+    """Return a function that generates an image; given tokens per pass, the time of the codes is computed from them."""
     request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
     guidance = {"cfg_scale": GUIDANCE, "cfg_tokens": cfg_tokens}
 
@@ -174,10 +157,6 @@ def time_images_in_turns(
     generators: dict[str, Callable[[], ImageTiming]], num_rounds: int
 ) -> dict[str, list[ImageTiming]]:
     """Generate one image per round with each generator; each round starts with another generator.
-
-    Args:
-        generators: functions that generate an image, by label.
-        num_rounds: number of rounds.
 
     Returns:
         The times of each generator's images, in the order of the rounds.

@@ -9,7 +9,7 @@
 The program prints milliseconds of a forward pass by its number of nodes. The KV cache holds half an image, and the
 batch has two rows (one image with guidance). The bound is the time to read the target's weights once. On CPUs, ONNX
 Runtime's profiler divides the time into weight products, attention and other operations; profiling takes time itself.
-`lantern-rt bench --wide` measures whole methods. The program needs `lantern-rt[export]`. There is no pass or fail.
+`lantern-rt bench` measures whole methods. The program needs `lantern-rt[export]`. There is no pass or fail.
 """
 
 from __future__ import annotations
@@ -58,13 +58,7 @@ PART_COLUMNS = {
 
 
 def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS) -> dict[str, Any]:
-    """Measure the forward passes of target and drafter; print the results as a table and return them for JSON.
-
-    Args:
-        pipeline: pipeline to measure.
-        bandwidth: memory bandwidth in bytes per second.
-        repeats: measurements per number of nodes.
-    """
+    """Measure the forward passes of target and drafter; print the results as a table and return them for JSON."""
     manifest = pipeline.bundle.manifest
     num_bytes = count_target_bytes(pipeline.bundle)
     bound = num_bytes / bandwidth
@@ -86,14 +80,7 @@ def count_target_bytes(bundle: Bundle) -> int:
 
 
 def measure_pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
-    """Return the median seconds of a forward pass by number of nodes, with half an image in the KV cache.
-
-    Args:
-        pipeline: pipeline to measure.
-        graph: `target` or `drafter`.
-        rows: number of batch rows.
-        repeats: measurements per number of nodes.
-    """
+    """Return the median seconds of a forward pass by number of nodes, with half an image in the KV cache."""
     manifest = pipeline.bundle.manifest
     engine: Engine = getattr(pipeline.engines, graph)
     past = manifest.condition.prefix + manifest.codes_per_image // 2
@@ -184,10 +171,6 @@ def measure_read_bandwidth(num_bytes: int, threads: int) -> float:
 
     Each thread computes the maximum of one section of an array, which takes little time besides reading the section.
     An array that fits into a processor cache is read from this cache, as weights of the same size would be.
-
-    Args:
-        num_bytes: size of the array, raised to at least 1 MiB.
-        threads: number of threads.
     """
     numbers = np.ones(max(num_bytes, 2**20) // 4, np.float32)
     sections = np.array_split(numbers, threads)

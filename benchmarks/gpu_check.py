@@ -6,19 +6,27 @@
     python benchmarks/gpu_check.py --bundle bundles/llamagen-b
     python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU, to test this program
 
-The program runs these steps. Each step has a time limit (`--limit`). If a step fails, the next step runs.
+Each step has a time limit (`--limit`). If a step fails, for example because a backend is not installed, it is reported,
+and the next step runs. The steps are the tests `pytest -m gpu`, and for each model and backend:
 
-- The tests `pytest -m gpu`.
-- For each model and backend: milliseconds of a forward pass with two rows and half an image in the KV cache. The bound
-  is given by the bandwidth of device memory. ONNX Runtime is also measured without CUDA graphs.
-- For each model and backend: images per second of each method by batch size. A decoding step is also divided into GPU
-  time by kernel kind, and host time by part of the step.
-- A PyTorch decoder of the same size: eager, as a CUDA graph, and compiled.
+- milliseconds of a forward pass with two rows and half an image in the KV cache, with and without CUDA graphs, beside
+  the bound by the bandwidth of device memory;
+- GPU time of a decoding step by kernel kind;
+- images per second of each method by batch size.
 
-Models have LlamaGen's sizes and random weights, or come from `--bundle`. A folder in `--work` keeps exported models for
-later runs. The acceptance rate with random weights is meaningless, so compare the milliseconds per step. The program
-needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. It reports and skips every step that fails, for example because
-a backend is not installed or a model does not fit into memory.
+Then follows a PyTorch decoder of the same size: eager, as a CUDA graph, and compiled. Models have LlamaGen's sizes and
+random weights, or come from `--bundle`. A folder in `--work` keeps exported models for later runs. The acceptance rate
+with random weights is meaningless, so compare the milliseconds per step. The program needs `lantern-rt[gpu,export,dev]`
+and an NVIDIA driver.
+
+Without a GPU, the work of the host can be measured on stub libraries, which compute nothing and count calls:
+
+    tests/cuda/build.sh build/null-cuda           # needs onnxruntime-gpu, a C compiler, binutils
+    python benchmarks/gpu_check.py --stubs build/null-cuda    # run on one idle core
+
+The target then has GPT-XL's layers and codes and is narrow. Printed are the operations of a decoding step, and the
+median microseconds of the host's decoding thread. Codes sampled on the device are zeros, so every draft token is
+accepted; logits that the host reads are random numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +39,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +51,6 @@ import gpu_profile
 import torch
 import torch_decoder
 from decode import REPEATS, ROWS, count_target_bytes, measure_pass_seconds
-from host_parts import StepPartTimer
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__
@@ -57,6 +63,9 @@ BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
 METHODS = ("ar", "sjd:window=7", "sjd:window=15", "sjd:window=31", "rows:window=4", "eagle:tree=chain-3", "lantern++")
 PROFILED = ("ar", "sjd:window=15")
+STUB_METHODS = ("ar", "sjd:window=15", "rows:window=8", "lantern++", "eagle:tree=dynamic-59-5-10")
+STUB_COUNTS = ("total", "graph_launches", "h2d", "d2h", "syncs")
+STUB_STEPS = 30
 WARM = 12  # steps after which recurring passes have been captured as CUDA graphs
 
 
@@ -118,7 +127,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=600, help="time limit of a step in seconds")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--stubs", type=Path, metavar="FOLDER", help="output folder of tests/cuda/build.sh")
     arguments = parser.parse_args()
+    if arguments.stubs:
+        measure_on_stubs(arguments.stubs)
+        return
     smoke = arguments.smoke
     if find_gpu() is None and not smoke:
         raise EngineError("no NVIDIA GPU and driver here", field="GPU", remedy="give --smoke for tiny sizes")
@@ -162,17 +175,7 @@ def check_model(
     bandwidth: float,
     arguments: argparse.Namespace,
 ) -> None:
-    """Run all steps of one model on one backend.
-
-    Args:
-        report: report that records the steps.
-        model: name of the model for the report.
-        make_bundle: function that returns the folder of the bundle.
-        backend: name in `BACKENDS`.
-        provider: provider of ONNX Runtime, `cpu` or `cuda`.
-        bandwidth: bandwidth of device memory in bytes per second.
-        arguments: parsed command line.
-    """
+    """Run all steps of one model on one backend. bandwidth: of device memory in bytes per second."""
     smoke = arguments.smoke
     title = f"{model}, {backend}"
     repeats = 2 if smoke else REPEATS
@@ -207,40 +210,53 @@ def check_model(
                 print(f"{method:28}" + "{:9.3g} {:9.1f} {:7d} {:12.2f} {:8.3f}".format(*row.values()), flush=True)
 
 
-def profile_steps(pipeline: Pipeline, method: str, num_steps: int) -> dict[str, Any]:
-    """Return the mean times of a decoding step: GPU time by kernel kind, and host time by part of the step.
+def stream_steps(pipeline: Pipeline, num_images: int, method: str, **sampling: Any) -> Iterator[Any]:
+    """Yield the decoding steps of one batch of images after another without end, after warm-up steps."""
+    request = read_bundle_prompts(pipeline.bundle, count=1).request(0, num_images)
+    batches = (pipeline.stream(**request, **sampling, method=method) for _ in iter(int, 1))  # endless: int() is never 1
+    return islice((step for batch in batches for step in batch), WARM, None)
 
-    Args:
-        pipeline: pipeline to profile.
-        method: decoding method.
-        num_steps: number of steps to profile.
-    """
-    request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
-    images = (pipeline.stream(**request, method=method) for _ in iter(int, 1))  # endless, as int() is never 1
-    running = (step for image in images for step in image)
-    for _ in islice(running, WARM):
-        pass
-    parts = Counter[str]()
-    with StepPartTimer(time.perf_counter) as clock:
-        for _ in islice(running, num_steps):
-            parts += clock.read_and_reset()
-    host = {part: 1e3 * seconds / num_steps for part, seconds in parts.most_common()}
-    print("ms of the host, waiting included: " + ", ".join(f"{part} {ms:.3f}" for part, ms in host.items()))
-    profile = gpu_profile.profile_kernels(lambda: next(running), num_steps, max_lines=14)
+
+def profile_steps(pipeline: Pipeline, method: str, num_steps: int) -> dict[str, Any]:
+    """Return the mean milliseconds of a decoding step: elapsed, and GPU time by kernel kind."""
+    steps = stream_steps(pipeline, 1, method)
+    next(steps)
+    profile = gpu_profile.profile_kernels(lambda: next(steps), num_steps, max_lines=14)
     kinds = ", ".join(f"{kind} {ms:.3f}" for kind, ms in profile["kinds"].items())
     print(f"wall {profile['wall']:.3f} ms, busy {profile['busy']:.3f} in {profile['kernels']:.0f} kernels: {kinds}")
-    return profile | {"host": host}
+    return profile
+
+
+def measure_on_stubs(libraries: Path) -> None:
+    """Print the operations and the host's time of a decoding step, by method and number of images."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cuda"))
+    import null_cuda
+
+    from lantern_rt.engines.ort import backend
+
+    null_cuda.load(libraries)  # before a session loads CUDA
+    backend.check_provider = lambda provider: None  # cuDNN has no stub and is not needed, as no image is decoded
+    shape = replace(SHAPES["GPT-XL"], num_heads=2, hidden_size=128, intermediate_size=192, vq_width=32)
+    null_cuda.fill_copies_with_noise(4 * shape.codes)
+    print(f"{'a step of':28} images" + "".join(f"{name:>15}" for name in (*STUB_COUNTS, "microseconds")))
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = random_bundle(shape, Path(folder) / "bundle", "float16")
+        pipeline = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
+        for method, images in product(STUB_METHODS, (1, 8)):
+            steps = stream_steps(pipeline, images, method, cfg_scale=7.5, top_k=1000)
+            next(steps)
+            seconds = []
+            with null_cuda.count_cuda_operations() as ops:
+                for _ in range(STUB_STEPS):
+                    start = time.thread_time()
+                    next(steps)
+                    seconds.append(time.thread_time() - start)
+            row = [*(getattr(ops, name) / STUB_STEPS for name in STUB_COUNTS), 1e6 * statistics.median(seconds)]
+            print(f"{method:28} {images:6}" + "".join(f"{value:15.1f}" for value in row), flush=True)
 
 
 def measure_image_batches(pipeline: Pipeline, method: str, batch_size: int, num_batches: int) -> dict[str, Any]:
-    """Generate batches of images after a warm-up batch; return the median speed, and counts of the last batch.
-
-    Args:
-        pipeline: pipeline to measure.
-        method: decoding method.
-        batch_size: number of images in a batch.
-        num_batches: number of measured batches.
-    """
+    """Generate batches of images after a warm-up batch; return the median speed, and counts of the last batch."""
     prompts = read_bundle_prompts(pipeline.bundle, count=1)
     stats = [pipeline(**prompts.request(i, batch_size), method=method).stats for i in range(num_batches + 1)]
     seconds = statistics.median(batch_stats.seconds for batch_stats in stats[1:])
@@ -266,13 +282,7 @@ def disable_cuda_graphs(provider: str) -> Iterator[None]:
 
 
 def load_or_export_bundle(work_folder: Path, shape_name: str, compute: str) -> Path:
-    """Return the folder of a bundle with random weights; export the bundle if the folder does not exist.
-
-    Args:
-        work_folder: folder that contains the bundles.
-        shape_name: name in `SHAPES`.
-        compute: type of target and drafter, `float16` or `float32`.
-    """
+    """Return the folder of a bundle with random weights; export the bundle if the folder does not exist."""
     bundle = work_folder / f"{shape_name}-{compute}"
     if not bundle.exists():
         work_folder.mkdir(parents=True, exist_ok=True)

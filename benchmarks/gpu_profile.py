@@ -39,11 +39,6 @@ def warm_up_profiler() -> None:
 def profile_kernels(run: Callable[[], object], repeats: int, max_lines: int = 0) -> dict[str, Any]:
     """Call a function repeatedly and return mean times per call in milliseconds.
 
-    Args:
-        run: function to measure.
-        repeats: number of calls.
-        max_lines: number of kernels to print, the slowest first.
-
     Returns:
         `wall`: elapsed time; `busy`: time of all kernels; `kernels`: number of kernels; `kinds`: time by kernel kind.
     """

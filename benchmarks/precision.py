@@ -57,10 +57,6 @@ BATCH_SIZE = 8  # for measurements of quality, where time does not matter
 def write_bundles(work_folder: Path, precisions: Sequence[str]) -> dict[str, Path]:
     """Write a bundle of the embedded model for each precision and for fp32, unless the bundle exists.
 
-    Args:
-        work_folder: folder for the bundles.
-        precisions: precisions of weights such as int8, with an optional compute type, as in int8+float16.
-
     Returns:
         The folder of each bundle, by precision.
     """
@@ -77,13 +73,7 @@ def write_bundles(work_folder: Path, precisions: Sequence[str]) -> dict[str, Pat
 
 
 def print_pass_times(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
-    """Print a table of the milliseconds of a target pass, by precision and number of nodes.
-
-    Args:
-        pipelines: pipelines by precision.
-        rows: number of batch rows.
-        repeats: number of measurements.
-    """
+    """Print a table of the milliseconds of a target pass, by precision and number of nodes."""
     print(f"\n{rows} rows: milliseconds of a pass by nodes")
     table = []
     for precision, pipeline in pipelines.items():
@@ -93,13 +83,7 @@ def print_pass_times(pipelines: dict[str, Pipeline], rows: int, repeats: int) ->
 
 
 def print_speed(pipelines: dict[str, Pipeline], methods: Sequence[str], num_turns: int) -> None:
-    """Print a table of the speed-up of each method and precision over plain decoding in float32 of the same round.
-
-    Args:
-        pipelines: pipelines by precision.
-        methods: decoding methods, including `ar`.
-        num_turns: number of rounds, each with one image per method and precision.
-    """
+    """Print a table of the speed-up of each method and precision over plain decoding in float32 of the same round."""
     prompts = read_bundle_prompts(pipelines["fp32"].bundle)
     runs = [(precision, ComparedMethod(method, {"method": method})) for method in methods for precision in pipelines]
     for precision, method in runs:  # warm up every shape of forward passes
@@ -119,13 +103,7 @@ def print_speed(pipelines: dict[str, Pipeline], methods: Sequence[str], num_turn
 
 
 def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_images: int) -> None:
-    """Print the tables of quality: divergence from float32 by precision; excess and agreement by method.
-
-    Args:
-        pipelines: pipelines by precision.
-        methods: decoding methods, including `ar`.
-        num_images: number of images of each method.
-    """
+    """Print the tables of quality: divergence from float32 by precision; excess and agreement by method."""
     reference = pipelines["fp32"]
     judge_model = load_judge()
     batch = min(num_images, BATCH_SIZE)
@@ -186,13 +164,7 @@ def print_quality(pipelines: dict[str, Pipeline], methods: Sequence[str], num_im
 
 
 def compute_conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the logits of the conditional batch row at every token of every image, `[images * cells, vocab_size]`.
-
-    Args:
-        pipeline: pipeline that computes the logits.
-        request: prompts and seeds of the images.
-        codes: codes of each image.
-    """
+    """Return the logits of the conditional batch row at every token of every image, `[images * cells, vocab_size]`."""
     prepared = pipeline.prepare(pipeline.check(**request, method="ar"))
     model = prepared.model()
     layout = prepared.plan.layout

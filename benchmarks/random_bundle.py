@@ -174,13 +174,7 @@ def export_checkpoints(
 
 
 def write_checkpoints(shape: ModelShape, folder: Path, drafter: bool) -> None:
-    """Write all checkpoints of a model: target, image tokenizer and, on request, a drafter.
-
-    Args:
-        shape: sizes of the model.
-        folder: new folder for the checkpoints.
-        drafter: whether to write a drafter.
-    """
+    """Write all checkpoints of a model: target, image tokenizer and, on request, a drafter."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
@@ -372,14 +366,7 @@ def _write_word_tokenizer(shape: ModelShape, folder: Path) -> None:
 
 
 def _write_checkpoint_folder(folder: Path, weight_shapes: Sizes, dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Write config.json, and a safetensors file with random weights, tensor by tensor to save memory.
-
-    Args:
-        folder: new folder for the files.
-        weight_shapes: names and shapes of the weights.
-        dtype: type of the weights.
-        config: content of config.json.
-    """
+    """Write config.json, and a safetensors file with random weights, tensor by tensor to save memory."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, object] = {}
@@ -404,11 +391,6 @@ def _make_random_weight(name: str, size: tuple[int, ...], seed: int) -> torch.Te
     """Return a weight, or the values that repeat in a large weight.
 
     Embedding tables are the same for target and drafter, as their seed is always 0.
-
-    Args:
-        name: name of the weight.
-        size: shape of the weight.
-        seed: seed of the random values.
     """
     if "norm" in name or len(size) == 1:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)

@@ -104,12 +104,7 @@ def write_cosmos_tokenizer(shape: ModelShape, folder: Path) -> None:
 
 
 def _yield_cosmos_weights(module_name: str, width: int) -> Sizes:
-    """Yield names and shapes of the weights of the encoder or the decoder.
-
-    Args:
-        module_name: `encoder` or `decoder`.
-        width: channels that `_COSMOS_LEVELS` multiplies.
-    """
+    """Yield names and shapes of the weights of the encoder or the decoder."""
 
     def yield_conv_pair(name: str, in_channels: int, out_channels: int) -> Sizes:
         yield f"{name}.0.conv3d", (out_channels, in_channels, 1, 3, 3)

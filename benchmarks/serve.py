@@ -82,15 +82,7 @@ class RequestResults:
 def measure_offline_rate(
     pipe: Pipeline, prompts: list[str], batch_size: int, seconds: float, method: str | None
 ) -> float:
-    """Return the images per second of a pipeline that generates batches one after the other.
-
-    Args:
-        pipe: pipeline to measure.
-        prompts: prompts of the images, used in turn.
-        batch_size: number of images in a batch.
-        seconds: duration of the measurement.
-        method: decoding method; None for the quality `strict`.
-    """
+    """Return the images per second of a pipeline that generates batches one after the other."""
     rates: list[float] = []
     first_start = time.perf_counter()
     while time.perf_counter() - first_start < seconds:
@@ -122,16 +114,7 @@ def run_server(*arguments: str) -> Iterator[tuple[str, int]]:
 async def request_image(
     address: tuple[str, int], prompt: str, seed: int, results: RequestResults, caller_id: int = 1, **options: object
 ) -> None:
-    """Send one request on a new connection and add the outcome to the results.
-
-    Args:
-        address: host and port of the server.
-        prompt: prompt of the image.
-        seed: seed of the image.
-        results: results to extend.
-        caller_id: last number of the client's loopback address; the server treats addresses as different callers.
-        options: additional fields of the request.
-    """
+    """Send a request from the address 127.0.0.`caller_id`, which is one caller, and add the outcome to the results."""
     start_time = time.perf_counter()
     reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller_id}", 0))
     body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
@@ -152,14 +135,7 @@ async def request_image(
 async def run_closed_loop(
     address: tuple[str, int], prompts: list[str], num_clients: int, seconds: float
 ) -> dict[str, float]:
-    """Measure clients that each send the next request when the response arrives.
-
-    Args:
-        address: host and port of the server.
-        prompts: prompts to choose from.
-        num_clients: number of clients.
-        seconds: duration of the measurement.
-    """
+    """Measure clients that each send the next request when the response arrives."""
     results = RequestResults()
     start_time = time.perf_counter()
     seeds = iter(range(1 << 30))
@@ -175,17 +151,7 @@ async def run_closed_loop(
 async def measure_neighbours(
     address: tuple[str, int], seconds: float, fifth_client_options: dict[str, object]
 ) -> dict[str, float]:
-    """Measure four clients with one request at a time, while a fifth client sends requests, too.
-
-    Args:
-        address: host and port of the server.
-        seconds: duration of the measurement.
-        fifth_client_options: additional fields of the fifth client's requests. If there are any, the fifth client sends
-            four requests at a time.
-
-    Returns:
-        The summary of the four clients.
-    """
+    """Measure four clients with one request at a time, while a fifth sends one, or four at a time with options."""
     results = RequestResults()
     fifth_client_results = RequestResults()
     start_time = time.perf_counter()
@@ -209,15 +175,7 @@ async def measure_neighbours(
 async def run_open_loop(
     address: tuple[str, int], prompts: list[str], requests_per_second: float, seconds: float, **options: object
 ) -> dict[str, float]:
-    """Measure requests that arrive at random times, independently of earlier responses.
-
-    Args:
-        address: host and port of the server.
-        prompts: prompts to choose from.
-        requests_per_second: mean rate of the requests.
-        seconds: duration of the measurement.
-        options: additional fields of the requests.
-    """
+    """Measure requests that arrive at random times, independently of earlier responses."""
     results = RequestResults()
     start_time = time.perf_counter()
     rng = random.Random(0)

@@ -111,12 +111,6 @@ def capture_cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
 def measure_decoder(shape: ModelShape, mode: str, device: str, num_images: int = 3) -> dict[str, float]:
     """Measure forward passes at half an image, and plain decoding of codes without pixels.
 
-    Args:
-        shape: sizes of the decoder.
-        mode: name in `MODES`.
-        device: PyTorch device, `cpu` or `cuda`.
-        num_images: number of images to measure after a warm-up image.
-
     Returns:
         Milliseconds of a pass for each number of nodes in `NODES`, and images per second, by label.
     """

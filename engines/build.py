@@ -37,7 +37,7 @@ def build_engines(
         output: path of the engine folder to write.
         force: whether to replace an existing engine folder.
         progress: progress callback.
-        dry_run: whether to write only the ONNX graphs. A dry run needs neither TensorRT nor a GPU.
+        dry_run: whether to write only the ONNX graphs, without TensorRT or a GPU.
 
     Returns:
         Contents of `engine.json`, and shell commands with which a user can rebuild an engine and check its outputs.
@@ -97,10 +97,7 @@ def build_engines(
 
 
 def choose_compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
-    """Return the requested compute capabilities in upper case; by default, the compute capability of this host's GPU.
-
-    Raises: EngineError: no compute capabilities were requested, and this host has no GPU.
-    """
+    """Return the requested compute capabilities, such as `SM89`; by default, that of this host's GPU."""
     if options.compute_capabilities:
         return tuple(name.upper() for name in options.compute_capabilities)
     if gpu := find_gpu():

@@ -29,26 +29,16 @@ class CacheColumnMap(BaseKVCache):
 
     With `num_columns`, entries are in order. A pass writes its nodes after the entries of the row, and appending
     accepted nodes of a draft tree moves them.
-
-    Args:
-        lengths: number of entries of each row, int64 `[rows]`.
-        capacity: maximum number of entries of a row.
-        num_columns: number of columns, for entries in order; None: entries are in any order.
-
-    Attributes:
-        in_order: whether entries are in order.
-        column_of: column of each entry, int64 `[rows, columns]`. After the entries of a row follow its free columns, in
-            ascending order.
-        is_sorted: whether entry i of every row is in column i. Accepted nodes of a tree can change this.
-        written_columns: column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
     """
 
     def __init__(self, lengths: Ints, capacity: int, num_columns: int | None = None) -> None:
         super().__init__(lengths, capacity)
         self.in_order = num_columns is not None
-        # One more column than the capacity, for padding nodes.
+        # Column of each entry, int64 `[rows, columns]`, then the free columns of the row in ascending order. There is
+        # one more column than the capacity, for padding nodes.
         self.column_of = np.tile(np.arange(num_columns or round_up(capacity + 1)), (len(lengths), 1))
-        self.is_sorted = True
+        self.is_sorted = True  # whether entry i of every row is in column i. Accepted nodes of a tree can change this.
+        # Column of each node of the last pass, int64 `[rows, nodes]`; None after rows or entries moved.
         self.written_columns: Ints | None = None
 
     @property
@@ -96,15 +86,9 @@ class CacheColumnMap(BaseKVCache):
         return free
 
     def encode_pass_inputs(self, batch: PassInput, num_padded_nodes: int) -> dict[str, Array]:
-        """Return positions, columns and attention mask as inputs of the graph, and set `written_columns`.
+        """Return the graph inputs `position_ids`, `write` and `seen` (`device_graph.py`), and set `written_columns`.
 
-        Args:
-            batch: pass to encode.
-            num_padded_nodes: number of nodes per row with padding. Padding nodes attend to the first column; no node
-                attends to padding nodes.
-
-        Returns:
-            The inputs `position_ids`, `write` and `seen`, as `make_device_graph` describes them.
+        Padding nodes attend to the first column; no node attends to padding nodes.
         """
         rows, nodes = batch.positions.shape
         row = np.arange(rows)[:, None]
@@ -169,51 +153,28 @@ class CacheColumnMap(BaseKVCache):
 
 
 def compute_padded_node_count(num_nodes: int) -> int:
-    """Return the number of nodes, with padding, of a pass over `num_nodes` nodes."""
     return next(
         (count for count in _PADDED_NODE_COUNTS if count >= num_nodes), round_up(num_nodes, _PADDED_NODE_COUNTS[-1])
     )
 
 
 def pad_nodes(node_values: Ints, num_nodes: int, dtype: type[np.signedinteger] = np.int64) -> Array:
-    """Append zeros for padding nodes to an array that has one number per node.
-
-    Args:
-        node_values: numbers such as positions or token ids, `[rows, at most num_nodes]`.
-        num_nodes: number of nodes with padding.
-        dtype: type of the padded array.
-
-    Returns:
-        The padded array, `[rows, num_nodes]`.
-    """
+    """Pad numbers of nodes `[rows, nodes]`, such as positions, with zeros to `[rows, num_nodes]`."""
     filled = np.zeros((len(node_values), num_nodes), dtype)
     filled[:, : node_values.shape[1]] = node_values
     return filled
 
 
 def pack_mask(mask: Bools) -> Array:
-    """Pack an attention mask into words of `MASK_WORD_BITS` (16) bits, with the first column in the lowest bit.
-
-    Args:
-        mask: attention mask, bool `[..., columns]`; `columns` is a multiple of 16.
-
-    Returns:
-        The words, int32 `[..., columns / 16]`.
-    """
+    """Pack a mask, bool `[..., columns]`, into int32 words of 16 bits, with the first column in the lowest bit."""
     packed = np.packbits(mask, axis=-1, bitorder="little")  # two bytes per word
     return packed.view("<u2").astype(np.int32)
 
 
 def write_mask_unpacking(graph: GraphWriter, packed_mask: str, masked_score: float) -> str:
-    """Write ops that unpack a packed attention mask to numbers, which attention adds to its scores.
+    """Write ops that unpack a mask `[rows, nodes, words]` to numbers that attention adds to its scores.
 
-    Args:
-        graph: graph to write to.
-        packed_mask: name of the tensor with the mask that `pack_mask` packed, int32 `[rows, nodes, words]`.
-        masked_score: number to add to the score of a masked column; 0 is added to other scores.
-
-    Returns:
-        The name of the tensor with the numbers to add, float32 `[rows, nodes, columns]`.
+    They are float32 `[rows, nodes, columns]`: `masked_score` for a masked column, else 0.
     """
     half, unit, two, scale = (graph.add_constant(np.array(number, np.float32)) for number in (0.5, 1, 2, masked_score))
     powers = graph.add_constant(0.5 ** np.arange(MASK_WORD_BITS, dtype=np.float32))

@@ -25,20 +25,14 @@ Function = Callable[
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Declaration of an input or output of a graph.
-
-    Attributes:
-        name: name of the tensor in the graph.
-        dtypes: allowed types. When this project writes a graph, the tensor gets the first type.
-        shape: size of each axis; a name or None for a size that may differ between passes (a free size).
-    """
+    """Declaration of an input or output of a graph."""
 
     name: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # allowed types. When this project writes a graph, the tensor gets the first type.
+    # Size of each axis; a name or None for a size that may differ between passes (a free size).
     shape: tuple[int | str | None, ...]
 
     def matches_shape(self, shape: Sequence[int]) -> bool:
-        """Return whether `shape` has the declared number of axes and all declared sizes."""
         return len(shape) == len(self.shape) and all(
             expected == size or not isinstance(expected, int) for size, expected in zip(shape, self.shape, strict=True)
         )
@@ -58,12 +52,8 @@ def check_graph_tensors(
     Args:
         actual: type and sizes of the tensors of the graph, by name; free sizes are not integers.
         expected: declarations of the tensors.
-        make_error: function that returns an error, given the name of a tensor and descriptions of its actual and
-            expected type and shape.
+        make_error: function that returns an error from the name of a tensor, and its actual and expected form.
         reject_undeclared: whether a tensor without a declaration is an error.
-
-    Raises:
-        LanternError: a tensor differs from its declaration; `make_error` made the error.
     """
     declared = {tensor.name: tensor for tensor in expected}
     for name in [*declared, *(sorted(actual.keys() - declared.keys()) if reject_undeclared else ())]:
@@ -82,22 +72,14 @@ def check_graph_tensors(
 
 
 class TensorView(NamedTuple):
-    """Tensor that is a part of a larger device buffer. It has the methods `shape` and `data_ptr` of an OrtValue.
-
-    Attributes:
-        buffer: OrtValue that contains the tensor.
-        byte_offset: offset of the first byte of the tensor in the buffer.
-        dims: shape of the tensor.
-        dtype: NumPy name of the type of the tensor.
-    """
+    """Tensor that is a part of a larger device buffer. It has the methods `shape` and `data_ptr` of an OrtValue."""
 
     buffer: Any
-    byte_offset: int
+    byte_offset: int  # offset of the first byte of the tensor in the buffer
     dims: list[int]
-    dtype: str
+    dtype: str  # NumPy name of the type of the tensor
 
     def shape(self) -> list[int]:
-        """Return the shape of the tensor."""
         return self.dims
 
     def data_ptr(self) -> int:

@@ -22,15 +22,7 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 def declare_host_tensors(
     spec: DecoderSpec | DrafterSpec, is_drafter: bool
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return declarations of the inputs and outputs of a decoder graph of a bundle; keys and values come last.
-
-    Args:
-        spec: sizes of the decoder.
-        is_drafter: whether the decoder is the drafter, not the target.
-
-    Returns:
-        Declarations of the inputs. Then declarations of the outputs.
-    """
+    """Declare the inputs, and the outputs, of a decoder graph of a bundle; keys and values come last."""
     kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)  # [columns or nodes, rows, heads, width]
     inputs = [
@@ -48,16 +40,9 @@ def declare_host_tensors(
 def declare_device_tensors(
     spec: DecoderSpec | DrafterSpec, is_drafter: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return declarations of the inputs and outputs of the graph that `make_device_graph` returns.
+    """Declare the inputs, and the outputs, of a decoder graph in the device layout (`device_graph.py`).
 
-    Args:
-        spec: sizes of the decoder.
-        is_drafter: whether the decoder is the drafter, not the target.
-        dtypes: allowed types of the cache. From each type, `get_hidden_dtype` derives an allowed type of hidden states.
-        capacity: number of columns of a cache with entries in order; None: entries are in any order.
-
-    Returns:
-        Declarations of the inputs. Then declarations of the outputs.
+    The cache may have any type of `dtypes`. With a capacity, its entries are in order.
     """
     hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
     states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
@@ -92,17 +77,12 @@ def get_hidden_dtype(compute_dtype: str) -> str:
 def _declare_key_values(
     name_prefix: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
 ) -> list[TensorSpec]:
-    """Return declarations of the keys and values of all layers, such as `past_key_values.0.key`."""
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
     return [TensorSpec(f"{name_prefix}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
 
 
 def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
     """Return the type that all keys and values of a graph have.
-
-    Args:
-        graph_path: path of the graph file, for the error.
-        dtypes: types of the tensors of the graph, by name.
 
     Raises:
         BundleError: some keys or values are float16 and others float32.
@@ -116,11 +96,7 @@ def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
 
 
 def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
-    """Check and return the number of cache columns that the attention mask of a pass covers.
-
-    Args:
-        batch: pass with its attention mask.
-        cache: cache that the pass reads.
+    """Return the number of cache columns that the attention mask of a pass covers.
 
     Raises:
         ValueError: the mask covers fewer columns than `cache.past_length()`, or more columns than the cache has.
@@ -135,11 +111,7 @@ def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
 def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
     """Return the inputs of a decoder graph except keys and values, as contiguous arrays by name.
 
-    Args:
-        batch: pass to run.
-        embedding_table: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter, which reads
-            tokens and hidden states.
-        dtypes: types of the inputs by name.
+    Without an embedding table, the decoder is a drafter, which reads tokens and hidden states.
 
     Raises:
         ValueError: `batch` lacks an input that the decoder reads, or has both tokens and embeddings.

@@ -29,14 +29,7 @@ MAX_BOUND_NODES = 64
 
 
 class DeviceCache(CacheColumnMap):
-    """KV cache of an engine in device memory, which a block of a `CachePool` provides.
-
-    Args:
-        pool: pool that provides the block.
-        num_rows: number of batch rows.
-        capacity: maximum number of entries of a row.
-        num_columns: number of columns, for entries in order; None: entries are in any order.
-    """
+    """KV cache of an engine in device memory, which a block of a `CachePool` provides."""
 
     def __init__(self, pool: CachePool, num_rows: int, capacity: int, num_columns: int | None = None) -> None:
         super().__init__(np.zeros(num_rows, np.int64), capacity, num_columns)
@@ -50,12 +43,6 @@ class DeviceCache(CacheColumnMap):
             self.bound_pass.run_queued_pass()
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes to the entries of their rows. Entries are moved on the device if their columns change.
-
-        Args:
-            new_kv: columns that the last pass wrote.
-            accepted_indices: indices of the accepted nodes of each row.
-        """
         moves = self.accept_nodes(new_kv, accepted_indices)
         if len(moves):
             self.run_queued_pass()
@@ -66,7 +53,6 @@ class DeviceCache(CacheColumnMap):
             )
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only the given rows, in the given order, by copying them to another block on the device."""
         self.run_queued_pass()
         previous = self.block_handle  # not released before it has been copied
         self.select_rows(rows)
@@ -74,7 +60,6 @@ class DeviceCache(CacheColumnMap):
         self.pool.gather_rows([(previous.block, rows)], self.block_handle.block)
 
     def extend(self, cache: Cache) -> None:
-        """Append the rows of another cache, by copying all rows to another block on the device."""
         added = type(self).require_instance(cache)
         previous = self.block_handle  # not released before it has been copied
         self.run_queued_pass()
@@ -94,13 +79,8 @@ class DeviceCache(CacheColumnMap):
 class DeviceOutputTensor:
     """Output of a pass on the device, `[rows, nodes, width]`.
 
-    Indexing the first two axes copies vectors to the host, as float32.
-
-    Args:
-        bound_pass: pass that computes the output.
-        name: name of the output, `logits` or `hidden_states`.
-        block_handle: handle of the cache block that the pass is bound to. Keeping the handle prevents another cache
-            from running the bound pass, which would overwrite the output. None: the pass is bound for a single run.
+    Indexing the first two axes copies vectors to the host, as float32. `block_handle` prevents another cache from
+    running the bound pass, which would overwrite the output; it is None if the pass is bound for a single run.
     """
 
     def __init__(self, bound_pass: BoundForwardPass, name: str, block_handle: BlockHandle | None = None) -> None:
@@ -128,21 +108,10 @@ class DeviceLogitsTensor(DeviceOutputTensor, DeviceLogits):
     """Logits of a pass, from which tokens are sampled on the device."""
 
     def supports_sampling(self, sampling: Sampling) -> bool:
-        """Return whether tokens can be sampled on the device with these settings."""
         return SamplingHead.supports(sampling)
 
     def sample_top_codes(self, samples: Sequence[SamplingRequest], count: int) -> list[tuple[Ints, Floats]]:
-        """Return the tokens of highest score of each node, and their scores.
-
-        On the host, `find_top_codes` computes the same except for rounding.
-
-        Args:
-            samples: nodes to sample for, and sampling settings, of each image.
-            count: number of tokens to return per node.
-
-        Returns:
-            Tokens and scores of each image, `[nodes, count]`.
-        """
+        """Return what `find_top_codes` computes on the host, except for rounding."""
         vocab_size = self._value.shape()[2]
         heads = [
             SamplingHead.from_sampling(sample.sampling, vocab_size, count, sample.noise is not None)
@@ -199,19 +168,11 @@ class DeviceEngine(ABC):
     def compute_padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
         """Return the number of nodes, with padding, of a pass over `num_nodes` nodes per row.
 
-        Raises: EngineError: the engine does not support a pass of this size.
-        """
-
-    def compute_padded_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the number of cache columns in a pass's attention mask: the length of the longest row, rounded up.
-
-        Args:
-            cache: cache that the pass reads.
-            nodes: number of nodes per row of the pass.
-
         Raises:
             EngineError: the engine does not support a pass of this size.
         """
+
+    def past_columns(self, cache: Cache, nodes: int) -> int:
         device_cache = DeviceCache.require_instance(cache)
         self.compute_padded_node_count(device_cache, nodes)  # raises early if the pass is too large
         return device_cache.past_length()
@@ -237,10 +198,6 @@ class DeviceEngine(ABC):
         )
 
     def _build_token_inputs(self, batch: PassInput, num_nodes: int) -> dict[str, Any]:
-        """Return the inputs for tokens, embeddings and hidden states, padded to `num_nodes` nodes per row.
-
-        Hidden states that a pass on the same device computed are not copied to the host.
-        """
         if self._embedding_table is not None:
             if (batch.tokens is None) == (batch.embeds is None):
                 raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
@@ -271,10 +228,7 @@ class DeviceEngine(ABC):
     def _bind_pass(
         self, cache: DeviceCache, batch: PassInput, feeds: Mapping[str, Any]
     ) -> tuple[BoundForwardPass, BlockHandle | None]:
-        """Return a pass that is bound to a cache, and the handle of the cache's block.
-
-        The handle is None if the pass is bound for a single run.
-        """
+        """Return a pass that is bound to a cache, and the handle of the cache's block; None for a single run."""
         rows, nodes, words = feeds["seen"].shape
         hidden = batch.hidden
         block = cache.block_handle.block
@@ -298,14 +252,6 @@ class DeviceEngine(ABC):
 
 
 def _flatten_hidden_states(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
-    """Return hidden states or embeddings as a contiguous array, and the index of each vector.
-
-    Args:
-        states: hidden states or embeddings, `[rows, nodes, hidden_size]`.
-        dtype: type of the returned array.
-
-    Returns:
-        The array. Then the index of each vector in the flattened first two axes, `[rows, nodes]`.
-    """
+    """Return states as a contiguous array, and the index of each in the flattened first two axes."""
     rows = np.ascontiguousarray(states, dtype)
     return rows, np.arange(rows.shape[0] * rows.shape[1]).reshape(rows.shape[:2])

@@ -1,19 +1,31 @@
 """Writer of decoder graphs in the device layout, the layout for GPUs and other devices.
 
-The decoder graphs in a bundle are made for CPUs. They read embeddings, an attention mask, and past keys and values, and
-return new keys and values. When a bundle is loaded for a device, its graphs are rewritten as follows:
+The decoder graphs in a bundle are made for CPUs. They read embeddings, an attention mask, and past keys and values,
+and return new keys and values. When a bundle is loaded for a device, its graphs are rewritten. The weights stay in the
+files of the bundle, under the names that `export/graph/decoder_graph.py` gives them. Attention, norms and rotary
+embeddings become one operator each, and the graphs have these tensors:
 
-- Inputs are token ids, and the graph looks up their embeddings.
-- The attention mask has one bit per column, and the graph unpacks it.
-- The graph writes new keys and values to the KV cache. For this, each output
-  `present_key_values` is bound to the memory of the input `past_key_values`.
-- Attention, norms and rotary embeddings are one operator each.
+input | type and shape | contents
+---|---|---
+`token_ids` | int32 `[rows, nodes]` | rows of `embeddings` (target), or of the embedding weight (drafter)
+`embeddings` | `[entries, hidden_size]` | embeddings of tokens; only a target has this input
+`hidden` | `[any, any, hidden_size]` | hidden states of the target; only a drafter has this input
+`hidden_ids` | int32 `[rows, nodes]` | each node's state in the flattened first two axes of `hidden`; only a drafter
+`position_ids` | int64 `[rows, nodes]` |
+`seen` | int32 `[rows, nodes, words]` | attention mask: bit c of word w is 1 if a node attends to column 16 w + c
+`write` | int64, see below | columns to which the graph writes the keys and values of the new nodes
+`past_key_values.{i}.key`, `.value` | see below | caches of layer i
 
-Weights stay in the files of the bundle, under the names that `export/graph/decoder_graph.py` gives them.
+The outputs are `logits` in float32, `hidden_states`, and the caches `present_key_values`, which contain the new
+nodes. The caller binds `present_key_values` to the memory of `past_key_values`.
 
-The columns of a cache may be filled in any order: inputs contain the column of each new node, and the columns that the
-node attends to. Accepted nodes therefore stay where they were written. TensorRT engines are an exception: the entries
-of their caches are in order, as the argument `capacity` of `make_device_graph` explains.
+Without a capacity, the columns of a cache may be filled in any order, so that accepted nodes stay where they were
+written. `write [rows, nodes, 1, 3]` is row, column and part index 0 of each node, `seen` covers all columns, and
+caches are `[rows, columns, parts, part]`, with the sizes of `choose_column_part_shape`.
+
+TensorRT engines have a capacity, and the entries of their caches are in order. The nodes of a row are written to
+consecutive columns, and `write [rows]` is the first of them. `seen` may cover fewer columns. Caches are
+`[rows, num_kv_heads, capacity, head_dim]`.
 """
 
 from __future__ import annotations
@@ -40,19 +52,12 @@ MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}
 
 
 class DeviceGraph(NamedTuple):
-    """A decoder graph in the device layout.
-
-    Attributes:
-        model_bytes: serialized ONNX model.
-        inputs: inputs of the model.
-        outputs: outputs of the model.
-        dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
-    """
+    """A decoder graph in the device layout."""
 
     model_bytes: bytes
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
-    dtype: str
+    dtype: str  # type of caches; hidden states have the type `get_hidden_dtype(dtype)`
 
 
 def make_device_graph(
@@ -65,36 +70,16 @@ def make_device_graph(
     max_nodes: int | None = None,
     use_multi_head_op: bool = False,
 ) -> DeviceGraph:
-    """Convert a target or drafter graph of a bundle to the device layout.
-
-    The inputs are:
-        token_ids: int32 `[rows, nodes]`. For a target, indices of rows of the input `embeddings`; for a drafter,
-            indices of rows of the embedding weight.
-        embeddings: `[entries, hidden_size]`; only a target has this input.
-        hidden: `[any, any, hidden_size]`, hidden states of the target; only a drafter has this input.
-        hidden_ids: int32 `[rows, nodes]`, index of each node's hidden state in the flattened first two axes of
-            `hidden`; only a drafter has this input.
-        position_ids: int64 `[rows, nodes]`.
-        seen: int32 `[rows, nodes, words]`, attention mask; bit c of word w is 1 if a node attends to column 16 w + c.
-        write: int64, columns of new nodes; `capacity` determines the shape.
-        past_key_values.{i}.key, past_key_values.{i}.value: caches of layer i.
-
-    The outputs are `logits` in float32, `hidden_states`, and the caches `present_key_values`, which contain the new
-    nodes. The caller binds `present_key_values` to the memory of `past_key_values`.
+    """Convert a target or drafter graph, in the folder of its weights, to the device layout.
 
     Args:
-        path: graph file in a bundle, in the folder of its weights.
+        path: graph file in a bundle.
         spec: sizes and architecture of the decoder.
         is_drafter: whether the decoder is a drafter.
-        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16. With `basic_ops_only`, float32
-            replaces bfloat16.
-        basic_ops_only: whether to avoid the operators for attention, the type bfloat16, and embedding tables in float16
-            when the graph computes in float32.
+        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
+        basic_ops_only: whether to avoid the operators for attention, the type bfloat16 (float32 replaces it), and
+            embedding tables in float16 when the graph computes in float32.
         capacity: number of columns of a cache with entries in order; None: entries are in any order.
-            With a number, the nodes of a row are written to consecutive columns, and `write [rows]` is the first of
-            these columns. `seen` may cover fewer columns. Caches are `[rows, num_kv_heads, capacity, head_dim]`.
-            With None, `write [rows, nodes, 1, 3]` is row, column and part index 0 of each node. `seen` covers all
-            columns. Caches are `[rows, columns, parts, part]`, with the sizes of `choose_column_part_shape`.
         max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
         use_multi_head_op: whether to write the op MultiHeadAttention instead of Attention in half precision.
 
@@ -131,9 +116,9 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         use_multi_head_op: bool,
     ) -> None:
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        num_heads = spec.num_heads
+        num_heads = spec.architecture.num_heads
         kv_group_size = num_heads // spec.num_kv_heads
-        super().__init__(graph, spec.require_architecture(path), weights, dtype, num_heads, kv_group_size)
+        super().__init__(graph, spec.architecture, weights, dtype, num_heads, kv_group_size)
         self.spec = spec
         self.basic_ops_only = basic_ops_only
         self.capacity = capacity
@@ -146,10 +131,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         self.interleaved = int(self.architecture.rope_style == "interleaved")
 
     def write_graph(self, is_drafter: bool) -> DeviceGraph:
-        """Write the whole graph: of a drafter if `is_drafter`, otherwise of a target.
-
-        A drafter reads embeddings of tokens, joined with hidden states of the target.
-        """
         graph = self.graph
         spec = self.spec
         if is_drafter:
@@ -166,15 +147,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
     def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
-        """Write the head norm and the rotary embedding of queries and keys.
-
-        Args:
-            qkv: name of the joint projection to queries, keys and values.
-            layer_name: prefix of the names of the layer's weights.
-
-        Returns:
-            The names of queries, keys and values, `[rows, nodes, num_heads * head_dim]` each.
-        """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         width = num_kv_heads * self.spec.head_dim
@@ -204,15 +176,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         With a capacity, nodes are written to consecutive columns, for which TensorRT has kernels. TensorRT copies the
         cache if the operator Attention has a `scale`. Therefore the scale is applied to the queries instead.
         Without a `scale`, the operator divides scores by sqrt(head_dim).
-
-        Args:
-            query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
-            key: name of the new keys.
-            value: name of the new values.
-            layer_name: prefix of the layer's names.
-
-        Returns:
-            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
         """
         graph = self.graph
         width = self.spec.head_dim
@@ -245,14 +208,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
 
         Query heads that share keys are joined along the axis of nodes. Otherwise ONNX Runtime on CUDA would copy the
         keys for every query head.
-
-        Args:
-            query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
-            present_kv: name of all keys in the cache, and name of all values.
-            scale: factor that scores are multiplied by.
-
-        Returns:
-            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
         """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
@@ -274,17 +229,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return mixed
 
     def write_matmul_attention(self, query: str, keys: str, values: str, scale: float) -> str:
-        """Write attention as two matmuls and a softmax. Query heads that share keys are joined along the axis of nodes.
-
-        Args:
-            query: name of the queries, `[rows, nodes, num_heads * head_dim]`.
-            keys: name of all keys in the cache.
-            values: name of all values in the cache.
-            scale: factor that scores are multiplied by.
-
-        Returns:
-            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
-        """
         graph = self.graph
         num_kv_heads = self.spec.num_kv_heads
         query = self.split_heads(query, self.num_heads)
@@ -312,15 +256,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
 
         The weight differs between heads, but the operator has one scale vector for all heads. Therefore the operator
         gets a scale filled with 1, and a Mul applies the weight.
-
-        Args:
-            x: name of the queries and keys, `[rows, nodes, num_heads * head_dim]`.
-            weight_prefix: prefix of the names of the weight and, for a layer norm, the bias.
-            num_heads: number of heads of queries and keys together.
-            epsilon: number added to the variance or, for an RMS norm, to the mean square.
-
-        Returns:
-            The name of the normed queries and keys, with the shape of `x`.
         """
         graph = self.graph
         spec = self.spec
@@ -351,7 +286,6 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.graph.op("Gelu", x)
 
     def look_up_embeddings(self) -> str:
-        """Write the look-up of the drafter's token embeddings, in the type that the graph computes in."""
         if self.basic_ops_only and not self.half:  # decodes the whole table, as float16 tables must be avoided
             return self.graph.op("Gather", self.write_weight("embed.weight"), "token_ids")
         stored_weight = self.weights["embed.weight"]
@@ -363,17 +297,13 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return x if get_hidden_dtype(self.dtype) == self.dtype else self.to_dtype(x)
 
     def add_scalar_constant(self, value: float) -> str:
-        """Add a number as a constant of the type that the graph computes in, and return its name."""
         return self.to_dtype(self.graph.add_constant(np.array(value, np.float32)))
 
     def write_matmul(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.op("MatMul", x, self.write_weight(weight), name=output)
 
     def write_weight(self, name: str) -> str:
-        """Add a weight, with ops that decode it if it is stored in another type, and return the name of the result.
-
-        A weight that is stored as float32 stays float32.
-        """
+        """Add a weight, decoded to the type that the graph computes in; a float32 weight stays float32."""
         stored_weight = self.weights[name]
         if stored_weight.name == name:  # an encoded weight is stored under another name
             return self.add_weight(stored_weight)
@@ -385,14 +315,10 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.decoded_weights[name]
 
     def write_dequantize(self, stored_weight: StoredTensor, stored_scale: StoredTensor) -> str:
-        """Write the dequantization of an integer weight and return its name.
+        """Write the dequantization of an integer weight `[inputs, outputs]`.
 
-        For scales per output, ONNX Runtime gets Cast and Mul, which it computes once when it loads the graph. It would
-        run DequantizeLinear in every pass.
-
-        Args:
-            stored_weight: integers, `[inputs, outputs]`.
-            stored_scale: scales, `[blocks of inputs, outputs]` or `[outputs]`.
+        Scales are `[blocks of inputs, outputs]` or `[outputs]`. For scales per output, ONNX Runtime gets Cast and Mul,
+        which it computes once when it loads the graph. It would run DequantizeLinear in every pass.
         """
         inputs, _ = stored_weight.shape
         count, *blocks = stored_scale.shape  # `count` is the number of blocks if the scales have two axes
@@ -405,12 +331,10 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.graph.op("DequantizeLinear", integers, scales, axis=1)
 
     def add_float_weight(self, stored_weight: StoredTensor) -> str:
-        """Add a floating-point weight and cast it to the type that the graph computes in."""
         name = self.add_weight(stored_weight)
         return name if stored_weight.dtype == self.dtype else self.graph.cast(name, self.dtype)
 
     def add_weight(self, stored_weight: StoredTensor) -> str:
-        """Add a weight as it is stored, without decoding, and return its name."""
         self.graph.weights[stored_weight.name] = stored_weight.tensor_message
         return stored_weight.name
 
@@ -426,9 +350,8 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         row `shift` with a negated sine, and so turns back.
 
         Returns:
-            For each rotation, the names of three tensors: cosines and sines, `[angles, head_dim / 2]`, and the index of
-            the angle of each part, `[rows, nodes * parts]`. Models with two grids have two rotations, and other models
-            have one rotation.
+            For each rotation (two for models with two grids, otherwise one), the names of three tensors: cosines and
+            sines, `[angles, head_dim / 2]`, and the index of the angle of each part, `[rows, nodes * parts]`.
         """
         graph = self.graph
         width = self.spec.head_dim

@@ -27,15 +27,10 @@ _ACCELERATOR_PACKAGES = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # prefixes
 
 @dataclass(frozen=True)
 class HostReport:
-    """Properties of a host, and problems that prevent generation.
+    """Properties of a host, and problems that prevent generation."""
 
-    Args:
-        facts: values of properties such as `cores` or `gpu`, as text, by name.
-        problems: messages that state a problem and how to solve it.
-    """
-
-    facts: dict[str, str]
-    problems: tuple[str, ...]
+    facts: dict[str, str]  # values of properties such as `cores` or `gpu`, as text, by name
+    problems: tuple[str, ...]  # messages that state a problem and how to solve it
 
 
 def make_host_report() -> HostReport:

@@ -37,54 +37,35 @@ _COMMAND_PATTERN = (
 
 
 class BuiltEngine(FrozenModel):
-    """TensorRT engine of one graph.
+    """TensorRT engine of one graph."""
 
-    Attributes:
-        path: file name of the engine in the engine folder.
-        blake2b: 32-byte BLAKE2b hash of the engine, in hexadecimal digits. Hashing takes most of the loading time.
-            BLAKE2b is 1.8 times as fast as SHA-256 on processors without instructions for SHA-256.
-        bytes: size of the engine in bytes.
-        onnx: BLAKE2b hash of `<role>.onnx` in the same folder, the graph that the engine was built from.
-        profiles: ranges of shapes that the engine accepts.
-        seconds: build time in seconds.
-    """
-
+    # File name of the engine in the engine folder.
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    # 32-byte BLAKE2b hash of the engine, in hexadecimal digits. Hashing takes most of the loading time. BLAKE2b is 1.8
+    # times as fast as SHA-256 on processors without instructions for SHA-256.
     blake2b: Hash
-    bytes: Annotated[int, Field(ge=0, le=2**50)]
-    onnx: Hash
-    profiles: Annotated[tuple[ShapeProfile, ...], Field(min_length=1)]
-    seconds: float
+    bytes: Annotated[int, Field(ge=0, le=2**50)]  # size of the engine in bytes
+    onnx: Hash  # BLAKE2b hash of `<role>.onnx` in the same folder, the graph that the engine was built from
+    profiles: Annotated[tuple[ShapeProfile, ...], Field(min_length=1)]  # ranges of shapes that the engine accepts
+    seconds: float  # build time in seconds
 
 
 class EngineManifest(FrozenModel):
-    """Contents of `engine.json`.
+    """Contents of `engine.json`."""
 
-    Attributes:
-        format_version: version of the format of engine folders, `FORMAT_VERSION`.
-        backend: library that runs the engines, `tensorrt` or `tensorrt-rtx`.
-        builder_version: version of the library that built the engines; `none` after a dry run.
-        compute_capabilities: compute capabilities of the GPUs that can run the engines, such as `SM89`.
-        gpu: name of the only GPU model that can run the engines; None: any GPU with a listed compute capability.
-        precision: type that the target computes in, such as `float16`.
-        bundle: name of the bundle that the engines were built from.
-        bundle_sha256: digest of this bundle.
-        command: arguments of the command that rebuilds the folder, without `--output`.
-        built: time of the build, in ISO 8601.
-        graphs: engines by role of the graph, such as `target`; empty after a dry run.
-    """
-
-    format_version: str
+    format_version: str  # version of the format of engine folders, `FORMAT_VERSION`
+    # Library that runs the engines, `tensorrt` or `tensorrt-rtx`.
     backend: Annotated[str, Field(pattern=f"^({'|'.join(BACKENDS)})$")]
-    builder_version: str
-    compute_capabilities: tuple[str, ...]
+    builder_version: str  # version of the library that built the engines; `none` after a dry run
+    compute_capabilities: tuple[str, ...]  # compute capabilities of the GPUs that can run the engines, such as `SM89`
+    # Name of the only GPU model that can run the engines; None: any GPU with a listed compute capability.
     gpu: str | None
     precision: str
     bundle: str
     bundle_sha256: Hash
-    command: tuple[str, ...]
-    built: str
-    graphs: dict[str, BuiltEngine]
+    command: tuple[str, ...]  # arguments of the command that rebuilds the folder, without `--output`
+    built: str  # time of the build, in ISO 8601
+    graphs: dict[str, BuiltEngine]  # engines by role of the graph, such as `target`; empty after a dry run
 
 
 @dataclass(frozen=True)
@@ -100,13 +81,7 @@ class EngineFolder:
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
     def make_mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
-        """Return the error for engines that were built for another host or bundle, with the rebuild command as remedy.
-
-        Args:
-            actual: property of the engines.
-            expected: property that the host or bundle requires.
-            path: file to name in the message; None: the folder.
-        """
+        """Return the error for engines of another host or bundle, with the rebuild command as remedy."""
         remedy = f"rebuild with `{self.rebuild_command}`"
         return EngineError(field=str(path or self.folder), found=actual, expected=expected, remedy=remedy)
 
@@ -116,10 +91,6 @@ class EngineFolder:
 
     def check_compatibility(self, bundle: Bundle, library_version: str) -> None:
         """Check that the engines were built from a bundle by the installed library version, and are unaltered.
-
-        Args:
-            bundle: bundle to generate images with.
-            library_version: installed version of TensorRT or TensorRT-RTX.
 
         Raises:
             EngineError: the bundle or the library version differs, or an engine file is missing or altered.
@@ -134,10 +105,7 @@ class EngineFolder:
         self.check_files()
 
     def check_files(self) -> None:
-        """Compare all engine files with the hashes in `engine.json`.
-
-        Raises: EngineError: a file is missing or altered.
-        """
+        """Raise EngineError if an engine file is missing, or differs from its hash in `engine.json`."""
         with ThreadPoolExecutor(4) as pool:  # threads help, as hashing releases the global interpreter lock
             # The largest file comes first, as it takes longest.
             list(
@@ -145,11 +113,9 @@ class EngineFolder:
             )
 
     def engine_path(self, role: str) -> Path:
-        """Return the path of the engine of the graph `role`, such as `target`."""
         return self.folder / self.manifest.graphs[role].path
 
     def _check_engine_file(self, engine: BuiltEngine) -> None:
-        """Raise EngineError if an engine file is missing, or differs from its hash in `engine.json`."""
         path = self.folder / engine.path
         try:
             if not path.is_file() or path.is_symlink():
@@ -163,13 +129,11 @@ class EngineFolder:
 
 
 def compute_blake2b(path: Path) -> str:
-    """Return the BLAKE2b hash of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def is_engine_folder(path: str | Path) -> bool:
-    """Return whether a path is a folder with an `engine.json`."""
     # `os.path.isfile` returns False for text that cannot be a path, where `Path.is_file` may raise.
     return os.path.isfile(os.path.join(path, ENGINE_FILE))
 

@@ -16,24 +16,17 @@ _MINOR = 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 
 
 class Gpu(NamedTuple):
-    """Properties of an NVIDIA GPU and its driver.
+    """Properties of an NVIDIA GPU and its driver."""
 
-    Attributes:
-        cuda_version: CUDA version that the driver supports, such as `13.0`.
-        compute_capability: compute capability, such as `SM89`.
-        name: product name.
-    """
-
-    cuda_version: str
-    compute_capability: str
+    cuda_version: str  # CUDA version that the driver supports, such as `13.0`
+    compute_capability: str  # compute capability, such as `SM89`
     name: str
 
 
 def find_gpu() -> Gpu | None:
     """Find the first NVIDIA GPU, without allocating memory on it.
 
-    Returns:
-        The GPU; None if there is no driver or no GPU. If the driver fails, a warning is logged and None is returned.
+    None if there is no driver or no GPU, and, after a warning in the log, if the driver fails.
     """
     try:
         driver = ctypes.CDLL(DRIVER)

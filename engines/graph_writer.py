@@ -45,31 +45,23 @@ Attribute = int | float | str | Sequence[int] | NDArray[Any]
 
 @dataclass
 class GraphWriter:
-    """ONNX graph under construction. Nodes must be added in an order in which they can run.
+    """ONNX graph under construction. Nodes must be added in an order in which they can run."""
 
-    Args:
-        opset_versions: operator set versions by domain.
-        nodes: nodes as serialized protobuf messages.
-        weights: initializers by name, as serialized protobuf messages or in a form that a subclass defines.
-    """
-
-    opset_versions: dict[str, int] = field(default_factory=lambda: {"": 23})
+    opset_versions: dict[str, int] = field(default_factory=lambda: {"": 23})  # operator set versions by domain
     nodes: list[bytes] = field(default_factory=list)
+    # Initializers by name, as serialized protobuf messages or in a form that a subclass defines.
     weights: dict[str, Any] = field(default_factory=dict)
 
     def add_node(
         self, op_type: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute
     ) -> Sequence[str]:
-        """Add a node with any number of outputs.
+        """Add a node with any number of outputs, and return their names.
 
         Args:
             op_type: operator. An operator outside ONNX has its domain as prefix, such as `com.microsoft.Attention`.
             inputs: names of the inputs; "" omits an optional input.
             outputs: names of the outputs; "" omits an optional output.
             attributes: attributes of the node.
-
-        Returns:
-            The names `outputs`.
         """
         # The numbers below are the field numbers of the messages in onnx.proto.
         domain, _, op_type = op_type.rpartition(".")
@@ -80,63 +72,34 @@ class GraphWriter:
         return outputs
 
     def op(self, op: str, *inputs: str, name: str | None = None, **attributes: Attribute) -> str:
-        """Add a node with one output.
-
-        Args:
-            op: operator, as for `add_node`.
-            inputs: names of the inputs.
-            name: name of the output; None: a name made from the operator's name.
-            attributes: attributes of the node.
-
-        Returns:
-            The name of the output.
-        """
+        """Add a node with one output, and return its name; None: a name made from the operator's name."""
         return self.add_node(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
 
     def add_constant(self, array: NDArray[Any], name: str | None = None) -> str:
-        """Add an array as a constant and return its name."""
         name = name or f"constant_{len(self.weights)}"
         self.weights[name] = _encode_tensor(array, name)
         return name
 
     def int_vector(self, *values: int) -> str:
-        """Add a constant int64 vector, for axes and shapes, and return its name. Equal vectors share a constant."""
+        """Add a constant int64 vector, for axes and shapes. Equal vectors share a constant."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
         return name if name in self.weights else self.add_constant(np.array(values, np.int64), name)
 
     def cast(self, x: str, dtype: str, name: str | None = None) -> str:
-        """Add a Cast node and return the name of its output.
-
-        Args:
-            x: name of the tensor to cast.
-            dtype: type to cast to, a key of `TYPES`.
-            name: name of the output; None: a generated name.
-        """
         return self.op("Cast", x, name=name, to=TYPES[dtype])
 
     def reshape(self, x: str, *shape: int) -> str:
-        """Add a Reshape node and return the name of its output.
-
-        Args:
-            x: name of the tensor to reshape.
-            shape: new sizes. 0 keeps the size of the axis, and -1 stands for the remaining size.
-        """
+        """Add a Reshape node; a size of 0 keeps the size of the axis, and -1 stands for the remaining size."""
         return self.op("Reshape", x, self.int_vector(*shape))
 
     def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
-        """Add a Transpose node, which permutes the axes of `x`, and return the name of its output."""
         return self.op("Transpose", x, name=name, perm=axes)
 
     def write_column_part_indices(self, first_part_indices: str, num_parts: int) -> str:
         """Write ops that compute the indices of all parts of columns, for `scatter_column_parts`.
 
-        Args:
-            first_part_indices: name of the indices of the first part of each column: row, column, 0; int64
-                `[rows, nodes, 1, 3]`.
-            num_parts: number of parts of a column.
-
-        Returns:
-            The name of the indices (row, column, part), int64 `[rows, nodes, num_parts, 3]`.
+        From the indices of the first part of each column (row, column, 0), int64 `[rows, nodes, 1, 3]`, they make
+        indices (row, column, part), int64 `[rows, nodes, num_parts, 3]`.
         """
         # Row and column come from the first part, and the part numbers from this constant, [num_parts, 3].
         numbers = np.zeros((num_parts, 3), np.int64)
@@ -147,25 +110,13 @@ class GraphWriter:
     def scatter_column_parts(
         self, table: str, indices: str, columns: str, part_shape: tuple[int, int], name: str
     ) -> str:
-        """Write a ScatterND that replaces columns of a table, and return the name of the changed table.
+        """Write a ScatterND that replaces columns of a table `[rows, columns, parts, part]`.
 
-        Args:
-            table: name of the table, `[rows, columns, parts, part]`.
-            indices: name of the indices that `write_column_part_indices` returned.
-            columns: name of the new columns, `[rows, nodes, parts * part]`.
-            part_shape: number of parts of a column, and width of a part.
-            name: name of the changed table.
+        `indices` come from `write_column_part_indices`, and the new `columns` are `[rows, nodes, parts * part]`.
         """
         return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *part_shape), name=name)
 
     def to_bytes(self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], name: str = "graph") -> bytes:
-        """Return the model as the bytes of an ONNX file.
-
-        Args:
-            inputs: declarations of the inputs of the graph.
-            outputs: declarations of the outputs of the graph.
-            name: name of the graph.
-        """
         # The numbers below are the field numbers of the messages in onnx.proto.
         parts = [_encode_field(1, node) for node in self.nodes] + [_encode_field(2, name)]
         parts += [_encode_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
@@ -215,10 +166,6 @@ class DecoderGraphWriter(ABC):
 
         With two heads, the first head reads the layer before the last, and only the second head reads the last layer.
         `hidden_states` are the states that the first head reads.
-
-        Args:
-            x: name of the input of the first layer.
-            num_layers: number of layers.
         """
         graph = self.graph
         addend = None
@@ -241,18 +188,10 @@ class DecoderGraphWriter(ABC):
             self.write_output_head(hidden)
 
     def write_layer(self, x: str, addend: str | None, index: int) -> tuple[str, str]:
-        """Write a layer: attention and feed-forward network.
+        """Write a layer, and return the residual stream and the output of the feed-forward network.
 
-        The output of the feed-forward network is not yet added to the residual stream, as some operators add and
-        normalize at once.
-
-        Args:
-            x: name of the residual stream.
-            addend: name of the previous layer's feed-forward output, to be added to `x`; None: nothing to add.
-            index: index of the layer, from 0.
-
-        Returns:
-            The names of the residual stream and of the feed-forward output.
+        That output is not yet added to the residual stream, as some operators add and normalize at once. The next
+        layer gets it as `addend`.
         """
         layer_name = f"layers.{index}"
         has_norm = index > 0 or self.architecture.input_norm
@@ -269,17 +208,11 @@ class DecoderGraphWriter(ABC):
         )
 
     def write_attention_block(self, x: str, layer_name: str) -> str:
-        """Write projections and attention of the layer `layer_name`, and return the name of the output."""
         query, key, value = self.split_and_rotate_qkv(self.write_linear(x, f"{layer_name}.attention.qkv"), layer_name)
         return self.write_linear(self.write_attention(query, key, value, layer_name), f"{layer_name}.attention.out")
 
     def write_output_head(self, hidden: str, hidden_for_cell_below: str | None = None) -> None:
-        """Write the output head, which computes `logits` in float32 from hidden states.
-
-        Args:
-            hidden: name of the hidden states.
-            hidden_for_cell_below: name of the hidden states that the second head reads; None: the decoder has one head.
-        """
+        """Write the output heads, which compute `logits` in float32 from the hidden states of each head."""
         name = "narrow_logits" if self.half else "logits"
         if hidden_for_cell_below is not None:
             head_logits = (
@@ -295,13 +228,7 @@ class DecoderGraphWriter(ABC):
             self.graph.cast(name, "float32", "logits")
 
     def write_linear(self, x: str, name: str, output: str | None = None) -> str:
-        """Write a linear layer and return the name of its output. It has a bias if the weight `{name}.bias` exists.
-
-        Args:
-            x: name of the input.
-            name: prefix of the names of weight and bias.
-            output: name of the output; None: a generated name.
-        """
+        """Write a linear layer. It has a bias if the weight `{name}.bias` exists."""
         has_bias = f"{name}.bias" in self.weights
         y = self.write_matmul(x, f"{name}.weight", None if has_bias else output)
         if not has_bias:
@@ -313,16 +240,13 @@ class DecoderGraphWriter(ABC):
     def write_sum_and_norm(
         self, x: str, addend: str | None, weight: str | None, name: str | None = None
     ) -> tuple[str, str]:
-        """Write the sum of the residual stream and an output, and the RMS norm of the sum.
+        """Write the sum of the residual stream and an output, and the RMS norm of the sum; return the names of both.
 
         Args:
-            x: name of the residual stream.
-            addend: name of the attention or feed-forward output to add to `x`; None: the sum is `x`.
-            weight: name of the norm's weight; None: there is no norm, and the normed sum is the sum.
+            x: residual stream.
+            addend: attention or feed-forward output to add to `x`; None: the sum is `x`.
+            weight: the norm's weight; None: there is no norm, and the normed sum is the sum.
             name: name of the normed sum; None: a generated name.
-
-        Returns:
-            The names of the sum and of the normed sum.
         """
         if weight is not None:
             return self.write_norm(x, addend, weight, name)
@@ -331,10 +255,7 @@ class DecoderGraphWriter(ABC):
         return total, total
 
     def write_post_norm(self, x: str, weight: str) -> str:
-        """Write the norm of the attention or feed-forward output `x`, and return its name.
-
-        If the architecture does not normalize these outputs, nothing is written and `x` is returned.
-        """
+        """Write the norm of the attention or feed-forward output `x`, if the architecture has such norms."""
         return self.write_norm(x, None, weight, None)[1] if self.architecture.post_norms else x
 
     def write_tiled_mask(self, mask: str) -> str:
@@ -347,39 +268,17 @@ class DecoderGraphWriter(ABC):
 
     @abstractmethod
     def split_and_rotate_qkv(self, qkv: str, layer_name: str) -> tuple[str, str, str]:
-        """Write the head norm and the rotary embedding of queries and keys.
-
-        Args:
-            qkv: name of the joint projection to queries, keys and values.
-            layer_name: prefix of the names of the layer's weights.
-
-        Returns:
-            The names of queries, keys and values.
-        """
+        """Split the joint projection, and write head norm and rotary embedding of queries and keys."""
 
     @abstractmethod
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write ops that store new keys and values in the cache, and write attention.
+        """Write ops that store the new keys and values in the cache, and attention.
 
-        Args:
-            query: name of the queries.
-            key: name of the keys of the new nodes.
-            value: name of the values of the new nodes.
-            layer_name: prefix of the names of the layer's weights.
-
-        Returns:
-            The name of the output of attention, `[rows, nodes, num_heads * head_dim]`.
+        The output is `[rows, nodes, num_heads * head_dim]`.
         """
 
     @abstractmethod
-    def write_matmul(self, x: str, weight: str, output: str | None) -> str:
-        """Write the product of `x` and a weight, and return its name.
-
-        Args:
-            x: name of the left operand.
-            weight: name of the weight, the right operand.
-            output: name of the product; None: a generated name.
-        """
+    def write_matmul(self, x: str, weight: str, output: str | None) -> str: ...
 
     @abstractmethod
     def write_weight(self, name: str) -> str:
@@ -387,26 +286,17 @@ class DecoderGraphWriter(ABC):
 
     @abstractmethod
     def write_norm(self, x: str, addend: str | None, weight: str, name: str | None) -> tuple[str, str]:
-        """Write a residual sum and its RMS norm, and return the names of the sum and of the normed sum.
-
-        Args:
-            x: name of the residual stream.
-            addend: name of the tensor to add to `x`; None: the sum is `x`.
-            weight: name of the norm's weight.
-            name: name of the normed sum; None: a generated name.
-        """
+        """Write a residual sum and its RMS norm, as `write_sum_and_norm` does."""
 
     @abstractmethod
     def write_gelu(self, x: str) -> str:
-        """Write the exact GELU of `x`, not its tanh approximation, and return its name."""
+        """Write the exact GELU of `x`, not its tanh approximation."""
 
     def to_float32(self, x: str) -> str:
-        """Write a cast of `x` to float32, if the graph computes in another type, and return the name of the result."""
         return self.graph.cast(x, "float32") if self.half else x
 
-    def to_dtype(self, x: str, name: str | None = None) -> str:
-        """Write a cast of `x` from float32 to the type that the graph computes in, and return the result's name."""
-        return self.graph.cast(x, self.dtype, name) if self.half else x
+    def to_dtype(self, x: str) -> str:
+        return self.graph.cast(x, self.dtype) if self.half else x
 
 
 def choose_column_part_shape(column_width: int) -> tuple[int, int]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import EngineError, RequestError
+from ..errors import EngineError, OutputError, RequestError
 from ..inputs import format_error, format_value, make_install_command
+from ..output.files import find_existing_ancestor
 from .gpu import find_gpu
 from .system import check_thread_count, read_host_memory
 
@@ -39,10 +42,7 @@ _import_lock = threading.Lock()
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime with telemetry disabled, and return the module.
-
-    Raises: EngineError: onnxruntime cannot be imported.
-    """
+    """Import onnxruntime with telemetry disabled; raise EngineError if it cannot be imported."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # only the first import reads this variable
     with _import_lock:
         try:
@@ -102,10 +102,7 @@ def count_usable_cores() -> int:
 
 
 def choose_thread_count(threads: int | None) -> int:
-    """Return the number of threads for running a graph.
-
-    Args:
-        threads: requested number, 1 .. 1024; None: one thread per usable core.
+    """Return the number of threads for running a graph: `threads` (1 .. 1024), or one per usable core.
 
     Raises:
         EngineError: the number is out of range, or this system cannot start as many threads.
@@ -118,10 +115,7 @@ def choose_thread_count(threads: int | None) -> int:
 
 
 def read_cpu_quota() -> float | None:
-    """Return the CPU quota of this process in cores, such as 1.5; None if there is no quota.
-
-    If several control groups have a quota, the smallest applies.
-    """
+    """Return the smallest CPU quota of this process in cores, such as 1.5; None if there is no quota."""
     return min(
         (quota for folder in _list_control_groups() if (quota := _read_group_quota(folder)) is not None), default=None
     )
@@ -147,19 +141,28 @@ def available_memory() -> int:
     return max(0, min(free))
 
 
-def check_free_memory(needed_bytes: int, remedy: str) -> None:
-    """Check that `needed_bytes` bytes of memory are free.
+def check_space(memory_bytes: int, disk_bytes: Sequence[tuple[Path, int]]) -> None:
+    """Raise RequestError or OutputError if memory or a disk has too little free space.
 
-    Raises: RequestError: less memory is free; the message recommends `remedy`.
+    Folders of `disk_bytes` need not exist; folders on one disk are added up.
     """
     free = available_memory()
-    if free < needed_bytes:
-        actual = f"{free / 1e9:.1f} GB free"
-        raise RequestError(field="memory", found=actual, expected=f"{needed_bytes / 1e9:.1f} GB", remedy=remedy)
+    if free < memory_bytes:
+        remedy = "close other programs, or use a smaller model or precision"
+        found = f"{free / 1e9:.1f} GB free"
+        raise RequestError(field="memory", found=found, expected=f"{memory_bytes / 1e9:.1f} GB", remedy=remedy)
+    places = [find_existing_ancestor(folder) for folder, _ in disk_bytes]
+    disks = [place.stat().st_dev for place in places]
+    for (folder, _), place, disk in zip(disk_bytes, places, disks, strict=True):
+        needed = sum(size for (_, size), other in zip(disk_bytes, disks, strict=True) if other == disk)
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            remedy = "free some, or use another disk: HF_HOME is the folder of downloads, LANTERN_RT_CACHE of exports"
+            found = f"{free / 1e9:.2f} GB free on the disk"
+            raise OutputError(field=str(folder), found=found, expected=f"{needed / 1e9:.2f} GB", remedy=remedy)
 
 
 def list_installed_packages(*names: str) -> list[str]:
-    """Return the packages in `names` that are installed."""
     distributions = []
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -194,20 +197,10 @@ def _list_control_groups() -> list[Path]:
     return folders
 
 
-def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field: str) -> list[int]:
-    """Return the free memory of a control group.
-
-    Args:
-        folder: folder of the control group.
-        limit_file: name of the file with the limit in bytes.
-        used_file: name of the file with the memory in use, in bytes.
-        cache_field: field of `memory.stat` with the size of cached files, which count as in use.
-
-    Returns:
-        A list with the number of free bytes; an empty list if the control group has no limit.
-    """
+def _read_free_memory(folder: Path, limit_file: str, usage_file: str, cache_field: str) -> list[int]:
+    """Return the free bytes of a control group in a list, which is empty if the group has no limit."""
     limit = _read_text(folder / limit_file)
-    used = _read_text(folder / used_file)
+    used = _read_text(folder / usage_file)
     if not (limit.isdigit() and used.isdigit()):
         return []
     stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines() if len(line.split()) == 2)
@@ -216,7 +209,6 @@ def _read_free_memory(folder: Path, limit_file: str, used_file: str, cache_field
 
 
 def _read_group_quota(folder: Path) -> float | None:
-    """Return the CPU quota of a control group in cores; None if the group has no quota."""
     limit, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not period:
         limit = _read_text(folder / "cpu.cfs_quota_us")

@@ -28,37 +28,26 @@ COLUMN_STEP = 64
 
 
 def round_up(number: int, step: int = COLUMN_STEP) -> int:
-    """Return the smallest multiple of `step` that is at least `number`."""
     return -(-number // step) * step
 
 
 @dataclass
 class BaseKVCache:
-    """Base class of KV caches, with the number of entries of each row. Subclasses store the entries.
+    """Base class of KV caches, with the number of entries of each row. Subclasses store the entries."""
 
-    Args:
-        lengths: number of entries of each row, int64 `[rows]`.
-        capacity: maximum number of entries of a row.
-        num_passes: number of forward passes that were run on the cache.
-    """
-
-    lengths: Ints
-    capacity: int
+    lengths: Ints  # number of entries of each row, int64 `[rows]`
+    capacity: int  # maximum number of entries of a row
     num_passes: int = field(default=0, kw_only=True)
 
     @classmethod
     def require_instance(cls, cache: Cache) -> Self:
-        """Return `cache` if it is an instance of this class.
-
-        Raises: TypeError: another kind of engine made the cache.
-        """
+        """Return `cache` if this kind of engine made it, else raise TypeError."""
         if not isinstance(cache, cls):
             raise TypeError(f"the cache is from another engine: {type(cache).__name__}")
         return cache
 
     @property
     def num_columns(self) -> int:
-        """Number of allocated columns."""
         return round_up(max(1, self.capacity))
 
     def past_length(self) -> int:
@@ -72,9 +61,6 @@ class BaseKVCache:
     def compute_extended_lengths(self, accepted_indices: list[Ints]) -> Ints:
         """Return the number of entries of each row after accepted nodes are appended, int64 `[rows]`.
 
-        Args:
-            accepted_indices: indices of the accepted nodes of each row.
-
         Raises:
             ValueError: a row would exceed the capacity, or `accepted_indices` does not have an entry for each row.
         """
@@ -86,11 +72,9 @@ class BaseKVCache:
         return np.array(lengths, np.int64)
 
     def select_rows(self, rows: Ints) -> None:
-        """Keep only the lengths of the given rows, in the given order."""
         self.lengths = self.lengths[rows]
 
     def append_rows(self, cache: Self) -> None:
-        """Append the lengths of another cache's rows. The capacity becomes the larger of the two capacities."""
         self.lengths = np.concatenate([self.lengths, cache.lengths])
         self.capacity = max(self.capacity, cache.capacity)
 
@@ -103,12 +87,9 @@ class BaseKVCache:
 
 @dataclass
 class KVCache(BaseKVCache):
-    """KV cache in NumPy arrays.
+    """KV cache in NumPy arrays."""
 
-    Args:
-        tensors: keys of layer 0, values of layer 0, keys of layer 1, ...; `[columns, rows, num_kv_heads, head_dim]`.
-    """
-
+    # Keys of layer 0, values of layer 0, keys of layer 1, ...; `[columns, rows, num_kv_heads, head_dim]`.
     tensors: list[CacheArray]
 
     @classmethod
@@ -116,14 +97,6 @@ class KVCache(BaseKVCache):
         cls, rows: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
         """Create a cache without entries. The operating system provides memory as columns are written.
-
-        Args:
-            rows: number of batch rows.
-            capacity: maximum number of entries of a row.
-            num_layers: number of layers of the decoder.
-            num_kv_heads: number of heads of keys and values.
-            head_dim: width of a head.
-            dtype: type of keys and values.
 
         Raises:
             EngineError: less memory is available than the full cache needs.
@@ -147,16 +120,10 @@ class KVCache(BaseKVCache):
         return cache
 
     def view_past_columns(self, past_length: int) -> list[CacheArray]:
-        """Return the first `past_length` columns of every tensor as contiguous views."""
         return [tensor[:past_length] for tensor in self.tensors]
 
     def append(self, new_kv: list[CacheArray], accepted_indices: list[Ints]) -> None:
-        """Append keys and values of accepted nodes to the entries of their rows.
-
-        Args:
-            new_kv: keys and values of all nodes of a pass, `[nodes, rows, num_kv_heads, head_dim]` for each tensor.
-            accepted_indices: indices of the accepted nodes of each row.
-        """
+        """Append keys and values of accepted nodes; tensors of `new_kv` are `[nodes, rows, num_kv_heads, head_dim]`."""
         before = self.lengths.tolist()
         lengths = self.compute_extended_lengths(accepted_indices)
         first = accepted_indices[0]
@@ -179,26 +146,19 @@ class KVCache(BaseKVCache):
         self.lengths = lengths
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only the given rows, in the given order, by copying their entries to new arrays."""
         self._copy_rows([(self, rows)], self.capacity)
         self.select_rows(rows)
 
     def extend(self, cache: Cache) -> None:
-        """Append the rows of another cache, by copying the entries of both caches to new arrays."""
         added = KVCache.require_instance(cache)
         self._copy_rows([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.append_rows(added)
 
     def forbid_memory_reuse(self) -> None:
-        """Leave the cache unchanged, as no other cache reuses its memory."""
+        """Do nothing, as no other cache reuses the memory."""
 
     def _copy_rows(self, sources: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
-        """Replace the tensors by copies of rows. If memory is insufficient, nothing changes.
-
-        Args:
-            sources: caches, and the rows to copy from each.
-            capacity: maximum number of entries of a row of the new tensors.
-        """
+        """Replace the tensors by copies of rows of several caches. If memory is insufficient, nothing changes."""
         *_, heads, width = self.tensors[0].shape
         dtype = self.tensors[0].dtype.type
         layers = len(self.tensors) // 2

@@ -34,7 +34,7 @@ class BundleEngines:
         bundle: bundle to load.
         threads: number of threads per graph; None: one per core.
         providers: providers that run the bundle's graphs in ONNX Runtime.
-        engine_folder: engine folder whose TensorRT engines run instead of graphs; None: run all graphs in ONNX Runtime.
+        engine_folder: engine folder whose TensorRT engines run instead; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
@@ -44,7 +44,6 @@ class BundleEngines:
             passes. 0: near-ties (choices that rounding could change) are not recomputed.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
         max_rows: maximum number of batch rows per forward pass.
-        target: target engine.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
@@ -95,7 +94,6 @@ class BundleEngines:
 
     @property
     def drafter(self) -> Engine | None:
-        """Drafter engine; None if the bundle has no drafter."""
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
@@ -103,25 +101,17 @@ class BundleEngines:
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Compute the embeddings of the conditional and unconditional prefixes.
+        """Compute the embeddings of the conditional and unconditional prefixes from the condition graph's inputs.
 
-        Args:
-            inputs: inputs of the condition graph by name, such as `class_ids` or `token_ids`.
-
-        Returns:
-            Conditional and unconditional embeddings, float32 `[rows, length, hidden_size]`; the lengths may differ.
+        Both are float32 `[rows, length, hidden_size]`, and may differ in length.
         """
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def decode_images(self, codes: Ints) -> Floats:
-        """Decode tokens to images; the bundle must have a VQ decoder.
+        """Decode tokens, int64 `[images, rows, columns]`, to pixels, float32 `[images, 3, height, width]`.
 
-        Args:
-            codes: token of each cell of the grid, int64 `[images, rows, columns]`.
-
-        Returns:
-            Pixels, float32 `[images, 3, height, width]`, about -1 (black) .. 1.
+        Pixels are about -1 (black) .. 1.
         """
         assert self._vq_decoder is not None
         # A bundle with several image sizes has a graph that reads the grid. Other graphs read a flat sequence.
@@ -129,13 +119,7 @@ class BundleEngines:
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def encode_images(self, images: Floats) -> Ints:
-        """Encode images to tokens.
-
-        Args:
-            images: pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1.
-
-        Returns:
-            Token of each cell of the grid, int64 `[images, cells]`.
+        """Encode pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1, to tokens, int64 `[images, cells]`.
 
         Raises:
             BundleError: the bundle has no VQ encoder.
@@ -150,10 +134,7 @@ class BundleEngines:
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
-        """Load the drafter, and run the VQ decoder once, so that damaged graphs are reported now.
-
-        Graphs that the bundle does not have are skipped.
-        """
+        """Load the drafter, and run the VQ decoder once, so that damaged graphs are reported now."""
         _ = self.drafter
         if self._vq_decoder is None:
             return
@@ -166,10 +147,6 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
 
     For `auto`, int8 decoders run on the CPU, because a GPU would generate other images for the same seed. An int8 VQ
     decoder runs on the CPU unless the user requests a provider for it.
-
-    Args:
-        requested: providers that the user requested.
-        bundle: bundle to load.
 
     Raises:
         EngineError: the library of a GPU provider cannot be loaded.
@@ -186,7 +163,6 @@ def choose_providers(requested: ProviderChoice, bundle: Bundle) -> ProviderChoic
 
 
 def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return declarations of the inputs and of the outputs of the VQ decoder."""
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:
@@ -195,7 +171,6 @@ def _declare_image_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[T
 
 
 def _declare_condition_tensors(manifest: Manifest) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Return declarations of the inputs and of the outputs of the condition graph."""
     condition = manifest.condition
     prefix = condition.prefix
     kind = condition.kind

@@ -10,16 +10,7 @@ INT8 = "int8"  # integer weights and activations, multiplied as integers
 
 
 def check_matmul_support(bundle: Bundle, target: str, drafter: str | None = None) -> None:
-    """Check that backends support the quantized matmuls of a bundle's decoders.
-
-    Args:
-        bundle: bundle to run.
-        target: backend of the target, such as `onnxruntime-cuda`.
-        drafter: backend of the drafter; None: the backend of the target.
-
-    Raises:
-        RequestError: a backend lacks a quantized matmul.
-    """
+    """Raise RequestError if a backend, such as `onnxruntime-cuda`, lacks the quantized matmul of a bundle's decoder."""
     for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
         if spec is not None and spec.precision == INT8 and where.startswith("onnxruntime-openvino"):
             raise RequestError(

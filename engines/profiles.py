@@ -21,39 +21,28 @@ Range = tuple[Size, Size, Size]  # smallest size, size that TensorRT optimizes f
 
 
 class ShapeProfile(FrozenModel):
-    """TensorRT optimization profile: ranges of the sizes of a forward pass.
+    """TensorRT optimization profile: ranges of the sizes of a forward pass."""
 
-    Attributes:
-        name: `ar` for autoregressive passes, `tree` for passes over a prefix or draft tree, `rows` for the VQ decoder.
-        rows: number of batch rows.
-        nodes: number of new nodes per row; 0 for the VQ decoder.
-        columns: number of cache columns that nodes attend to; 0 for the VQ decoder.
-    """
-
+    # `ar` for autoregressive passes, `tree` for passes over a prefix or draft tree, `rows` for the VQ decoder.
     name: str
     rows: Range
-    nodes: Range
-    columns: Range
+    nodes: Range  # number of new nodes per row; 0 for the VQ decoder
+    columns: Range  # number of cache columns that nodes attend to; 0 for the VQ decoder
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """User options for building TensorRT engines.
 
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
-        max_rows: maximum number of batch rows per pass, 1 .. 4096; an image with guidance has two rows.
-        max_nodes: maximum number of new nodes per row and pass, 2 .. 4096, at least the size of a draft tree.
-        compute_capabilities: compute capabilities of the GPUs to build for, such as `SM89`; for `tensorrt-rtx` only.
-            Empty: the GPU of this host.
-
     Raises:
         RequestError: the backend is unknown, a number is out of range, or `tensorrt` gets compute capabilities.
     """
 
-    backend: str
-    max_rows: int = 8
-    max_nodes: int = 64
+    backend: str  # `tensorrt` or `tensorrt-rtx`
+    max_rows: int = 8  # maximum number of batch rows per pass, 1 .. 4096; an image with guidance has two rows.
+    max_nodes: int = 64  # maximum number of new nodes per row and pass, 2 .. 4096, at least the size of a draft tree.
+    # Compute capabilities of the GPUs to build for, such as `SM89`; for `tensorrt-rtx` only. Empty: the GPU of this
+    # host.
     compute_capabilities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -69,18 +58,11 @@ class BuildOptions:
 
 
 def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
-    """Return the largest number of cache columns that a pass of any of these profiles attends to."""
     return max(profile.columns[2] for profile in shape_profiles)
 
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[ShapeProfile, ...]:
-    """Return the optimization profiles of a graph: two for a decoder, and one for the VQ decoder.
-
-    Args:
-        manifest: manifest of the bundle with the graph.
-        role: `target`, `drafter` or `vq_decoder`.
-        options: maximum sizes of a forward pass.
-    """
+    """Return the optimization profiles of the graph `role`: two for a decoder, and one for the VQ decoder."""
     if role not in ("target", "drafter"):
         return (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)

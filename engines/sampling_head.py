@@ -18,32 +18,17 @@ FILTERED_OUT = -1e30  # score of excluded tokens; finite, as TopK of some provid
 
 
 class SamplingHead(NamedTuple):
-    """Settings of a sampling graph.
-
-    Attributes:
-        vocab_size: number of tokens.
-        num_best: number of tokens of highest score to return per node.
-        top_k: maximum number of tokens to sample from; 0: no limit.
-        has_top_p: whether top-p limits the tokens to sample from.
-        add_noise: whether Gumbel noise is added to the logits; False: sampling is greedy.
-    """
+    """Settings of a sampling graph."""
 
     vocab_size: int
-    num_best: int
-    top_k: int
-    has_top_p: bool
-    add_noise: bool
+    num_best: int  # number of tokens of highest score to return per node
+    top_k: int  # maximum number of tokens to sample from; 0: no limit
+    has_top_p: bool  # whether top-p limits the tokens to sample from
+    add_noise: bool  # whether Gumbel noise is added to the logits; False: sampling is greedy
 
     @classmethod
     def from_sampling(cls, sampling: Sampling, vocab_size: int, num_best: int, add_noise: bool) -> SamplingHead:
-        """Return the settings of the sampling graph for a request; greedy sampling omits top-k and top-p.
-
-        Args:
-            sampling: sampling settings of the request.
-            vocab_size: number of tokens.
-            num_best: number of tokens of highest score to return per node.
-            add_noise: whether Gumbel noise is added to the logits.
-        """
+        """Return the settings of the sampling graph for a request; greedy sampling omits top-k and top-p."""
         top_k = sampling.top_k if sampling.filters_tokens and sampling.top_k < vocab_size else 0
         return cls(
             vocab_size, min(num_best, vocab_size), top_k, sampling.filters_tokens and sampling.top_p < 1, add_noise
@@ -109,7 +94,6 @@ class SamplingHead(NamedTuple):
         return inputs, [TensorSpec("drawn", ("float32",), (2, *nodes, self.num_best))]
 
     def _write_logit_filters(self, graph: GraphWriter, scaled_logits: str) -> str:
-        """Write ops that set the logits of excluded tokens to `FILTERED_OUT`, and return the name of the result."""
         if not (self.top_k or self.has_top_p):
             return scaled_logits
         num_tokens = self.top_k or self.vocab_size

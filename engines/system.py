@@ -10,11 +10,9 @@ from ..errors import EngineError
 
 
 def check_thread_count(count: int) -> None:
-    """Check that `count` threads, including the calling thread, can run at once, by starting them.
+    """Raise EngineError if the system does not allow `count` threads at once, the calling thread included.
 
-    The check is necessary because ONNX Runtime and other libraries hang if they cannot start a thread.
-
-    Raises: EngineError: the operating system does not allow so many threads.
+    They are started to find out. ONNX Runtime and other libraries hang if they cannot start a thread.
     """
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(count - 1)]

@@ -107,7 +107,7 @@ def _run_forward_passes(
             codes = rng.integers(0, bundle.manifest.codebook_size, (rows, nodes))
             states = rng.standard_normal((rows, nodes, spec.hidden_size), np.float32) if table is None else table[codes]
             positions = np.tile(start + node_mask.sum(1) - 1, (rows, 1))
-            length = engine.compute_padded_past_length(cache, nodes)
+            length = engine.past_columns(cache, nodes)
             mask = np.zeros((rows, nodes, length + nodes), bool)
             mask[:, :, :start] = True
             mask[:, :, length:] = node_mask

@@ -1,17 +1,14 @@
-"""Check of disk space and memory for an export, before checkpoints are downloaded and before files are written."""
+"""Sizes of an export, before checkpoints are downloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..bundle.hub import HUB
 from ..bundle.manifest import Precision
-from ..engines.host import EXPORT_BYTES, check_free_memory
 from ..errors import CheckpointError
-from ..output.files import check_disk_space
 from .family import ModelFamily
 
 # Bytes per stored weight of a matrix, by precision; the scales of blocks are included.
@@ -38,30 +35,6 @@ class ExportSizes(NamedTuple):
 
     download_bytes: int
     bundle_bytes: int
-
-
-def check_disk_and_memory(output: Path, bundle_bytes: int, download_bytes: int = 0, head_bytes: int = 0) -> None:
-    """Check that an export has enough disk space and memory.
-
-    Args:
-        output: folder of the bundle.
-        bundle_bytes: size of the bundle in bytes.
-        download_bytes: number of bytes to download first.
-        head_bytes: size of the target's output layer in float32, in which it is compared.
-
-    Raises:
-        OutputError: a disk is too full.
-        RequestError: too little memory is free.
-    """
-    needed = [(output, bundle_bytes)]
-    remedy = "free some, choose another place, or a smaller precision"
-    if download_bytes:
-        from huggingface_hub import constants
-
-        needed.append((Path(constants.HF_HUB_CACHE), download_bytes))
-        remedy += "; HF_HOME is the place of downloads"
-    check_disk_space(needed, remedy)
-    check_free_memory(max(min(EXPORT_BYTES, bundle_bytes), head_bytes), "close other programs")
 
 
 def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:

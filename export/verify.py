@@ -202,7 +202,7 @@ def verify_bundle(
         BundleError: a graph does not run.
     """
     manifest = bundle.manifest
-    precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
+    precisions = Precisions(manifest.target.precision)
     report = VerificationReport(manifest.name, bundle.digest, reference_name, manifest.target.precision)
     graphs: dict[str, Graph | None]
     if model is None:
@@ -268,7 +268,7 @@ def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
     expected = _select_checkpoint_fields(vars(manifest))
     files = dict(model.sources)
     for name, value in _select_checkpoint_fields(model.manifest_fields).items():
-        if value != expected.get(name, value):  # formats before 3.6 have no architecture
+        if value != expected.get(name, value):  # a drafter that the bundle does not have is not compared
             raise CheckpointError(
                 field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
                 found=format_value(value),

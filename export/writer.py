@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, CheckpointFileRecord, FileEntry, Manifest, compute_sha256
 from ..engines.contracts import Progress
+from ..engines.host import EXPORT_BYTES, check_space
 from ..errors import CheckpointError
 from ..output.files import check_new_folder, write_folder_atomically
 from .checkpoints.deferred import list_concatenated_tensors
@@ -30,7 +31,6 @@ from .graph.precision import Precisions, iter_float32_chunks, resolve_storage_ty
 from .model import BundleContents
 from .neighbours import compute_neighbour_table
 from .progress import ignore_progress, make_megabyte_counter
-from .space import check_disk_and_memory
 from .torch_settings import default_torch_settings
 from .verify import check_decoded_images, check_graph_parity
 
@@ -78,7 +78,8 @@ def export_model(
         graph_files[graph.role] = make_graph_file(graph, precisions.choose_storage_rule(graph.role))
     progress("preparing graphs", len(graphs), len(graphs))
     size = 4 * model.code_embeddings.numel()  # the output layer has as many weights
-    check_disk_and_memory(output, sum(file.weight_bytes for file in graph_files.values()) + size, head_bytes=size)
+    bundle_bytes = sum(file.weight_bytes for file in graph_files.values()) + size
+    check_space(max(min(EXPORT_BYTES, bundle_bytes), size), [(output, bundle_bytes)])  # logits are compared in float32
     with write_folder_atomically(output, force, _MANIFEST) as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = compute_neighbour_table(model.codebook, model.num_neighbors, partial(progress, "sorting neighbours"))

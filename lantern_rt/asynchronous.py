@@ -70,26 +70,12 @@ class AsyncPipeline:
         max_images_per_pass: int | None = None,
         max_queued_images: int = 256,
     ) -> AsyncPipeline:
-        """Open a bundle without blocking the event loop.
+        """Open a bundle without blocking the event loop. Takes the arguments of `Pipeline.from_bundle`, and:
 
         Args:
-            bundle: same as for `Pipeline.from_bundle`.
-            threads: same as for `Pipeline.from_bundle`.
-            verify: same as for `Pipeline.from_bundle`.
-            provider: same as for `Pipeline.from_bundle`.
-            engines: same as for `Pipeline.from_bundle`.
-            download: same as for `Pipeline.from_bundle`.
             max_images_per_pass: maximum number of images per forward pass, 1 .. 4096; None: a maximum that the memory
                 and the engines allow.
             max_queued_images: maximum number of images in the queue, 0 .. 2**20.
-
-        Returns:
-            The pipeline, which the caller closes.
-
-        Raises:
-            BundleError: same as for `Pipeline.from_bundle`.
-            EngineError: same as for `Pipeline.from_bundle`.
-            RequestError: same as for `Pipeline.from_bundle`, or a limit is out of range.
         """
 
         def load_pipeline() -> AsyncPipeline:
@@ -136,23 +122,13 @@ class AsyncPipeline:
         self.service.close(drain)
 
     def _close_unused_pipeline(self) -> None:
-        """Close a pipeline that was loaded for a cancelled task and has no requests."""
         self._stop_service(drain=False)
         self.pipeline.close()
 
     async def generate(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
-        """Generate images.
-
-        Args:
-            prompts: same as for a call of `Pipeline`.
-            options: same as for a call of `Pipeline`.
-
-        Returns:
-            Images, tokens and statistics, in the order of the prompts.
+        """Generate images. Takes the arguments of a call of `Pipeline`, and raises its errors, and:
 
         Raises:
-            RequestError: same as for a call of `Pipeline`.
-            EngineError: same as for a call of `Pipeline`.
             BusyError: the queue is full.
         """
         with self._track_call():
@@ -167,21 +143,12 @@ class AsyncPipeline:
     async def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[StreamStep, None]:
-        """Generate images and yield the state after each decoding step.
+        """Generate images and yield the state after each decoding step, as `Pipeline.stream` does.
 
         To cancel the request, close the iterator.
 
-        Args:
-            prompts: same as for a call of `Pipeline`.
-            options: same as for a call of `Pipeline`.
-
-        Yields:
-            The state after each step; `stats` is set in the last step.
-
         Raises:
-            RequestError: same as for `generate`, before the first step.
-            EngineError: same as for `generate`.
-            BusyError: same as for `generate`.
+            BusyError: the queue is full.
         """
         async with aclosing(self.stream_updates(prompts, **options)) as updates:
             async for _, step in updates:
@@ -190,7 +157,6 @@ class AsyncPipeline:
 
     @contextmanager
     def _track_call(self) -> Iterator[None]:
-        """Record a call in `_calls` during the `with` block, so that `close` waits for the call."""
         self._check_open()
         call = object()
         self._calls.add(call)
@@ -208,24 +174,18 @@ class AsyncPipeline:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[ServiceRequest, StreamStep | None], None]:
-        """Generate images, and yield the request with the state after each decoding step.
-
-        Servers use this method, because it also takes the name of a caller and a deadline.
+        """Generate images, and yield the request with the state after each decoding step. Servers use this method.
 
         Args:
-            prompts: same as for a call of `Pipeline`.
             wants_all_steps: whether to yield every step; False: the last step only.
             caller: name of the caller; callers share the service equally.
             deadline: time limit of the request in seconds.
-            options: same as for a call of `Pipeline`.
 
         Yields:
             Pairs of the request and a step. The first pair comes when the service accepts the request, and has None in
             place of a step.
 
         Raises:
-            RequestError: same as for `generate`.
-            EngineError: same as for `generate`.
             BusyError: the queue is full, or the deadline cannot be met.
         """
         loop = asyncio.get_running_loop()
@@ -281,14 +241,7 @@ class AsyncPipeline:
             loop.call_later(loop.time() - began, lock.release)  # the next edit of this caller waits for the lock
 
     async def image(self, step: StreamStep, i: int) -> Image:
-        """Decode an image of a step without blocking the event loop.
-
-        Args:
-            step: step of `stream`.
-            i: index of the image, from 0.
-
-        Returns:
-            The image, as `step.image(i)` returns it.
+        """Decode image i of a step of `stream`, as `step.image(i)` does, without blocking the event loop.
 
         Raises:
             IndexError: the request has fewer images.
@@ -309,15 +262,10 @@ class AsyncPipeline:
 async def _run_in_thread(
     executor: ThreadPoolExecutor, function: Callable[[], R], discard_result: Callable[[R], None]
 ) -> R:
-    """Run a function in a thread, and return the result of the function.
+    """Return the result of a function that runs in a thread.
 
-    A thread cannot be interrupted. If the task that awaits the result is cancelled, the function still ends. The thread
-    then passes the late result to `discard_result`, before the thread runs another function.
-
-    Args:
-        executor: executor with one thread.
-        function: function to run.
-        discard_result: function that releases the result, such as `ServiceRequest.cancel`.
+    A thread cannot be interrupted. If the awaiting task is cancelled, the thread passes the late result to
+    `discard_result`, before it runs another function.
     """
     future = executor.submit(function)
     try:
@@ -331,6 +279,5 @@ async def _run_in_thread(
 
 
 def _discard_late_result(discard_result: Callable[[R], None], future: Future[R]) -> None:
-    """Call `discard_result` with the result of a finished future, unless the future was cancelled or failed."""
     if not future.cancelled() and future.exception() is None:
         discard_result(future.result())

@@ -25,24 +25,14 @@ from .methods import (
 from .runtime.tree import StaticTreeShape
 from .runtime.tree_names import parse_tree
 
+METHOD_LIMIT = 1 << 14  # maximum number of characters of a method string; a tree may take 10,000
 C = TypeVar("C", bound=FrozenModel)
 
 
 def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
-    """Fill in missing parameters of a method from the bundle's defaults, and check that the bundle supports the method.
+    """Complete a method string from the bundle's defaults, and check that the bundle supports the method.
 
-    Args:
-        manifest: manifest of the bundle.
-        method: method string, whose missing parameters get the bundle's defaults; or a method object, which already has
-            all parameters.
-
-    Returns:
-        The method with all parameters.
-
-    Raises:
-        RequestError: the method does not exist, or the bundle lacks the drafter or the neighbour table that the method
-            needs.
-        TreeError: the draft tree does not exist, or has more children per node than the codebook has entries.
+    A method object already has all parameters.
     """
     with _name_method(method):
         completed = _fill_in_method_defaults(manifest, method)
@@ -57,11 +47,7 @@ def resolve_method(manifest: Manifest, method: Any) -> MethodConfig:
 
 
 def parse_method_config(method: str) -> MethodConfig:
-    """Parse and check a method string without a bundle; missing parameters get the defaults of the method.
-
-    Raises:
-        RequestError: the method does not exist, or a parameter is invalid for every bundle.
-    """
+    """Parse and check a method string without a bundle; missing parameters get the defaults of the method."""
     name, parameters = parse_method(method)
     kind = METHODS[name]
     fields = kind(method=name).parameters() | parameters
@@ -84,15 +70,9 @@ def list_supported_methods(manifest: Manifest, methods: Iterable[str]) -> list[s
 
 
 def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
-    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values.
-
-    Returns:
-        The name of the method and its parameters.
-
-    Raises:
-        RequestError: the value is not text, the method does not exist, or the text after a colon is not
-            PARAMETER=VALUE with a parameter of the method.
-    """
+    """Parse a method string, `NAME` or `NAME:PARAMETER=VALUE:...`, without checking the values."""
+    if isinstance(text, str) and len(text) > METHOD_LIMIT:
+        raise RequestError(field="method", found=f"{len(text):,} characters", expected=f"at most {METHOD_LIMIT:,}")
     name, *parts = text.split(":") if isinstance(text, str) else [text]
     *others, last = METHODS
     if name not in (*others, last):
@@ -117,7 +97,6 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _parse_value(text: str) -> Any:
-    """Convert a text to an int or a float if possible; return any other text unchanged."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
@@ -125,11 +104,7 @@ def _parse_value(text: str) -> Any:
 
 
 def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
-    """Create an object of a pydantic model from its fields.
-
-    Raises:
-        RequestError: a field is invalid; the error names the first invalid field.
-    """
+    """Create a pydantic object, or raise RequestError with the name of the first invalid field."""
     try:
         return model_class.model_validate(fields)
     except ValidationError as error:
@@ -137,7 +112,6 @@ def validate_model(model_class: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _fill_in_method_defaults(manifest: Manifest, method: Any) -> MethodConfig:
-    """Fill in missing parameters of a method, without checking that the bundle supports the method."""
     if isinstance(method, MethodConfig):
         name = method.method
         parameters = method.parameters()
@@ -174,13 +148,7 @@ def _find_default_parameters(manifest: Manifest, method_name: str) -> dict[str, 
 
 
 def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of relaxed acceptance: neighbors, bound and residual; all None if the method is exact.
-
-    Args:
-        manifest: manifest of the bundle.
-        method_name: name of the method.
-        parameters: parameters that the request sets.
-    """
+    """Return the parameters of relaxed acceptance: neighbors, bound and residual; all None if the method is exact."""
     bounds = [bound for bound in ("delta", "lambda") if method_name in METHODS_BY_PARAMETER[bound]]
     # `lantern` and `lantern++` have one bound each. `sjd` has two, and is exact unless a request names a bound.
     default_bound = bounds[0] if len(bounds) == 1 else None
@@ -200,10 +168,7 @@ def _complete_relaxed_parameters(manifest: Manifest, method_name: str, parameter
 def _check_draft_tree(manifest: Manifest, tree_name: str, is_default: bool) -> None:
     """Raise an error if a draft tree does not exist, or has more children per node than the codebook has codes.
 
-    Args:
-        manifest: manifest of the bundle.
-        tree_name: name of the draft tree.
-        is_default: whether the tree is the bundle's default. An error then names the bundle instead of the request.
+    If the tree is the bundle's default, the error names the bundle instead of the request.
     """
     try:
         shape = parse_tree(tree_name)

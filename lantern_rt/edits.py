@@ -1,7 +1,6 @@
 """Image editing: selection of the cells to generate again, and blending of old and new pixels.
 
-Image files may come from an attacker. Size limits are therefore checked before pixels are decoded, and any exception of
-a library becomes a `RequestError`.
+Image files may come from an attacker. Size limits are therefore checked before pixels are decoded.
 """
 
 from __future__ import annotations
@@ -42,24 +41,17 @@ HALVED_PIXELS = 1 << 22  # number of pixels above which an image is read at half
 
 @dataclass(eq=False)
 class ImageEdit:
-    """Image to edit, with the choice of the cells to generate again. The tokens of all other cells are preserved.
+    """Image to edit, with the choice of the cells to generate again. The tokens of all other cells are preserved."""
 
-    Attributes:
-        pixels: original image in sRGB, uint8 `[height, width, 3]`.
-        regenerated_cells: cells to generate again, bool `[rows, columns]`.
-        preserved_codes: tokens of preserved cells, -1 in all other cells, int64 `[cells]`; None before `encode`.
-    """
-
-    pixels: NDArray[np.uint8]
-    regenerated_cells: Bools
-    preserved_codes: Ints | None = field(init=False, default=None)
+    pixels: NDArray[np.uint8]  # original image in sRGB, [height, width, 3]
+    regenerated_cells: Bools  # cells to generate again, [rows, columns]
+    preserved_codes: Ints | None = field(init=False, default=None)  # -1 in regenerated cells, [cells]; see `encode`
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> Ints:
-        """Return `preserved_codes`, which the first call computes with the image encoder.
+        """Compute and return `preserved_codes`, or return the result of the first call.
 
         Args:
-            encoder: image encoder, which converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to tokens,
-                int64 `[1, cells]`.
+            encoder: converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to tokens, int64 `[1, cells]`.
         """
         if self.preserved_codes is None:
             codes = encoder(convert_to_encoder_input(self.pixels))[0]
@@ -67,18 +59,14 @@ class ImageEdit:
         return self.preserved_codes
 
     def insert_source_codes(self, inputs: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """Return the inputs of the condition graph unchanged, because these inputs do not depend on the image."""
+        """Return the inputs of the condition graph, which do not depend on the image."""
         return inputs
 
     def blend_with_original(self, image: Image.Image) -> Image.Image:
-        """Blend a generated image into the original image.
+        """Blend a generated image of the same size into the original image.
 
-        Regenerated cells show the new image. Outside of these cells, the weight of the new image falls to 0 over the
-        width of a cell. The image decoder also changes pixels around a regenerated cell, so a sharp edge would be
-        visible.
-
-        Args:
-            image: generated image, of the same size as the original image.
+        The image decoder also changes pixels around a regenerated cell, so a sharp edge would be visible. The weight of
+        the new image therefore falls to 0 over the width of a cell.
         """
         height, width, _ = self.pixels.shape
         cell = height // len(self.regenerated_cells)
@@ -104,28 +92,13 @@ class ImageEdit:
 
 
 def convert_to_encoder_input(pixels: NDArray[np.uint8]) -> Floats:
-    """Convert the pixels of an image to the input of an image encoder, with values in -1 .. 1.
-
-    Args:
-        pixels: pixels of an image, uint8 `[height, width, 3]`.
-
-    Returns:
-        The input, float32 `[1, 3, height, width]`.
-    """
+    """Convert pixels, uint8 `[height, width, 3]`, to -1 .. 1, float32 `[1, 3, height, width]`."""
     scaled: Floats = np.moveaxis(pixels, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1
     return scaled
 
 
 def crop_to_cover(original: Image.Image, size_in_pixels: tuple[int, int]) -> Image.Image:
-    """Scale an image to cover a size, and crop its centre. Transparent pixels get the mean colour of visible pixels.
-
-    Args:
-        original: image of mode RGBA.
-        size_in_pixels: width and height of the result.
-
-    Returns:
-        An image of mode RGB.
-    """
+    """Scale an RGBA image to cover a size, and crop its centre; the result is RGB."""
     visible = np.asarray(original)[np.asarray(original)[..., 3] > 0][:, :3]
     # The mean colour of the visible pixels disturbs neighbouring cells less than black would.
     background = tuple(visible.mean(0).round().astype(int).tolist()) if len(visible) else (128, 128, 128)
@@ -134,20 +107,11 @@ def crop_to_cover(original: Image.Image, size_in_pixels: tuple[int, int]) -> Ima
 
 
 def read_image(name: str, source: ImageSource, header_only: bool = False) -> Image.Image:
-    """Read an image, rotate it upright and convert it to sRGB with an alpha channel.
-
-    A large image is read at half its width and height.
+    """Read an image, rotate it upright and convert it to RGBA in sRGB. A large image is read at half its size.
 
     Args:
         name: name of the request's parameter, for error messages.
-        source: image as a Pillow image, an array, the path of a file, or the bytes of a file.
-        header_only: whether to return the opened image at once. Its pixels are then not decoded, rotated or converted.
-
-    Returns:
-        A Pillow image of mode RGBA, with the `info` of the file.
-
-    Raises:
-        RequestError: the image cannot be read, or is too large.
+        header_only: whether to return the opened image at once, not decoded, rotated or converted.
     """
     if not isinstance(source, Image.Image | np.ndarray | str | Path | bytes):
         expected = "a Pillow image, a NumPy array, a path, or the bytes of a file"
@@ -187,18 +151,7 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
 
 
 def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tuple[int, int]:
-    """Read the size of an image from its header. Width and height are swapped if the image must be rotated.
-
-    Args:
-        image: image to read.
-        mask: mask, which must have the same size as the image; None: no mask.
-
-    Returns:
-        Width and height in pixels.
-
-    Raises:
-        RequestError: a file cannot be read, or the mask has another size.
-    """
+    """Return width and height of an upright image, from its header, after comparing them with the mask's."""
     sources = {"image": image} if mask is None else {"image": image, "mask": mask}
     sizes = []
     for name, source in sources.items():
@@ -224,11 +177,9 @@ def _read_orientation(image: Image.Image) -> int:
 
 
 def _convert_array_to_image(parameter_name: str, array: NDArray[Any]) -> Image.Image:
-    """Convert an array to an 8-bit image.
+    """Convert an array to an 8-bit image: bool, floats 0 .. 1, integers 0 .. 255 or 0 .. 65535.
 
-    Args:
-        parameter_name: parameter of the request; a `mask` may be an integer array of 0 and 1.
-        array: image values: bool, floats 0 .. 1, integers 0 .. 255, or integers 0 .. 65535.
+    A `mask` may also be an integer array of 0 and 1.
     """
     low = array.min(initial=0)  # `initial` also makes an empty array valid
     high = array.max(initial=0)
@@ -243,7 +194,6 @@ def _convert_array_to_image(parameter_name: str, array: NDArray[Any]) -> Image.I
 
 
 def _convert_to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an image to sRGB with an alpha channel. A valid colour profile in the image file is applied."""
     plain = image.convert("RGBA")
     profile = plain.info.pop("icc_profile", b"")
     # ImageCms reads neither palettes nor an alpha channel.
@@ -267,21 +217,9 @@ def prepare_edit(
     mask: ImageSource | None = None,
     keep_rows: int | None = None,
 ) -> ImageEdit:
-    """Scale an image to cover a size, crop its centre, and select the cells to generate again.
+    """Scale an image from `read_image` to cover a size, crop its centre, and select the cells to generate again.
 
-    Args:
-        manifest: manifest of the bundle.
-        size: size of the images to generate.
-        original: image from `read_image`.
-        mask: image of the same size as `original`. Cells are generated again where the mask is transparent or, if the
-            mask has no transparent pixel, white. None: where `original` is transparent.
-        keep_rows: number of grid rows at the top to preserve, in place of a mask.
-
-    Returns:
-        The edit, without the tokens of preserved cells, which `ImageEdit.encode` computes.
-
-    Raises:
-        RequestError: the bundle cannot edit images, or the mask selects no cell.
+    Mask and `keep_rows` are as `Options` describes. If the mask selects no cell, RequestError is raised.
     """
     check_supports_edits(manifest)
     width, height = manifest.size_in_pixels(size)
@@ -304,11 +242,7 @@ def prepare_edit(
 
 
 def check_supports_edits(manifest: Manifest) -> None:
-    """Raise RequestError if a bundle cannot edit images, that is, generate a part of an image again.
-
-    Editing needs an image encoder. The encoder of an image-to-image bundle does not suffice, because this encoder
-    computes codes for the prompt and not for cells of the generated image.
-    """
+    """Raise RequestError if a bundle cannot generate a part of an image again, which needs an image encoder."""
     if manifest.source is not None:
         problem = f"bundle {manifest.name} generates whole images from a source image, and cannot edit a part"
         raise RequestError(problem, field="image", remedy="give the image to `lantern-rt run --image`, without a mask")
@@ -319,18 +253,12 @@ def check_supports_edits(manifest: Manifest) -> None:
 
 
 def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> str | None:
-    """Find the image size of a bundle that is nearest to the size of an image: by aspect ratio, then by area.
+    """Find the image size of a bundle that is nearest to a width and height: by aspect ratio, then by area.
 
-    Args:
-        manifest: manifest of the bundle.
-        size_in_pixels: width and height of the image.
-
-    Returns:
-        The name of the image size; None if the bundle has a single image size.
+    The result is its name; None if the bundle has a single image size.
     """
 
     def measure_size_difference(size: Size) -> tuple[float, float]:
-        """Return the differences of aspect ratio and area between a size and the image, as logarithms."""
         # Differences of logarithms compare ratios, so twice and half the size are equally far.
         log_width, log_height = np.log(manifest.size_in_pixels(size)) - np.log(size_in_pixels)
         return round(abs(log_width - log_height), 3), abs(log_width + log_height)
@@ -339,7 +267,7 @@ def find_nearest_size(manifest: Manifest, size_in_pixels: tuple[int, int]) -> st
 
 
 def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:
-    """Return an image that is white on the pixels to generate again; see `prepare_edit` for the arguments."""
+    """Return an image that is white on the pixels to generate again."""
     marks = original if mask is None else read_image("mask", mask)
     alpha = np.asarray(marks.getchannel("A"))
     transparent = mask is None or bool((alpha < 128).any())

@@ -19,10 +19,7 @@ _MAX_MESSAGE_LENGTH = 2000  # number of characters above which the middle of a m
 
 
 def escape_unprintable(text: str) -> str:
-    """Replace unprintable characters by escapes such as `\\u001b`; keep line breaks.
-
-    Unprintable characters in a message could control a terminal, or reorder text on the screen.
-    """
+    """Replace unprintable characters but line breaks, which could control a terminal, by escapes like `\\u001b`."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else _escape_code_point(ord(char)) for char in text)

@@ -1,8 +1,7 @@
 """Checks of user input, reading of user files, and conversion of library errors to one line of text.
 
-Reading a pipe or a device might never end. This module therefore opens every file of a user, and accepts only regular
-files. Libraries may raise any exception when they parse a damaged file. Files are therefore parsed inside
-`convert_read_errors`, whose error names the file.
+Reading a pipe or a device might never end, so only regular files are read. Libraries may raise any exception when they
+parse a damaged file, so files are parsed inside `convert_read_errors`, whose error names the file.
 """
 
 from __future__ import annotations
@@ -20,12 +19,15 @@ from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
 from .errors import EngineError, LanternError, RequestError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Parameters of a pipeline that have other names on the command line or in HTTP:
 # parameter -> (command-line option, HTTP field).
@@ -39,25 +41,44 @@ PARAMETER_NAMES = {
     "max_queued_images": ("waiting", "max_queued_images"),
 }
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # memory address in the `repr` of an object
+_MAX_ERRORS = 100  # invalid fields of which the first is named; pydantic takes long to list more
+# What a value should be: by the limit in pydantic's `ctx`, else by the first word of pydantic's error type.
+_EXPECTED_BY_LIMIT = {
+    "ge": "at least {}",
+    "gt": "more than {}",
+    "le": "at most {}",
+    "lt": "less than {}",
+    "min_length": "at least {} {}",
+    "max_length": "at most {} {}",
+    "pattern": "text of the pattern {}",
+    "expected": "{}",
+    "expected_tags": "{}",
+}
+_EXPECTED_BY_TYPE = {
+    "base64": "base64",
+    "bool": "true or false",
+    "dict": "an object",
+    "float": "a number",
+    "int": "a whole number",
+    "json": "JSON",
+    "list": "a list",
+    "model": "an object",
+    "string": "text",
+    "tuple": "a list",
+}
 _MAX_BITS = 1 << 12  # maximum size of an integer in a message; Python refuses to format much longer integers
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # package index of PyTorch without CUDA
 _SHORT_REPR = reprlib.Repr()  # formats only the start of a value; `repr` would format the whole value
 vars(_SHORT_REPR).update(maxlevel=3, maxdict=80, maxlist=80, maxtuple=80, maxset=80, maxstring=80, maxother=80)
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text is a whole number from 0 with at most 20 digits. Python refuses to convert long numbers."""
+    return re.fullmatch("[0-9]{1,20}", text) is not None
+
+
 def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
-    """Check the type and range of an integer parameter, and return its value as an int.
-
-    Args:
-        name: name of the parameter, for the error message.
-        value: value to check; None: the default.
-        default: value that replaces None.
-        low: minimum, inclusive.
-        high: maximum, inclusive.
-
-    Raises:
-        RequestError: the value is not an integer in the range.
-    """
+    """Return an integer parameter as an int, `default` for None, or raise RequestError if it is not `low` .. `high`."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(field=name, found=format_value(value), expected=f"a whole number {low} .. {high}")
@@ -69,7 +90,9 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
 
     The value of `field` is the path of the invalid field, such as `target.hidden_size`.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
+    if error.error_count() > _MAX_ERRORS:
+        return {"field": "", "problem": f"{error.error_count():,} invalid fields"}
+    first = error.errors(include_url=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
         return {"field": field, "found": "nothing", "expected": "a value"}
@@ -79,9 +102,18 @@ def describe_validation_error(error: ValidationError) -> dict[str, str]:
     if first["type"] == "value_error":
         actual = "" if isinstance(first["input"], dict) else actual
         return {"field": field, "found": actual, "problem": first["msg"].removeprefix("Value error, ")}
-    message = first["msg"].removeprefix("Input should be ").removeprefix("a valid ").partition(", unable")[0]
-    expected = {"int": "a whole number", "json": "JSON"}.get(first["type"].partition("_")[0], message)
-    return {"field": field, "found": actual, "expected": expected}
+    return {"field": field, "found": actual, "expected": _describe_expected_value(first)}
+
+
+def _describe_expected_value(error: ErrorDetails) -> str:
+    """Return our words for what pydantic expected; pydantic's own words describe Python's types."""
+    context = error.get("ctx", {})
+    unit = "element" if "field_type" in context else "character"
+    for name, words in _EXPECTED_BY_LIMIT.items():
+        if name in context:
+            return words.format(context[name], unit if context[name] == 1 else f"{unit}s")
+    message = error["msg"].removeprefix("Input should be ")
+    return _EXPECTED_BY_TYPE.get(error["type"].partition("_")[0], message)
 
 
 def format_value(value: object) -> str:
@@ -100,7 +132,6 @@ def format_value(value: object) -> str:
 
 
 def format_error(error: BaseException, max_length: int = 160) -> str:
-    """Format the message of a library's error as one line of at most `max_length` characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = re.sub(r" <(?:\S+ object|_io\..*)>", "", _ADDRESS.sub("", text))
     return " ".join((text or type(error).__name__).split())[:max_length]
@@ -109,8 +140,7 @@ def format_error(error: BaseException, max_length: int = 160) -> str:
 def reraise_error_of_signal_handler(error: BaseException) -> None:
     """Raise an error again if a signal handler raised it, for example to enforce a time limit.
 
-    An `except` block that converts any exception must call this function first. Otherwise the block would name a file
-    as the cause of an error that a signal caused.
+    An `except` block that converts any exception must call this first, or it names a file as the cause.
     """
     handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
     # A frame of a handler in the traceback shows that the handler raised the error.
@@ -119,13 +149,11 @@ def reraise_error_of_signal_handler(error: BaseException) -> None:
 
 
 def make_install_command(extra: str, reinstall: bool = False) -> str:
-    """Return the pip command that installs an extra of lantern-rt.
-
-    The command names the source from which this copy was installed: a clone, an address or the package index.
+    """Return the pip command that installs an extra from where this copy came: a clone, an address or the index.
 
     Args:
-        extra: name of the extra, or several names with commas between. If `cpu` is the first of several names, the
-            command installs PyTorch without the CUDA libraries.
+        extra: name of the extra, or several with commas between. If `cpu` is the first of several, the command installs
+            PyTorch without the CUDA libraries.
         reinstall: whether to replace installed packages.
     """
     from importlib.metadata import PackageNotFoundError, distribution
@@ -143,15 +171,11 @@ def make_install_command(extra: str, reinstall: bool = False) -> str:
 
 
 def require_library(name: str, feature: str, extra: str) -> None:
-    """Raise an error if a library is not installed.
+    """Raise EngineError if a library is not installed, or cannot be imported in the current folder.
 
     Args:
-        name: name of the library's Python module.
         feature: feature or command that needs the library, for the error message.
         extra: extra of lantern-rt that installs the library.
-
-    Raises:
-        EngineError: the library is not installed, or cannot be imported in the current folder.
     """
     if importlib.util.find_spec(name) is None:
         raise EngineError(f"{name} is not installed", field=feature, remedy=f"run `{make_install_command(extra)}`")
@@ -166,19 +190,9 @@ def require_library(name: str, feature: str, extra: str) -> None:
 
 @contextmanager
 def convert_read_errors(path: Path, expected: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert any exception in a `with` block to an error that names the file.
+    """Convert any exception in a `with` block to an error of `error_class` that names the file `path`.
 
-    Errors of this package are raised unchanged. Panics of Rust libraries are also converted, although the class of a
-    panic is not a subclass of `Exception`.
-
-    Args:
-        path: file that the block reads.
-        expected: description of the expected content, for the error message.
-        error_class: class of the error to raise.
-        remedy: instruction in the error message that tells the user how to cure the fault.
-
-    Raises:
-        LanternError: an error of `error_class`.
+    Errors of this package are raised unchanged.
     """
     try:
         yield
@@ -199,12 +213,7 @@ def convert_read_errors(path: Path, expected: str, error_class: type[LanternErro
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading, and raise an error for a pipe or a device without waiting for its data.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: the path is a pipe or a device.
-    """
+    """Open a regular file for reading; raise ValueError for a pipe or a device, without waiting for its data."""
     with open(path, "rb", opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("a pipe or a device, expected a regular file")
@@ -212,11 +221,7 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Read all bytes of a regular file, whose size is limited.
-
-    Args:
-        path: path of the file.
-        max_bytes: maximum size of the file in bytes.
+    """Read all bytes of a regular file.
 
     Raises:
         OSError: the file cannot be read.
@@ -238,5 +243,4 @@ def split_lines(text: str) -> list[str]:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file for the `opener` of `open`, without waiting if the path is a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,8 +1,4 @@
-"""Estimates of memory, checks of free memory, and the measurement of a process's peak memory.
-
-The memory for decoding is estimated from sizes in the manifest, before any of it is allocated. The estimate limits the
-number of images per forward pass.
-"""
+"""Estimates of memory from sizes in the manifest, checks of free memory, and the measurement of peak memory."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ from .errors import BundleError, RequestError
 from .prompts import ImageRequest
 from .requests import GenerationSettings, resolve_settings
 from .runtime.drafters import count_draft_nodes
+from .runtime.state import DecodeSettings
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50  # number of weights that a damaged graph may claim, but no file can hold
@@ -34,8 +31,8 @@ _BYTES_PER_PIXEL = 1024  # memory of the image decoder: two layers of 128 channe
 _POLL_SECONDS = 0.01  # interval of `PeakMemoryMonitor`
 
 
-def choose_settings_of_highest_memory(manifest: Manifest) -> GenerationSettings:
-    """Return the settings that need the most memory per image. They use the EAGLE drafter if the bundle has it."""
+def largest_settings(manifest: Manifest) -> GenerationSettings:
+    """Return the settings that need the most memory per image."""
     method, *_ = list_supported_methods(manifest, ("eagle:drafter=eagle", "ar"))
     return resolve_settings(manifest, {"method": method})
 
@@ -47,21 +44,14 @@ def compute_max_images(
     max_rows: int,
     free_bytes: int | None,
 ) -> int:
-    """Compute the maximum number of images per forward pass.
+    """Compute the maximum number of images per forward pass, 1 .. 64.
+
+    Two or more images need at most 2 GiB, and at most half of the free memory. If one image of the longest prompt needs
+    more than `free_bytes`, RequestError lists the needed memory for each purpose.
 
     Args:
-        manifest: manifest of the bundle.
-        images: images of a request. The memory for its longest prompt must not exceed `free_bytes`. Empty: no request
-            is known yet.
-        settings: settings of the images.
-        max_rows: maximum number of batch rows of the engines. An image has two rows with guidance, else one row.
+        images: images of a request; empty: no request is known yet.
         free_bytes: free memory in bytes after the weights were loaded; None: the memory for one image is not checked.
-
-    Returns:
-        Number of images, 1 .. 64. Two or more images need at most 2 GiB, and at most half of the free memory.
-
-    Raises:
-        RequestError: one image needs more than `free_bytes`. The error lists the needed memory for each purpose.
     """
     tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
     needed = _estimate_memory_with_decoder(manifest, settings, tokens)
@@ -80,47 +70,35 @@ def compute_max_images(
 def estimate_image_memory(
     manifest: Manifest, settings: GenerationSettings, prefix: int | None = None
 ) -> dict[str, int]:
-    """Estimate the memory for decoding one image.
+    """Estimate the bytes for decoding one image, by purpose: every KV cache, and the forward passes.
 
     Args:
-        manifest: manifest of the bundle.
-        settings: settings of the image.
         prefix: number of prefix positions, such as prompt tokens; None: the maximum of the bundle.
-
-    Returns:
-        Number of bytes for each purpose: every KV cache, and the forward passes.
     """
     prompt = manifest.condition.prefix if prefix is None else prefix
-    rows = 2 if settings.sampling.uses_guidance else 1
     itemsize = 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_MIN_NODES, count_draft_nodes(settings.method))
-    draft_tokens = manifest.layout().count_max_nodes_per_pass(nodes)
-    # columns of the KV cache, as `DecodeSettings.count_cache_columns` counts them; caches round their length up
-    columns = round_up(prompt + manifest.max_image_tokens + draft_tokens + 2)
+    longest_layout = max(map(manifest.layout, manifest.all_sizes), key=lambda layout: layout.num_tokens)
+    plan = DecodeSettings(longest_layout, settings.sampling, settings.method, nodes)
+    columns = round_up(plan.count_cache_columns(prompt))  # caches round their length up
     specs = {"target": manifest.target, "drafter": manifest.drafter if _uses_drafter_graph(settings) else None}
     caches = {
-        f"cache of the {role}": count_kv_cache_bytes(spec, rows, columns, itemsize)
+        f"cache of the {role}": count_kv_cache_bytes(spec, plan.num_rows, columns, itemsize)
         for role, spec in specs.items()
         if spec
     }
-    prefill = estimate_forward_pass_memory(manifest.target, rows, prompt, COLUMN_STEP, itemsize)
-    verification = estimate_forward_pass_memory(manifest.target, rows, nodes, columns, itemsize)
+    prefill = estimate_forward_pass_memory(manifest.target, plan.num_rows, prompt, COLUMN_STEP, itemsize)
+    verification = estimate_forward_pass_memory(manifest.target, plan.num_rows, nodes, columns, itemsize)
     # Twice, because the outputs of a pass are released only after the next pass.
     return caches | {"passes": 2 * max(prefill, verification)}
 
 
 def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens: int | None = None) -> None:
-    """Check, before the weights are loaded, that there is enough memory for the weights and one image.
+    """Raise RequestError, before the weights are loaded, if they and one image need more memory than is free.
 
     Args:
-        bundle: bundle to load.
-        settings: settings of the image.
         num_prompt_tokens: number of prompt tokens; None: the smallest possible number, because `compute_max_images`
             checks the prompt of every request later.
-
-    Raises:
-        RequestError: there is too little memory. The error lists the free memory, and the needed memory for each
-            purpose.
     """
     manifest = bundle.manifest
     roles = ["target", "condition", "vq_decoder"]
@@ -140,7 +118,6 @@ def check_memory(bundle: Bundle, settings: GenerationSettings, num_prompt_tokens
 def _estimate_memory_with_decoder(
     manifest: Manifest, settings: GenerationSettings, num_prompt_tokens: int
 ) -> dict[str, int]:
-    """Estimate the memory for one image as `estimate_image_memory` does, and add the memory of the image decoder."""
     num_pixels = math.prod(manifest.size_in_pixels(manifest.size(settings.size)))
     return estimate_image_memory(manifest, settings, num_prompt_tokens) | {
         "image decoding": _BYTES_PER_PIXEL * num_pixels
@@ -148,7 +125,6 @@ def _estimate_memory_with_decoder(
 
 
 def _count_min_prompt_tokens(condition: ConditionSpec) -> int:
-    """Return the number of positions that the shortest possible prompt needs."""
     layout = condition.layout
     if layout is None:
         return condition.prefix
@@ -156,7 +132,6 @@ def _count_min_prompt_tokens(condition: ConditionSpec) -> int:
 
 
 def _format_memory_uses(bytes_by_use: Mapping[str, int]) -> str:
-    """Return the total memory and, in brackets, the memory for each purpose, as text."""
     parts = ", ".join(f"{name} {_format_bytes(size)}" for name, size in bytes_by_use.items())
     return f"{_format_bytes(sum(bytes_by_use.values()))} ({parts})"
 
@@ -170,14 +145,6 @@ def _format_bytes(size: int) -> str:
 
 
 def count_kv_cache_bytes(spec: DecoderSpec | DrafterSpec, num_rows: int, cache_length: int, itemsize: int) -> int:
-    """Compute the size of a KV cache in bytes.
-
-    Args:
-        spec: manifest entry of the target or the drafter.
-        num_rows: number of batch rows.
-        cache_length: number of cache columns per row.
-        itemsize: bytes per number.
-    """
     # 2: keys and values
     return 2 * spec.num_layers * cache_length * num_rows * spec.num_kv_heads * spec.head_dim * itemsize
 
@@ -185,18 +152,10 @@ def count_kv_cache_bytes(spec: DecoderSpec | DrafterSpec, num_rows: int, cache_l
 def estimate_forward_pass_memory(
     spec: DecoderSpec | DrafterSpec, num_rows: int, num_nodes: int, past_length: int, itemsize: int
 ) -> int:
-    """Return a lower bound of the memory of a forward pass: the logits, and the activations of one layer.
-
-    Args:
-        spec: manifest entry of the target or the drafter.
-        num_rows: number of batch rows.
-        num_nodes: number of nodes (tokens that the pass reads) per row.
-        past_length: number of cache columns that the pass reads.
-        itemsize: bytes per number.
-    """
+    """Return a lower bound of the bytes of a forward pass: the logits, and the activations of one layer."""
     logits = num_nodes * spec.vocab_size * 4  # float32
     # the attention mask, and two copies of the attention scores of one layer
-    scores = num_nodes * (past_length + num_nodes) * (2 * spec.num_heads + 1) * itemsize
+    scores = num_nodes * (past_length + num_nodes) * (2 * spec.architecture.num_heads + 1) * itemsize
     states = num_nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * itemsize  # one layer's states, gates and projections
     return num_rows * (logits + scores + states)
 
@@ -205,13 +164,6 @@ def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
     """Compute how many bytes of memory the weights of a graph take in ONNX Runtime on a CPU.
 
     ONNX Runtime loads all floating-point weights as float32. Integer weights keep the type that the file has.
-
-    Args:
-        bundle: bundle with the graph.
-        graph_role: role of the graph, such as `target`.
-
-    Raises:
-        BundleError: the graph cannot be read, or the shapes of its weights are larger than any file.
     """
     manifest = bundle.manifest
     decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(graph_role)
@@ -228,8 +180,7 @@ def count_weight_bytes(bundle: Bundle, graph_role: str) -> int:
 class PeakMemoryMonitor(threading.Thread):
     """Context manager that measures the peak memory of this process in a thread.
 
-    Attributes:
-        bytes: peak memory so far in bytes, without memory-mapped files; None: the system does not report memory.
+    Its `bytes` are without memory-mapped files; None: the system does not report memory.
     """
 
     def __init__(self) -> None:
@@ -246,7 +197,6 @@ class PeakMemoryMonitor(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Measure the memory every 10 ms until the `with` block ends."""
         while self.bytes is not None and not self._done.wait(_POLL_SECONDS):
             self.bytes = max(self.bytes, measure_process_memory() or 0)
 

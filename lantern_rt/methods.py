@@ -1,12 +1,14 @@
 """Decoding methods and sampling settings, with the limits of every parameter.
 
 Each method is a class, whose fields are the parameters of the method. Manifests, requests, command-line options, method
-strings such as `lantern++:lambda=3:tree=chain-4`, presets and PNG metadata use the same names. The runtime reads the
-objects of these classes. A parameter that is None has no effect.
+strings such as `lantern++:lambda=3:tree=chain-4`, presets and PNG metadata use the same names. A parameter that is None
+has no effect.
 """
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -35,15 +37,14 @@ def _check_temperature(temperature: float) -> float:
 
 def _parse_cfg_tokens(value: Any) -> Any:
     text = value if isinstance(value, str) else ""
-    if text.isdecimal():
+    if re.fullmatch("[0-9]{1,20}", text):
         return int(text)
-    percentage = text.removesuffix("%")
-    integer, _, fraction = percentage.partition(".")
-    # The length is limited because the text is stored in the recipe of every image.
-    is_number = integer.isdecimal() and (fraction or "0").isdecimal() and len(percentage) <= 20
-    is_percentage = percentage != text and is_number and float(percentage) <= 100
+    # The recipe of an image records the share, so every share has one text: 050.0% is 50%.
+    share = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)%", text)
+    if share and (percentage := Decimal(share[1])) <= 100:
+        return f"{percentage.normalize():f}%"
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if value is None or is_percentage or is_count:
+    if value is None or is_count:
         return value
     raise ValueError("expected a number of tokens from 0, or a percentage of the image's tokens such as 50%")
 
@@ -51,12 +52,8 @@ def _parse_cfg_tokens(value: Any) -> Any:
 CfgTokens = Annotated[int | str | None, BeforeValidator(_parse_cfg_tokens)]
 
 
-class RequestSettingMarker(NamedTuple):
-    """Marker of the sampling settings that requests may set. All other sampling settings come from the bundle only.
-
-    Args:
-        metavar: placeholder for the option's value in the help of the command line; None: the name of the type.
-    """
+class SettableByRequest(NamedTuple):
+    """Marks a sampling setting that requests may set; `metavar` is its placeholder in the command line's help."""
 
     metavar: str | None = None
 
@@ -81,47 +78,46 @@ class Sampling(FrozenModel, strict=True):
         filter_order: filter that is applied first. LlamaGen applies top-k first. LANTERN, like the logits warpers of
             transformers, applies top-p first.
         repetition_penalty: divisor of the conditional logits of tokens that the image already contains, 0.01 .. 100.
-            Negative logits are multiplied by the penalty
-            instead. The penalty is applied before guidance. None: no penalty.
+            Negative logits are multiplied by the penalty instead. It is applied before guidance. None: no penalty.
     """
 
     cfg_scale: Annotated[
         float,
         Field(ge=0, le=1000, description="Scale of classifier-free guidance; 1 turns it off."),
-        RequestSettingMarker(),
+        SettableByRequest(),
     ] = 1.0
     cfg_tokens: Annotated[
         CfgTokens,
         Field(description="How many of the image's tokens guidance is for, such as 128 or 50%: fewer are faster."),
-        RequestSettingMarker("NUMBER|SHARE%"),
+        SettableByRequest("NUMBER|SHARE%"),
     ] = None
     cfg_schedule: Annotated[
         CfgSchedule | None,
         Field(description="Linear: guidance grows from 1 to its scale within an image."),
-        RequestSettingMarker("constant|linear"),
+        SettableByRequest("constant|linear"),
     ] = None
     cfg_final: Annotated[float, Field(gt=0, le=1000)] | None = None
     temperature: Annotated[
         float,
         Field(ge=0, le=1000, description="Sampling temperature; 0 is greedy."),
         AfterValidator(_check_temperature),
-        RequestSettingMarker(),
+        SettableByRequest(),
     ] = 1.0
     top_k: Annotated[
         int,
         Field(ge=0, le=2**31, description="Number of most probable tokens to sample from; 0: all."),
-        RequestSettingMarker(),
+        SettableByRequest(),
     ] = 0
     top_p: Annotated[
         float,
         Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."),
-        RequestSettingMarker(),
+        SettableByRequest(),
     ] = 1.0
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
-        RequestSettingMarker(),
+        SettableByRequest(),
     ] = None
 
     @property
@@ -131,7 +127,6 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def has_repetition_penalty(self) -> bool:
-        """Whether a repetition penalty applies."""
         return self.repetition_penalty not in (None, 1.0)
 
     @property
@@ -150,7 +145,6 @@ class Sampling(FrozenModel, strict=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always chosen."""
         return self.temperature == 0.0
 
     @property
@@ -163,7 +157,7 @@ class Sampling(FrozenModel, strict=True):
 SAMPLING = {
     name: field
     for name, field in Sampling.model_fields.items()
-    if any(isinstance(mark, RequestSettingMarker) for mark in field.metadata)
+    if any(isinstance(mark, SettableByRequest) for mark in field.metadata)
 }
 
 
@@ -171,8 +165,8 @@ class MethodRequirements(NamedTuple):
     """Parts that a bundle must have for a decoding method, as `bundle.manifest.explain_unsupported_method` checks.
 
     Args:
-        drafters: names of the drafters that the method can use for draft trees, `heads` or `eagle`. The bundle must
-            have one of these drafters. Empty: the method needs no drafter.
+        drafters: drafters that the method can use for draft trees, `heads` or `eagle`, of which the bundle must have
+            one. Empty: the method needs no drafter.
         uses_heads: whether the method uses draft heads if the bundle has draft heads.
         neighbors: number of neighbours per code that the bundle's neighbour table must have; 0: no table is needed.
         order: whether the model must generate groups of cells per pass; False: the model must generate one code after
@@ -245,7 +239,6 @@ class TreeMethod(MethodConfig):
 
     @property
     def uses_draft_heads(self) -> bool:
-        """Whether draft heads, and not the EAGLE drafter, make the draft tree."""
         return self.drafter == "heads"
 
 
@@ -287,7 +280,6 @@ class RelaxedMethod(MethodConfig):
 
     @property
     def exact(self) -> bool:
-        """Whether acceptance is exact, because no bound is set."""
         return self.acceptance_bounds == (None, None)
 
     @model_validator(mode="after")
@@ -374,7 +366,6 @@ class RowParallel(MethodConfig):
 
     @property
     def exact(self) -> bool:
-        """Always False, because tokens attend to fewer positions than in training."""
         return False
 
 

@@ -1,8 +1,8 @@
 """Public pipeline from prompts to images.
 
-A `Pipeline` is an open bundle with its engines. Calls do not change a pipeline, so several threads may share one
-pipeline. Every call decodes a separate batch. The condition graph reads one prompt at a time, and the image decoder
-decodes one image at a time. So the memory of both, and every bit of an image, are independent of the batch.
+Calls do not change a pipeline, so several threads may share it; every call decodes a batch of its own. The condition
+graph reads one prompt at a time and the image decoder one image, so their memory, and every bit of an image, do not
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ MAX_TRIES = 64  # maximum number of candidates of an edit
 class Pipeline:
     """Image generator for one bundle, which `Pipeline.from_bundle` opens. Several threads may share a pipeline.
 
-    Call `close` at the end, or write `with Pipeline.from_bundle(...) as pipe:`. Threads and GPU contexts do
-    not survive a fork of the process. In a process that was forked after loading, every call therefore raises an error:
-    open a new pipeline there.
+    Call `close` at the end, or write `with Pipeline.from_bundle(...) as pipe:`. Threads and GPU contexts do not survive
+    a fork, so every call in a process that was forked after loading raises an error: open a new pipeline there.
 
     Attributes:
         bundle: open bundle.
@@ -134,9 +133,7 @@ class Pipeline:
         self.close()
 
     def warm_up(self) -> None:
-        """Load every graph and table, and run a few decoding steps.
-
-        The first request is then as fast as later requests.
+        """Load every graph and table, and run a few decoding steps, so that the first request is as fast as later ones.
 
         Raises:
             BundleError: a table is damaged.
@@ -185,7 +182,8 @@ class Pipeline:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
         Args:
-            prompts: one prompt, or a list of prompts; None if `options` has class ids, token ids or embeddings.
+            prompts: one prompt, or a list of prompts; None if `options` has class ids, token ids or embeddings. The
+                tokens of the model limit a prompt, and 16 characters per token (at least 2,000 are allowed).
             callback_on_step: function that is called with the `StreamStep` of every step. If the function raises an
                 exception, the call ends with this exception.
             progress: whether to show a progress bar, on stderr or below a notebook's cell.
@@ -212,20 +210,16 @@ class Pipeline:
     def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> Generator[StreamStep, None, None]:
-        """Generate images, and return the state after each decoding step.
+        """Generate images, and return the state after each decoding step. Takes the arguments of a call.
 
         To cancel, stop iterating or close the generator.
-
-        Args:
-            prompts: same as for a call of the pipeline.
-            options: same as for a call of the pipeline.
 
         Returns:
             A generator of steps, which computes a step only when the caller asks for the next step. `step.image(i)`
             decodes the cells of image i that are generated so far. `step.stats` is None before the last step.
 
         Raises:
-            RequestError: same as for a call of the pipeline, before the first step.
+            RequestError: as a call, before the first step.
         """
         return self.decode(self.check(prompts, **options))
 
@@ -240,7 +234,7 @@ class Pipeline:
         progress: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Result:
-        """Generate a part of an image again.
+        """Generate a part of an image again. Takes the arguments of a call, and:
 
         Tokens outside the mask are preserved. A new token attends only to cells before it in raster order: the rows
         above, and the cells to its left. Pixels more than one cell outside the mask do not change.
@@ -249,19 +243,16 @@ class Pipeline:
             image: image to edit, in any form that `Options` describes.
             mask: mask of the cells to generate again, in any form that `Options` describes. None: `keep_rows` or
                 transparent pixels of the image select the cells.
-            prompts: same as for a call of the pipeline; None: the prompt in the recipe of the image.
+            prompts: one prompt, or a list of prompts; None: the prompt in the recipe of the image.
             tries: number of candidates per image, 1 .. 64, with consecutive seeds. The result has the candidate in
                 which the preserved tokens have the highest probability.
-            callback_on_step: same as for a call of the pipeline.
-            progress: same as for a call of the pipeline.
-            options: same as for a call of the pipeline.
 
         Returns:
             The images, tokens and statistics. The statistics include all candidates.
 
         Raises:
-            RequestError: same as for a call of the pipeline, or the bundle cannot edit images.
-            EngineError: same as for a call of the pipeline.
+            RequestError: as a call, or the bundle cannot edit images.
+            EngineError: as a call.
         """
         tries = check_int("tries", tries, 1, 1, MAX_TRIES)
         check_supports_edits(self.bundle.manifest)
@@ -288,14 +279,14 @@ class Pipeline:
         Args:
             codes: tokens of each image, int64 `[cells]`, in the order of the prompts.
             prompts: prompts of the call that generated the images.
-            options: options of the call that generated the images.
+            options: options of that call.
 
         Returns:
             Mean negative log-likelihood and mean entropy of each image, in nats per token. For an edited image, only
             the preserved tokens count.
 
         Raises:
-            RequestError: same as for a call of the pipeline, or `codes` has another number of images.
+            RequestError: as a call, or `codes` has another number of images.
         """
         request = self.check(prompts, **options)
         if len(codes) != len(request.images):
@@ -303,14 +294,7 @@ class Pipeline:
         return self.prepare(request).likelihoods(codes)
 
     def check(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Request:
-        """Check a request before images are generated.
-
-        Args:
-            prompts: same as for a call of the pipeline.
-            options: same as for a call of the pipeline.
-
-        Returns:
-            The checked request, ready for `decode`.
+        """Check the arguments of a call before images are generated, and return a request for `decode`.
 
         Raises:
             RequestError: an option is invalid; the error names the option.
@@ -321,13 +305,7 @@ class Pipeline:
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Prepare a request for decoding: adapt its settings to the engines, and check the memory for one image.
-
-        Args:
-            request: request that `check` returned.
-
-        Returns:
-            The request with all data that the runtime needs to decode the images.
+        """Adapt the settings of a checked request to the engines, and check the memory for one image.
 
         Raises:
             RequestError: one image needs more memory than was free after loading, or the pipeline was closed. GPU
@@ -344,34 +322,17 @@ class Pipeline:
         return PreparedRequest(self.bundle, engines, request.images, settings, plan, max_images)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Generate the images of a checked request, and return the state after each decoding step.
-
-        Args:
-            request: request that `check` returned.
-
-        Returns:
-            A generator of steps, like the result of `stream`. After `close` the generator continues, but its steps
-            cannot decode images.
+        """Generate the images of a checked request, and return a generator of steps, as `stream` does.
 
         Raises:
-            RequestError: there is not enough memory, or the pipeline was closed. This
-                error is raised before the first step.
+            RequestError: there is not enough memory, or the pipeline was closed, before the first step.
         """
         return self._generate_steps(self.prepare(request))
 
     def adapt_settings_to_engines(self, settings: GenerationSettings) -> GenerationSettings:
-        """Replace the method of a preset by the method for GPUs, unless the engines run on the CPU.
+        """Return the settings with the preset's method for GPUs, unless the engines run on the CPU.
 
         The window of exact `sjd` is also shortened to the maximum number of nodes of the engines.
-
-        Args:
-            settings: settings of a request that `check` returned.
-
-        Returns:
-            The settings, perhaps with another method.
-
-        Raises:
-            RequestError: the pipeline was closed.
         """
         if settings.quality is None or self.engines.on_cpu:
             return settings
@@ -399,11 +360,8 @@ class Pipeline:
         """Decode an image of a request from its tokens.
 
         Args:
-            images: images of the request.
-            settings: settings of the request.
-            image_index: index of the image in `images`.
-            codes_by_cell: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which are
-                drawn in grey.
+            image_index: index of the image in `images`, from 0.
+            codes_by_cell: token of each cell, int64 `[cells]`; -1 in cells that are not generated yet, which are grey.
 
         Returns:
             The image. If all cells have tokens, the `info` of the image has the recipe.

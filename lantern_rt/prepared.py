@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """Checked request with all data that the runtime needs to decode the images, the result of `Pipeline.prepare`.
+    """Checked request with all data that the runtime needs to decode the images.
 
     Args:
-        bundle: open bundle of the engines.
-        engines: loaded graphs of the bundle.
-        images: images to generate, in the order of the prompts.
         settings: settings of all images, adapted to these engines.
         plan: these settings in the form that the runtime reads, with the image layout and the maximum number of nodes.
         max_images: maximum number of images per forward pass.
@@ -46,11 +43,10 @@ class PreparedRequest:
 
     @property
     def seeds(self) -> list[int]:
-        """Seed of every image."""
         return [image.seed for image in self.images]
 
     def prompts(self) -> Iterator[Prompt]:
-        """Yield the prefix of each image, as `compute_prefixes` computes it."""
+        """Yield the prefix of each image."""
         return compute_prefixes(self.bundle, self.engines, self.images)
 
     def model(self) -> LoadedModel:
@@ -58,20 +54,15 @@ class PreparedRequest:
         return load_model(self.bundle, self.engines, [self.settings.method])
 
     def likelihoods(self, codes: Sequence[Ints]) -> list[Likelihood]:
-        """Compute the negative log-likelihood of images under the target model, as `Pipeline.likelihoods` describes.
-
-        Args:
-            codes: tokens of each image, int64 `[cells]`.
-        """
-        edits = [image.edit for image in self.images]
-        # For an edit, the average is over preserved cells only; None averages over all cells. bool [cells] per image
-        masks = [
-            None if edit is None or edit.regenerated_cells.all() else ~edit.regenerated_cells.ravel() for edit in edits
-        ]
+        """Compute what `Pipeline.likelihoods` returns; `codes` are int64 `[cells]` for each image."""
         model = self.model()
-        return [
-            compute_likelihood(model, self.plan, *image) for image in zip(self.prompts(), codes, masks, strict=True)
-        ]
+        likelihoods = []
+        for prompt, image_codes in zip(self.prompts(), codes, strict=True):
+            preserved = prompt.preserved_codes
+            # For an edit, the average is over preserved cells only.
+            cells = None if preserved is None or (preserved < 0).all() else preserved >= 0
+            likelihoods.append(compute_likelihood(model, self.plan, prompt, image_codes, cells))
+        return likelihoods
 
 
 def make_decode_settings(
@@ -80,10 +71,7 @@ def make_decode_settings(
     """Convert the settings of a request to the form that the runtime reads.
 
     Args:
-        manifest: manifest of the bundle.
-        settings: checked settings of the request.
-        engines: loaded graphs of the bundle, which limit the nodes of a forward pass.
-        adaptive_window: whether `AdaptiveWindow` adapts the window of exact `sjd` to the number of accepted tokens.
+        adaptive_window: whether the window of exact `sjd` adapts to the number of accepted tokens.
     """
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
     return DecodeSettings(
@@ -92,19 +80,7 @@ def make_decode_settings(
 
 
 def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
-    """Compute the prefixes (rows of prompt embeddings) of a request's images. Images of one prompt share a prefix.
-
-    Args:
-        bundle: bundle of the engines, for error messages.
-        engines: loaded graphs of the bundle.
-        images: images of one request, in the order of the prompts.
-
-    Yields:
-        The prefix of each image: a conditional row and an unconditional row.
-
-    Raises:
-        BundleError: the condition graph returned another shape than the manifest states, or NaN or infinity.
-    """
+    """Yield the prefix (rows of prompt embeddings) of each image of one request. Images of one prompt share it."""
     negative_request = images[0].negative_request
     negative_row = None if negative_request is None else engines.compute_condition(negative_request.condition_inputs)[0]
     edit = images[0].edit
@@ -136,14 +112,7 @@ def compute_prefixes(bundle: Bundle, engines: BundleEngines, images: Sequence[Im
 
 
 def load_model(bundle: Bundle, engines: BundleEngines, methods: Sequence[MethodConfig] | None = None) -> LoadedModel:
-    """Load the graphs and tables that the runtime needs to generate images.
-
-    Args:
-        bundle: open bundle of the engines.
-        engines: loaded graphs of the bundle.
-        methods: methods that will run. Graphs and tables that these methods do not need are not loaded. None: any
-            method may run.
-    """
+    """Load the graphs and tables that `methods` need; None: any method may run."""
     manifest = bundle.manifest
     names = {field.name for field in fields(DrafterLayout)}
     layout = manifest.drafter.model_dump(include=names) if manifest.drafter else {}  # {}: the runtime's defaults

@@ -1,7 +1,4 @@
-"""Conversion of prompts, class ids and text embeddings to inputs of the condition graph.
-
-Text embeddings are right-padded in requests and left-padded in the graph.
-"""
+"""Conversion of prompts, class ids and text embeddings to inputs of the condition graph."""
 
 from __future__ import annotations
 
@@ -24,7 +21,9 @@ from .text.words import WordTokenizer, read_word_tokenizer
 
 Label = str | int | tuple[int, ...] | None
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-PROMPT_LIMIT = 2000  # maximum number of characters of a prompt
+# The model's tokens limit a prompt. Usual text has 3 to 5 characters per token, so a far longer text is not tokenized.
+_CHARACTERS_PER_TOKEN = 16
+_MIN_CHARACTERS = 2000  # allowed for every model: some models drop the last tokens of a long prompt
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -71,20 +70,11 @@ def load_bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
 
 
 def _format_field_name(name: str, index: int, count: int) -> str:
-    """Return the name of a field for an error message, such as `prompt 2 of 3` for index 1."""
     return name if count == 1 else f"{name} {index + 1} of {count}"
 
 
 def build_class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
-    """Build a request for one image of each class id.
-
-    Args:
-        condition: condition of the bundle.
-        class_ids: class ids, not checked yet.
-
-    Raises:
-        RequestError: a class id is out of range.
-    """
+    """Build a request for one image of each class id, or raise RequestError if an id is out of range."""
     ids = check_class_ids(class_ids, condition.classes or 1)
     real = np.ones(condition.prefix, np.bool_)  # no position is padding
     return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
@@ -99,18 +89,7 @@ def check_class_ids(class_ids: list[Any], classes: int) -> list[int]:
 def build_prompt_requests(
     condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative_prompt: Any = None
 ) -> list[ImageRequest]:
-    """Build a request for one image of each prompt.
-
-    Args:
-        condition: condition of the bundle.
-        tokenizer: tokenizer of the bundle.
-        size: size of the images, which some prompt templates contain.
-        prompts: prompts, not checked yet.
-        negative_prompt: negative prompt; None: the bundle's unconditional row is used.
-
-    Raises:
-        RequestError: a prompt is empty, too long or not text; the error says which prompt.
-    """
+    """Build a request for one image of each prompt. Without negative prompt, the bundle's unconditional row is used."""
     return _add_negative_prompts(
         _build_text_requests("prompt", condition, tokenizer, size, prompts), condition, tokenizer, size, negative_prompt
     )
@@ -121,16 +100,10 @@ def build_token_id_requests(
 ) -> list[ImageRequest]:
     """Build a request for one image of each prompt, where a prompt is a list of token ids.
 
-    Args:
-        condition: condition of the bundle.
-        tokenizer: tokenizer of the bundle, whose vocabulary has the ids.
-        size: size of the images. For condition kind `tokens`, a prompt must end with the ids of the size.
-        prompts: token ids of one prompt, or one list of token ids per prompt, not checked yet.
-        negative_prompt: negative prompt as text; None: the bundle's unconditional row is used.
+    The ids must begin and end like the bundle's template, which for condition kind `tokens` contains the size.
 
-    Raises:
-        RequestError: a token id is unknown, there are too many token ids, or the ids do not begin and end like the
-            bundle's template.
+    Args:
+        prompts: token ids of one prompt, or one list of token ids per prompt, not checked yet.
     """
     rows = prompts if prompts and all(isinstance(row, list | tuple | np.ndarray) for row in prompts) else [prompts]
     names = [_format_field_name("token_ids", i, len(rows)) for i in range(len(rows))]
@@ -164,7 +137,6 @@ def _build_token_id_request(
 def _add_negative_prompts(
     requests: list[ImageRequest], condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, negative_prompt: Any
 ) -> list[ImageRequest]:
-    """Replace the unconditional rows of requests by the conditional row of the negative prompt, if any."""
     if negative_prompt is None:
         return requests
     if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
@@ -192,11 +164,10 @@ def _build_text_requests(
             requests.append(_build_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
             error.field = _format_field_name(field, i, len(prompts))  # says which of several prompts is invalid
-            if near := tokenizer.find_nearest_examples(prompt) if isinstance(tokenizer, WordTokenizer) else []:
-                error.suggestions = tuple(near)
-                error.remedy = "; ".join(
-                    filter(None, [error.remedy, f"similar valid prompts: {', '.join(map(repr, near))}"])
-                )
+            if isinstance(tokenizer, WordTokenizer) and tokenizer.example_prompts:
+                error.suggestions = tuple(tokenizer.find_nearest_examples(str(prompt)[:_MIN_CHARACTERS]))
+                similar = f"similar valid prompts: {', '.join(map(repr, error.suggestions))}"
+                error.remedy = "; ".join(filter(None, [error.remedy, similar]))
             raise
     return requests
 
@@ -204,13 +175,14 @@ def _build_text_requests(
 def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     if not isinstance(prompt, str):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text or a list of texts")
+    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * condition.prefix)
+    if len(prompt) > max_characters:
+        raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {max_characters:,}")
     if not prompt.strip():
         raise RequestError(field="prompt", found="empty text", expected="a few words")
     # Python decodes bytes of command-line arguments that are not UTF-8 to surrogates.
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise RequestError(field="prompt", found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
-    if len(prompt) > PROMPT_LIMIT:
-        raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
     layout = condition.layout
     before, after = ((), ()) if layout is None else layout.surrounding_tokens(size.tokens)
     text = prompt.strip() if layout is not None and layout.strip else prompt
@@ -221,14 +193,7 @@ def _build_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, si
 def _build_image_request(
     condition: ConditionSpec, size: Size, prompt_or_class_id: Label, ids: NDArray[np.int64]
 ) -> ImageRequest:
-    """Build the request for one image from the token ids of its prompt.
-
-    Args:
-        condition: condition of the bundle.
-        size: size of the image.
-        prompt_or_class_id: prompt in the form that the caller gave, text or token ids.
-        ids: token ids of the prompt, without the ids that the template adds, int64 `[n]`.
-    """
+    """Build the request from the ids of a prompt, int64 `[n]`, without the ids that the template adds."""
     layout = condition.layout
     prefix = condition.prefix
     if layout is None:
@@ -256,8 +221,6 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     This distance is the longer side of the source, in cells, plus the number of ids between the source and the image.
 
     Args:
-        request: request of the text.
-        manifest: manifest of a bundle with a `source`.
         size: size of the new images, the result of `Size.with_source_image`.
         source: source image. Its codes may be computed later, because the request has placeholders for them.
     """
@@ -274,8 +237,8 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     step_back = manifest.target.max_positions  # adding this to a position moves the position back by 1
     source_positions = (source_size.first_position or 0) + step_back * distance + cells
 
-    def compute_positions_before_image(count: int, distance: int) -> NDArray[np.int64]:
-        """Return the positions of `count` tokens, with `distance` ids between the last token and the first code."""
+    def positions_before_image(count: int, distance: int) -> NDArray[np.int64]:
+        """Return the positions of `count` tokens, with `distance` ids between the last one and the first code."""
         moved: NDArray[np.int64] = first + step_back * np.arange(distance + count, distance, -1)
         return moved
 
@@ -283,9 +246,9 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
     ids = np.concatenate([spec.before, np.zeros_like(cells), spec.after, text]).astype(np.int64)
     position_ids = np.concatenate(
         [
-            compute_positions_before_image(len(spec.before), distance),
+            positions_before_image(len(spec.before), distance),
             source_positions,
-            compute_positions_before_image(num_following, 0),
+            positions_before_image(num_following, 0),
         ]
     )
     return replace(
@@ -293,7 +256,7 @@ def insert_source_image(request: ImageRequest, manifest: Manifest, size: Size, s
         condition_inputs={**request.condition_inputs, "token_ids": ids[None]},
         attention_masks=(np.ones(len(ids), np.bool_), request.attention_masks[1]),
         token_ids=(ids, uncond),
-        position_ids=(position_ids, compute_positions_before_image(len(uncond), 0)),
+        position_ids=(position_ids, positions_before_image(len(uncond), 0)),
         edit=source,
     )
 
@@ -306,16 +269,7 @@ def _convert_to_numpy(values: Any) -> NDArray[Any]:
 
 
 def build_embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
-    """Build a request for one image of each text embedding. Convert the padding from the right to the left.
-
-    Args:
-        condition: condition of the bundle.
-        embeddings: float array `[tokens, dim]` or `[prompts, tokens, dim]`, or a pair of this array and a mask
-            `[prompts, tokens]`. The mask is 1 on tokens and 0 on the padding after the tokens.
-
-    Raises:
-        RequestError: shapes, mask or values of the embeddings are invalid.
-    """
+    """Build a request for one image of each text embedding, and move its padding from the right to the left."""
     prefix = condition.prefix
     width = condition.caption_dim or 0
     rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)

@@ -1,8 +1,7 @@
-"""Published models by name: their requirements, and their bundles in a cache on this machine.
+"""Published models by name: their requirements, and their bundles in the caches of this machine.
 
 `published.json` has one entry per model. The first use of a model downloads its finished bundle to the hub's cache. If
-the model has no finished bundle, its checkpoints are downloaded and exported to the folder `NAME@PRECISION` of the
-cache of bundles (`find_cache_folder`).
+there is none, its checkpoints are downloaded and exported to the folder `NAME@PRECISION` of `find_cache_folder`.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pydantic import Field, TypeAdapter
 
 from .bundle.files import MANIFEST_FILE, Bundle, open_bundle
-from .bundle.hub import find_snapshot_folder, parse_hub_reference
-from .engines.host import EXPORT_BYTES, check_free_memory, import_onnxruntime
+from .bundle.hub import find_hub_cache, find_snapshot_folder, parse_hub_reference
+from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
 from .output.files import (
-    check_disk_space,
     check_new_folder,
     convert_output_errors,
     find_cache_folder,
@@ -42,35 +40,24 @@ _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"  # remedy in errors
 class _HubSource(FrozenModel):
     @property
     def references(self) -> list[str]:
-        """Hub references of the files."""
         raise NotImplementedError
 
     @property
     def repositories(self) -> list[str]:
-        """Hub repositories of the files, without duplicates."""
         return [*dict.fromkeys(parse_hub_reference(text, CheckpointError)[0] for text in self.references)]
 
 
 class PublishedBundle(_HubSource):
-    """Finished bundle of a published model on the hub.
-
-    With a finished bundle, `lantern-rt run` needs no PyTorch, and downloads less than with checkpoints.
+    """Finished bundle on the hub, which needs no PyTorch, and a smaller download than checkpoints.
 
     Attributes:
-        reference: reference to the bundle on the hub, `hf:owner/name@commit`.
-        digest: SHA-256 hash of `bundle.json`, in hexadecimal.
-        download_bytes: size of the bundle's files in bytes.
+        reference: `hf:owner/name@commit`.
+        digest: sha256 of `bundle.json`, as hex digits.
     """
 
     reference: str = Field(pattern="@[0-9a-f]{40}$")
     digest: str
     download_bytes: int
-
-    # `check_host_requirements` reads these fields from both classes. A finished bundle needs no export.
-    login: ClassVar = False
-    export_libraries: ClassVar[tuple[str, ...]] = ()
-    export_bytes: ClassVar = 0
-    bundle_bytes: ClassVar = 0
 
     @property
     def references(self) -> list[str]:
@@ -78,22 +65,21 @@ class PublishedBundle(_HubSource):
 
 
 class PublishedModel(_HubSource):
-    """Published model, with the hub references of its checkpoints and the options to export them.
+    """Model whose checkpoints are on the hub.
 
     Attributes:
-        family: model family, a value of `lantern-rt export --family`.
-        files: hub references of the checkpoints, by the option of `export` that takes each checkpoint.
+        family: a value of `lantern-rt export --family`.
+        files: hub references of the checkpoints, by the option of `export` that takes each.
         options: other options of `export` with their values.
-        cfg_scale: guidance scale for which the model was trained; None: the scale of the family.
+        cfg_scale: guidance scale for which the model was trained; None: that of the family.
         sizes: image sizes in pixels, as text.
         classes: number of classes; None: the model takes prompts.
         parameters: number of parameters of the target model.
-        download_bytes: size of the checkpoints in bytes.
-        memory_bytes: estimated memory to generate one image with int8 weights, in bytes.
+        download_bytes: size of the checkpoints.
+        memory_bytes: estimated memory to generate one image with int8 weights.
         licence: licence of the weights, as the publisher names it.
         login: whether the hub requires a login for the checkpoints.
-        makes_images: whether the bundle has an image decoder. A bundle without an image decoder generates tokens for
-            another program.
+        makes_images: False: the bundle generates tokens for another program.
         bundles: finished bundles by precision, which `deploy/publish.py` adds.
     """
 
@@ -111,22 +97,12 @@ class PublishedModel(_HubSource):
     makes_images: bool = True
     bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
 
-    export_libraries: ClassVar = ("torch", "onnx", "onnxruntime")
-    export_bytes: ClassVar = EXPORT_BYTES
-
-    @property
-    def bundle_bytes(self) -> int:
-        """Maximum size of an exported bundle, in bytes."""
-        return self.download_bytes  # a bundle has the same weights in the same or a smaller type
-
     @property
     def export_options(self) -> dict[str, Any]:
-        """All options of `export` with their values, including the checkpoints."""
         return {**self.files, **self.options}
 
     @property
     def subject(self) -> str:
-        """Name of the request parameter that the model needs: `prompts` or `class_ids`."""
         return "class_ids" if self.classes else "prompts"
 
     @property
@@ -136,16 +112,10 @@ class PublishedModel(_HubSource):
 
 @cache
 def load_published_models() -> dict[str, PublishedModel]:
-    """Return the published models by name."""
     return TypeAdapter(dict[str, PublishedModel]).validate_json(TABLE.read_bytes())
 
 
 def find_published_model(name: str) -> PublishedModel:
-    """Return a published model by name.
-
-    Raises:
-        RequestError: there is no published model of this name.
-    """
     models = load_published_models()
     if name not in models:
         remedy = "`lantern-rt models` lists the names"
@@ -159,19 +129,13 @@ def choose_default_precision() -> str:
 
 
 def find_cached_bundle(name: str, precision: str | None = None) -> str | Path | None:
-    """Find the bundle of a published model in the caches. Its files are complete, but their hashes are not checked.
+    """Return the folder of an exported bundle or the hub reference of a finished one; None: not in the caches.
 
-    If the table pins a finished bundle, no other is returned, so that a release replaces the bundle of an earlier one.
+    The bundle's files are complete, but their hashes are not checked. If the table pins a finished bundle, no other is
+    returned, so that a release replaces the bundle of an earlier one.
 
     Args:
-        name: name of the published model.
         precision: `int8` or `fp16`; None: the precision for this host.
-
-    Returns:
-        The folder of an exported bundle, or the hub reference of a finished one; None: not in the caches.
-
-    Raises:
-        OutputError: the cache cannot be read.
     """
     precision = precision or choose_default_precision()
     finished = find_published_model(name).bundles.get(precision)
@@ -193,41 +157,33 @@ def _is_complete(folder: Path, digest: str | None) -> bool:
 
 
 def find_unusable_bundle(name: str) -> Path | None:
-    """Return the folder of a cached bundle that is incomplete, damaged or of another release; None: there is none.
-
-    Args:
-        name: name of a published model for which `find_cached_bundle` returned None.
-    """
+    """Return the folder of a cached bundle that `find_cached_bundle` does not return; None: there is none."""
     source = find_bundle_source(name)
     places = [_exported_bundle_folder(name)]
     if isinstance(source, PublishedBundle):
         places += find_snapshot_folder(source.reference).parent.glob("*")
-    return next((folder for folder in places if (folder / MANIFEST_FILE).is_file()), None)
+    return next((folder for folder in places if os.path.isfile(folder / MANIFEST_FILE)), None)
 
 
 def _exported_bundle_folder(name: str) -> Path:
-    """Return the folder for a published model's export in the precision for this host, even if it does not exist."""
     return find_cache_folder() / f"{name}@{choose_default_precision()}"
 
 
 @contextmanager
 def _open_cache_folder() -> Iterator[Path]:
-    """Yield the folder of cached bundles, and convert errors in the `with` block to OutputError."""
     folder = find_cache_folder()
     with convert_read_errors(folder, "a folder of bundles", OutputError, _OTHER_CACHE):
         with suppress(FileNotFoundError):
-            # Raises an error if the folder cannot be read. Since Python 3.13, methods such as `glob` ignore this error.
-            folder.stat()
+            folder.stat()  # raises an error if the folder cannot be read
         yield folder
 
 
 def is_published(name: object) -> TypeGuard[str]:
-    """Return whether a name means a published model, because no folder has the same name."""
+    """Return whether a name means a published model; a folder of this name comes first."""
     return isinstance(name, str) and name in load_published_models() and not Path(name).is_dir()
 
 
 def is_missing_from_cache(name: str) -> bool:
-    """Return whether a name means a published model whose bundle is not in the cache."""
     return is_published(name) and find_cached_bundle(name) is None
 
 
@@ -241,42 +197,50 @@ def check_host_requirements(name: str, source: PublishedModel | PublishedBundle)
     """Check that this host can download, export and run a published model.
 
     Args:
-        name: name of the published model.
         source: the model, to export it, or its finished bundle.
 
     Raises:
-        EngineError: an export is needed, and a library for exports is not installed.
+        EngineError: an export needs a library that is not installed.
         RequestError: there is too little memory.
-        OutputError: a cache cannot be read or written, or there is too little disk space.
+        OutputError: a cache cannot be read or written, or a disk is too full.
         CheckpointError: the hub requires a login, and there is none.
     """
-    model = find_published_model(name)
-    for library in source.export_libraries:
-        require_library(library, "export", "cpu,export")
-    from huggingface_hub import constants, get_token
-
     # `memory_bytes` is for int8; fp16 weights have twice as many bytes.
-    needed = max(source.export_bytes, model.memory_bytes * (2 if choose_default_precision() == "fp16" else 1))
-    check_free_memory(needed, "use a smaller model")
+    memory = find_published_model(name).memory_bytes * (2 if choose_default_precision() == "fp16" else 1)
+    exported: list[tuple[Path, int]] = []
     if isinstance(source, PublishedModel):
-        try:
-            check_new_folder(exported := _exported_bundle_folder(name), True, MANIFEST_FILE)
-        except OutputError as error:
-            error.remedy = f"delete it, or {_OTHER_CACHE}" if os.path.lexists(exported) else _OTHER_CACHE
-            raise
-    hub = Path(constants.HF_HUB_CACHE)
-    remedy = "set HF_HOME and LANTERN_RT_CACHE to folders on a larger disk"
-    with convert_read_errors(hub, "a folder of checkpoints", OutputError, remedy):
+        for library in ("torch", "onnx", "onnxruntime"):
+            require_library(library, "export", "cpu,export")
+        memory = max(memory, EXPORT_BYTES)
+        # A bundle has the same weights as the checkpoints, in the same or a smaller type.
+        exported = [(_check_export_folder(name), source.download_bytes)]
+        _check_login(name, source)
+    hub = find_hub_cache()
+    with convert_read_errors(hub, "a folder of downloads", OutputError, "set HF_HOME to another folder"):
         missing = source.download_bytes - sum(map(_count_downloaded_bytes, source.references))
-        check_disk_space([(hub, missing), (find_cache_folder(), source.bundle_bytes)], remedy)
-    if source.login and get_token() is None:
-        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in source.repositories)
+        check_space(memory, [(hub, missing), *exported])
+
+
+def _check_export_folder(name: str) -> Path:
+    folder = _exported_bundle_folder(name)
+    try:
+        check_new_folder(folder, True, MANIFEST_FILE)
+    except OutputError as error:
+        error.remedy = f"delete it, or {_OTHER_CACHE}" if os.path.lexists(folder) else _OTHER_CACHE
+        raise
+    return folder
+
+
+def _check_login(name: str, model: PublishedModel) -> None:
+    from huggingface_hub import get_token
+
+    if model.login and get_token() is None:
+        pages = " and ".join(f"https://huggingface.co/{repository}" for repository in model.repositories)
         remedy = f"accept the terms at {pages}, then run `hf auth login`"
         raise CheckpointError("the hub asks for a login", field=name, remedy=remedy)
 
 
 def _count_downloaded_bytes(reference: str) -> int:
-    """Return how many bytes of a file or repository are in the hub's cache already."""
     folder = find_snapshot_folder(reference)
     _, file, _ = parse_hub_reference(reference, CheckpointError)
     paths = folder.rglob("*") if file is None else [folder / file]
@@ -284,20 +248,7 @@ def _count_downloaded_bytes(reference: str) -> int:
 
 
 def export_bundle(name: str, output: Path, precision: str, progress: Progress | None = None) -> Path:
-    """Export a published model to a folder, and replace a bundle in this folder.
-
-    Args:
-        name: name of the published model, which becomes the name of the bundle.
-        output: output path of the bundle.
-        precision: `int8`, or `fp16` for GPUs.
-        progress: progress callback; None: no progress is reported.
-
-    Returns:
-        The output path. The folder appears only once the bundle is complete.
-
-    Raises:
-        LanternError: the hub cannot be reached, or the export fails.
-    """
+    """Export a published model, which gives its name to the bundle. `precision` is `int8`, or `fp16` for GPUs."""
     from .export.graph.precision import parse_precisions
     from .export.progress import ignore_progress
     from .export.registry import read_family_checkpoints
@@ -314,18 +265,8 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
 def fetch_published_model(name: str, progress: Progress | None = None) -> str | Path:
     """Download the finished bundle of a published model or, if there is none, its checkpoints, and export them.
 
-    Args:
-        name: name of the published model.
-        progress: progress callback of an export; None: no progress is reported.
-
     Returns:
-        The folder of the exported bundle, which appears only once it is complete, or the hub reference of the finished
-        one.
-
-    Raises:
-        BundleError: the finished bundle cannot be downloaded, or its hash differs from `published.json`.
-        LanternError: the host does not meet a requirement of `check_host_requirements`, the hub cannot be reached, or
-            the export fails.
+        The hub reference of the finished bundle, or the folder of the exported one.
     """
     source = find_bundle_source(name)
     check_host_requirements(name, source)
@@ -333,7 +274,7 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
         try:
             open_bundle(source.reference, digest=source.digest)
         except BundleError as error:
-            instead = f"`lantern-rt export {name}` exports it from its checkpoint"
+            instead = f"`lantern-rt export {name} --output FOLDER` exports it from its checkpoint"
             error.remedy = "; ".join(filter(None, [error.remedy, instead]))
             raise
         return source.reference
@@ -355,13 +296,8 @@ def open_named_bundle(name: str | Path, download: bool = False, **options: Any) 
     """Open a bundle as `open_bundle` does, also by the name of a published model.
 
     Args:
-        name: name of a published model, or what `open_bundle` takes.
-        download: whether to download a model that is not in the cache. A model without a finished bundle is exported.
+        download: whether to download, and if needed export, a published model that is not in the caches.
         options: other arguments of `open_bundle`.
-
-    Raises:
-        BundleError: the model is not in the cache, or the bundle is damaged.
-        LanternError: the download or the export fails, as for `fetch_published_model`.
     """
     if not is_published(name):
         return open_bundle(name, **options)

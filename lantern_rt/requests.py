@@ -1,7 +1,4 @@
-"""Validation of requests against a bundle, before a graph is loaded or runs.
-
-A parameter that is None gets the default of the bundle.
-"""
+"""Validation of requests against a bundle, before a graph is loaded. A parameter of None gets the bundle's default."""
 
 from __future__ import annotations
 
@@ -14,11 +11,12 @@ from typing import Any, get_args
 
 import numpy as np
 
+from .bundle.conditions import ConditionSpec
 from .bundle.manifest import Manifest, Size
 from .completion import parse_method_config, resolve_method, validate_model
 from .edits import check_supports_edits, find_nearest_size, prepare_edit, read_image, read_image_size
 from .errors import RequestError
-from .inputs import check_int, format_value
+from .inputs import check_int, format_value, is_number
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Embeddings, ImageSource, Options
 from .prompts import (
@@ -44,26 +42,17 @@ INPUT_DESCRIPTIONS = {
 
 
 def choose_random_seed() -> int:
-    """Return a random seed, 0 .. 2**32 - 1."""
     return randbelow(2**32)
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings that determine an image, besides prompt, seed and bundle.
-
-    Attributes:
-        method: decoding method with all its parameters.
-        sampling: sampling settings.
-        size: name of the image size, `WIDTHxHEIGHT` in pixels; None: the bundle has a single size.
-        quality: quality whose preset is the method; None: the request named a method.
-        has_source_image: whether images are generated from a source image.
-    """
+    """Settings that determine an image, besides prompt, seed and bundle."""
 
     method: MethodConfig
     sampling: Sampling
-    size: str | None = None
-    quality: Quality | None = None
+    size: str | None = None  # WIDTHxHEIGHT in pixels; None: the bundle has a single size
+    quality: Quality | None = None  # whose preset is the method; None: the request named a method
     has_source_image: bool = False
 
     def image_size(self, manifest: Manifest) -> Size:
@@ -80,12 +69,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Request:
-    """Checked request, which `Pipeline.prepare` prepares for the engines.
-
-    Attributes:
-        images: images to generate, in the order of the prompts.
-        settings: settings of all images.
-    """
+    """Checked request: its images, in the order of the prompts, and the settings of all images."""
 
     images: list[ImageRequest]
     settings: GenerationSettings
@@ -95,16 +79,7 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
     """Validate the settings of a request and complete them from the bundle's defaults.
 
     Args:
-        manifest: manifest of the bundle.
-        options: options as in `Options`: `quality` or `method`, `size`, and the sampling settings in `SAMPLING`. An
-            option that is None counts as missing.
-
-    Returns:
-        The method with all its parameters, the sampling settings and the size.
-
-    Raises:
-        RequestError: an option is invalid; the error names the option and a remedy.
-        TypeError: an option does not exist.
+        options: `quality` or `method`, `size`, and settings in `SAMPLING`, as in `Options`; None counts as missing.
     """
     options = {name: _convert_numpy_value(value) for name, value in options.items() if value is not None}
     _check_option_names(options)
@@ -122,12 +97,6 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Generati
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
-    """Raise an error if an option does not exist, or is a parameter that belongs in a method string.
-
-    Raises:
-        RequestError: an option is a parameter of a method, such as `window`.
-        TypeError: an option does not exist.
-    """
     unknown = sorted(options.keys() - {"method", "quality", "size", *SAMPLING})
     for name in unknown:
         # `lambda` is a keyword of Python, so callers write `lambda_`.
@@ -143,16 +112,7 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
 
 
 def _check_guidance(sampling: Sampling, requested_settings: Collection[str], num_codes: int) -> Sampling:
-    """Check the guidance settings, and remove settings that have no effect without guidance.
-
-    Args:
-        sampling: sampling settings, completed from the bundle.
-        requested_settings: names of the settings in the request; all other settings are defaults of the bundle.
-        num_codes: number of tokens of an image.
-
-    Returns:
-        The settings, without `cfg_tokens` and `cfg_schedule` if `cfg_scale` is 1.
-    """
+    """Check the guidance settings, and remove those that have no effect at a `cfg_scale` of 1."""
     if sampling.cfg_scale == 1.0:
         for field in ("cfg_tokens", "cfg_schedule"):
             if field in requested_settings:
@@ -179,7 +139,6 @@ def _resolve_size(manifest: Manifest, size: Any) -> str | None:
 
 
 def _check_quality_option(options: Mapping[str, Any]) -> None:
-    """Raise RequestError if the quality is unknown, or given together with a method."""
     quality = options.get("quality")
     if quality is not None and options.get("method") is not None:
         raise RequestError("a quality and a method", field="quality", remedy="give one of them")
@@ -190,17 +149,8 @@ def _check_quality_option(options: Mapping[str, Any]) -> None:
 def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **options: Any) -> MethodConfig | None:
     """Check options of a request as far as possible without a bundle, for example before a download.
 
-    Args:
-        num_prompts: number of prompts, class ids or text embeddings.
-        seed: same as in `Options`.
-        num_images: same as in `Options`.
-        options: options of `resolve_settings` that are not None.
-
     Returns:
         The method; None if the options name no method.
-
-    Raises:
-        RequestError: an option is invalid for every bundle.
     """
     _check_quality_option(options)
     validate_model(Sampling, {name: options[name] for name in SAMPLING if name in options})
@@ -209,7 +159,6 @@ def check_options(num_prompts: int, seed: int = 0, num_images: int = 1, **option
 
 
 def _find_preset_method(manifest: Manifest, quality: str) -> MethodConfig:
-    """Return the method of a preset, and raise RequestError if the bundle has no preset of the quality."""
     if quality not in manifest.presets:
         problem = f"bundle {manifest.name} has no preset {quality}"
         remedy = f"`lantern-rt eval {quote(manifest.name)} --write-presets` measures and writes presets"
@@ -222,7 +171,6 @@ def _convert_numpy_value(value: Any) -> Any:
 
 
 def _convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
-    """Convert a sequence to a list, or repeat a single value `repeat_count` times."""
     value = _convert_numpy_value(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
 
@@ -243,18 +191,7 @@ def check_request(
     num_images: int = 1,
     **options: Any,
 ) -> Request:
-    """Check a request against a bundle, without loading a graph.
-
-    The parameters from `class_ids` to `num_images` are the same as in `Options`.
-
-    Args:
-        manifest: manifest of the bundle.
-        tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
-        prompts: one prompt, a list of prompts, or None.
-        options: options of `resolve_settings`.
-
-    Returns:
-        The checked request.
+    """Check a request against a bundle, without loading a graph. Takes the options of `Pipeline`.
 
     Raises:
         RequestError: an option is invalid. The error names the option and, if there are several prompts, the prompt.
@@ -264,19 +201,19 @@ def check_request(
     if pixels is not None and options.get("size") is None:
         options["size"] = find_nearest_size(manifest, pixels)  # an edit keeps the shape of its image
     settings = resolve_settings(manifest, options)
+    condition = manifest.condition
     source_size = None
     if pixels is not None and manifest.source is not None:
         source_size = manifest.size(find_nearest_size(manifest, pixels))
         settings = replace(settings, has_source_image=True)
+        num_source_tokens = manifest.source.count_prompt_tokens(source_size)
+        condition = condition.model_copy(update={"prefix": condition.prefix - num_source_tokens})
     values = {"prompts": prompts, "class_ids": class_ids, "token_ids": token_ids, "embeddings": embeddings}
     source_image = None
     if image is not None and not _list_present_names(values):
         source_image = read_image("image", image)
         values |= _read_recorded_prompt(source_image.info)
-    num_reserved_tokens = (
-        0 if source_size is None or manifest.source is None else manifest.source.count_prompt_tokens(source_size)
-    )
-    image_requests = _build_image_requests(manifest, tokenizer, settings, values, negative_prompt, num_reserved_tokens)
+    image_requests = _build_image_requests(manifest, condition, tokenizer, settings, values, negative_prompt)
     if image is None and (mask is not None or keep_rows is not None):
         name = "keep_rows" if mask is None else "mask"
         raise RequestError("given without an image to edit", field=name, remedy="also give the image")
@@ -313,34 +250,24 @@ def _read_recorded_prompt(image_info: Mapping[Any, Any]) -> dict[str, str | int]
     number = image_info.get("class_id")
     if isinstance(prompt, str):
         return {"prompts": prompt}
-    return {"class_ids": int(number)} if isinstance(number, str) and number.isdecimal() else {}
+    return {"class_ids": int(number)} if isinstance(number, str) and is_number(number) else {}
 
 
 def _build_image_requests(
     manifest: Manifest,
+    condition: ConditionSpec,
     tokenizer: PromptTokenizer | None,
     settings: GenerationSettings,
     values: Mapping[str, Any],
     negative_prompt: Any,
-    num_reserved_tokens: int = 0,
 ) -> list[ImageRequest]:
     """Build a request for one image of each prompt, class id or text embedding.
 
     Args:
-        manifest: manifest of the bundle, which takes one kind of input.
-        tokenizer: tokenizer of the bundle; None if the bundle takes no prompts.
-        settings: settings of the images.
-        values: values of the parameters `prompts`, `class_ids`, `token_ids` and `embeddings`; None: not given.
-        negative_prompt: negative prompt; None or an empty text: no negative prompt.
-        num_reserved_tokens: number of prefix positions that the prompt must leave for a source image.
-
-    Raises:
-        RequestError: the bundle takes another kind of input, or a value is invalid.
+        condition: condition of the bundle, without the prefix positions of a source image.
+        values: `prompts`, `class_ids`, `token_ids` and `embeddings`; None: not given.
     """
-    condition = manifest.condition
     size = settings.image_size(manifest)
-    if num_reserved_tokens:
-        condition = condition.model_copy(update={"prefix": condition.prefix - num_reserved_tokens})
     field = {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts")
     expected = f"{INPUT_DESCRIPTIONS[field]}, as bundle {manifest.name} requires"
     present = _list_present_names(values)
@@ -373,13 +300,7 @@ def _build_image_requests(
 
 
 def _check_seeds(seed: Any, num_prompts: int, images_per_prompt: int) -> list[int]:
-    """Check the seeds of a request, and return the seed of the first image of each prompt.
-
-    Args:
-        seed: one seed for all prompts, or one seed per prompt.
-        num_prompts: number of prompts, class ids or text embeddings.
-        images_per_prompt: number of images per prompt, whose seeds are consecutive.
-    """
+    """Return the seed of the first image of each prompt. The images of a prompt have consecutive seeds."""
     if num_prompts * images_per_prompt > IMAGES_LIMIT:
         actual = f"{num_prompts} x {images_per_prompt} images"
         raise RequestError(field="num_images", found=actual, expected=f"at most {IMAGES_LIMIT} in one request")

@@ -104,13 +104,6 @@ class StreamStep(DecodeStep):
 
 
 def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], last_step: StreamStep) -> Result:
-    """Build the `Result` of a finished request.
-
-    Args:
-        images: images of the request, in the order of the prompts.
-        decoded_images: decoded images, in the same order; empty if the bundle has no image decoder.
-        last_step: last step of the request.
-    """
     assert last_step.stats is not None
     seeds = [image.seed for image in images]
     labels = [image.prompt_or_class_id for image in images]
@@ -118,32 +111,16 @@ def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], la
 
 
 def split_codes_by_grid(size: Size, codes: Ints) -> tuple[Ints, Ints]:
-    """Split the codes of an image into its two grids.
-
-    Args:
-        size: size of the image.
-        codes: codes of both grids, int64 `[cells]`, the smaller first grid before the grid of the image.
-
-    Returns:
-        The codes of the first grid and the codes of the image, both `[rows, columns]`. Without a first grid, the first
-        array has the shape `[0, 0]`.
-    """
+    """Split the codes of an image, `[cells]`, into the first grid, `[0, 0]` without one, and the grid of the image."""
     first = codes[: size.first_codes].reshape(size.first_grid or (0, 0))
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
 def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
-    """Encode the codes and the recipe of an image as an .npz file.
+    """Return an .npz file with `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, a JSON text.
 
     Args:
-        bundle: bundle that generated the codes.
-        settings: settings of the image.
-        image: prompt and seed of the image.
-        codes: codes of the image, `[cells]`. If there is a smaller first grid, its codes come first.
-
-    Returns:
-        The bytes of the file. Its arrays are `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, a JSON
-        text.
+        codes: codes of the image, `[cells]`, those of a first grid first.
     """
     recipe = build_recipe_fields(bundle, settings, image)
     file = BytesIO()
@@ -154,10 +131,6 @@ def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageR
 
 class StreamStepBuilder:
     """Tokens generated so far for the images of a request.
-
-    Args:
-        num_images: number of images of the request.
-        num_cells: number of cells of an image.
 
     Attributes:
         counts: number of tokens of each image before its first cell without a token.
@@ -171,13 +144,6 @@ class StreamStepBuilder:
     def add_step(
         self, step: DecodeStep, settings: GenerationSettings, decode_image: Callable[[int, Ints], Image]
     ) -> StreamStep:
-        """Add the tokens of a step and build the public `StreamStep`.
-
-        Args:
-            step: step of the runtime.
-            settings: settings of the images.
-            decode_image: function that takes the index of an image and the tokens of its cells, and decodes the image.
-        """
         before = [*self.counts]
         cells = [*self._cells]
         for part in step.parts:
@@ -196,16 +162,9 @@ class StreamStepBuilder:
 
 
 def build_recipe_fields(bundle: Bundle, settings: GenerationSettings, image: ImageRequest) -> dict[str, str]:
-    """Build the recipe of an image, a record with which the same image can be generated again.
+    """Return the recipe of an image, with which it can be generated again, as texts for its `info` and PNG chunks.
 
-    Args:
-        bundle: bundle that generated the image.
-        settings: settings of the image.
-        image: prompt, seed and edit of the image. Embeddings and edits are recorded as SHA-256 hashes, because their
-            data is too large for text fields.
-
-    Returns:
-        Text of each field in the image's `info`. A PNG file has one text chunk per field.
+    Embeddings and edits are recorded as SHA-256 hashes, because their data is too large for text fields.
     """
     kind = "prompt" if isinstance(image.prompt_or_class_id, str) else "class_id"
     subject = {kind: str(image.prompt_or_class_id)}

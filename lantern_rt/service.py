@@ -1,8 +1,4 @@
-"""Service for many callers. One thread runs the forward passes; requests join and leave between forward passes.
-
-Every image equals, bit for bit, the image that `Pipeline` generates without other requests. The window of an exact
-method narrows when images share forward passes (`runtime/windows.py`), but the narrower window does not change images.
-"""
+"""Service for many callers. One thread runs the forward passes; requests join and leave between forward passes."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from typing import Self, Unpack
 
 from .errors import LanternError, RequestError
 from .inputs import check_int
-from .memory import choose_settings_of_highest_memory, compute_max_images
+from .memory import compute_max_images, largest_settings
 from .methods import MethodConfig
 from .options import Options
 from .pipeline import Pipeline
@@ -40,8 +36,9 @@ MAX_FAILURES = 3  # consecutive failed forward passes after which the service co
 class Service:
     """Image generator that many threads share.
 
-    Each caller gets an equal number of images per forward pass, and an equal share of time. When there are several
-    callers, relaxed methods run in separate forward passes, because their images depend on the draft tokens.
+    Every image equals, bit for bit, the image that `Pipeline` generates without other requests. Each caller gets an
+    equal number of images per forward pass, and an equal share of time. When there are several callers, relaxed methods
+    run in separate forward passes, because their images depend on the draft tokens.
 
     Args:
         pipeline: pipeline that generates the images. Close the pipeline after the service.
@@ -55,7 +52,7 @@ class Service:
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
         self.model = load_model(pipeline.bundle, engines)
-        fitting = compute_max_images(manifest, [], choose_settings_of_highest_memory(manifest), engines.max_rows, None)
+        fitting = compute_max_images(manifest, [], largest_settings(manifest), engines.max_rows, None)
         default = min(fitting, max(1, engines.max_rows // 2))
         max_images = check_int("max_images_per_pass", max_images_per_pass, default, 1, 4096)
         self.capacity = ServiceCapacity(max_images, check_int("max_queued_images", max_queued_images, 256, 0, 1 << 20))
@@ -104,22 +101,17 @@ class Service:
         deadline: float = math.inf,
         **options: Unpack[Options],
     ) -> ServiceRequest:
-        """Check a request and put it into the queue.
+        """Check a request and put it into the queue. Takes the arguments of a call of `Pipeline`, and:
 
         Args:
             listener: function that the service's thread calls with every `StreamStep`, or with the error that ended the
                 request. The last step has `stats`. The function must return quickly, because all requests wait for it.
-            prompts: same as for a call of the pipeline.
             wants_all_steps: whether to call the listener with every step; False: with the last step only.
             caller: name of the caller; callers share the service equally.
             deadline: time limit of the request in seconds. The service rejects a request that would miss its deadline.
-            options: same as for a call of the pipeline.
-
-        Returns:
-            The request, which can be cancelled by its method `cancel`.
 
         Raises:
-            RequestError: same as for a call of the pipeline, or the service was closed.
+            RequestError: as a call, or the service was closed.
             BusyError: the queue is full, or the deadline is too short. If a queued request would miss its deadline
                 later, the listener gets this error.
         """
@@ -147,7 +139,6 @@ class Service:
         return request
 
     def check_node_limit(self, method: MethodConfig) -> None:
-        """Raise RequestError if a method has too many nodes per image for a shared forward pass."""
         self._batches.check_node_limit(method)
 
     def cancel(self, request: ServiceRequest) -> None:
@@ -176,7 +167,6 @@ class Service:
         return self._requests[sequence.index].caller
 
     def _run_loop(self) -> None:
-        """Process requests and run forward passes until the service is closed; this is the service's thread."""
         is_running = True
         try:
             while is_running:
@@ -212,7 +202,6 @@ class Service:
             return requests.popleft() if requests else None
 
     def _queue_images(self, request: ServiceRequest) -> None:
-        """Compute the prefix rows of a request, and queue its images."""
         prepared_request = request.prepared_request
         try:
             prompts = list(prepared_request.prompts())
@@ -251,7 +240,6 @@ class Service:
             self._end_request(request, error)
 
     def _run_forward_pass(self) -> None:
-        """Run one forward pass and send its results to the listeners."""
         chosen = self._batches.choose_next_pass(self._num_callers, self.capacity.total)
         if chosen is None:
             return
@@ -287,7 +275,6 @@ class Service:
                 self._end_request(failed_request, copy(sequence.error).with_traceback(None))
 
     def _send_step(self, request: ServiceRequest, sequence_steps: list[SequenceStep]) -> None:
-        """Send the results of a forward pass for the images of one request to the listener of the request."""
         settings = request.prepared_request.settings
         sequences = request.sequences
         total = request.prepared_request.plan.layout.num_codes * len(sequences)
@@ -307,10 +294,7 @@ class Service:
     def _end_request(self, request: ServiceRequest, last_update: StreamStep | BaseException | None = None) -> None:
         """Remove a request and its sequences, unless it has ended, and call its listener.
 
-        Args:
-            request: request to remove.
-            last_update: last step, or the error that ended the request; None: the request was cancelled, and the
-                listener is not called.
+        Without `last_update`, the last step or an error, the request was cancelled, and the listener is not called.
         """
         if not request.has_ended:
             self._remove_request(request, last_update)
@@ -334,7 +318,6 @@ class Service:
             self._end_request(request)
 
     def _fail_all_requests(self, error: Exception) -> None:
-        """End all requests with an error, and replace all batches, whose state is unknown after a failed pass."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1

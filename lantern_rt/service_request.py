@@ -16,11 +16,7 @@ Listener = Callable[[StreamStep | BaseException], None]
 
 @dataclass(eq=False)
 class ServiceRequest:
-    """Request in a `Service`.
-
-    Only the service's thread may use a request. The exceptions are `prepared_request` and `cancel`, which any thread
-    may use.
-    """
+    """Request in a `Service`, whose thread alone may use it, but for `prepared_request` and `cancel`."""
 
     cancel_callback: Callable[[ServiceRequest], None]  # cancels a request in the service
     prepared_request: PreparedRequest
@@ -43,15 +39,11 @@ class ServiceRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the request waits: no image has a token yet, and the request is neither cancelled nor ended."""
+        """Whether no image has a token yet, and the request is neither cancelled nor ended."""
         return bool(self.reserved_images) and not any(sequence.codes for sequence in self.sequences)
 
     def build_statistics(self, timers: tuple[EngineTimer, EngineTimer]) -> Statistics:
-        """Return the statistics of a request that has just ended.
-
-        Args:
-            timers: timers of the service's target and drafter, which count the passes of all requests.
-        """
+        """Return the statistics of a request that has just ended, from the service's timers of target and drafter."""
         target, drafter = (timer.elapsed_since(start) for timer, start in zip(timers, self.timers, strict=True))
         plan = self.prepared_request.plan
         records = [sequence.statistics for sequence in self.sequences]
@@ -60,7 +52,7 @@ class ServiceRequest:
     def cancel(self) -> None:
         """Cancel the request.
 
-        The capacity of the request is free at once. The KV cache of the request is free after the current forward pass.
-        The listener may still receive the result of the current pass, but no later result.
+        Its capacity is free at once, and its KV cache after the current forward pass. The listener may still receive
+        the result of this pass.
         """
         self.cancel_callback(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from .errors import RequestError
@@ -15,7 +16,6 @@ from .runtime.drafters import count_draft_nodes
 from .runtime.drafting import SequenceStep
 from .runtime.state import ImageSequence, LoadedModel
 from .runtime.statistics import EngineTimer
-from .sharing import FairScheduler, order_fairly
 
 MAX_NODES = 65  # maximum number of nodes per image; a pass pads all images to the largest number, which costs time
 FEW_NODES = 2  # number of nodes per image above which an image slows down other callers' images in the same pass
@@ -25,8 +25,6 @@ _NUM_BATCHES = (
 
 
 class ScheduledPass(NamedTuple):
-    """Next forward pass of a service, as `BatchScheduler.choose_next_pass` chose it."""
-
     batch: Batch  # batch that runs the pass
     batch_index: int
     # sequences whose prefixes the pass computes; empty: the pass is a step of the batch's active sequences
@@ -34,7 +32,6 @@ class ScheduledPass(NamedTuple):
     callers_by_batch: dict[int, set[str]]  # callers of each batch that has images
 
     def run(self) -> list[SequenceStep]:
-        """Run the forward pass, and return the result for each sequence in the pass."""
         return self.batch.add(self.joining_sequences) if self.joining_sequences else self.batch.step()
 
 
@@ -42,16 +39,6 @@ class BatchScheduler:
     """Batches of a service, and the choice of the batch that runs next.
 
     With several callers, images that would slow down or change other callers' images run in separate batches.
-
-    Args:
-        model: engines and tables of the model.
-        max_images: maximum number of images per forward pass.
-        max_rows: maximum number of batch rows per forward pass.
-        find_caller: function that takes a sequence (image) and returns the name of its caller.
-
-    Attributes:
-        timers: timers of the forward passes of target and drafter, over all batches.
-        waiting: sequences that have not joined a batch yet, in order of arrival.
     """
 
     def __init__(
@@ -61,18 +48,16 @@ class BatchScheduler:
         self._max_images = max_images
         self._max_rows = max_rows
         self._find_caller = find_caller
-        self.timers = EngineTimer(), EngineTimer()
-        self._scheduler = FairScheduler()
+        self.timers = EngineTimer(), EngineTimer()  # of target and drafter, over all batches
+        self._spent: dict[int, float] = {}  # index of a batch with images -> seconds per caller since it has images
         self.clear()
 
     def clear(self) -> None:
-        """Remove all sequences, and replace the batches by empty batches."""
-        self.waiting: list[ImageSequence] = []
+        self.waiting: list[ImageSequence] = []  # sequences that have not joined a batch, in order of arrival
         self._batches = [Batch(self._model, timers=self.timers) for _ in range(_NUM_BATCHES)]
 
     @property
     def num_active_images(self) -> int:
-        """Number of images that share forward passes now."""
         return sum(len(batch.active_sequences) for batch in self._batches)
 
     def check_node_limit(self, method: MethodConfig) -> None:
@@ -84,22 +69,18 @@ class BatchScheduler:
             raise RequestError(field="method", found=f"{nodes} nodes per image in a forward pass", expected=expected)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Remove sequences from `waiting` and from all batches."""
         self.waiting = [sequence for sequence in self.waiting if sequence not in sequences]
         for batch in self._batches:
             batch.remove(sequences)
 
     def choose_next_pass(self, num_callers: int, max_caller_images: int) -> ScheduledPass | None:
-        """Choose the batch that runs next, and the sequences that join the batch.
+        """Choose the batch that runs next, and the sequences that join it; None if there are none.
 
         Args:
             num_callers: number of callers with recent requests.
             max_caller_images: maximum number of images of a caller if there are no other callers.
-
-        Returns:
-            The pass; None if no sequence is waiting or active.
         """
-        queued = self._select_waiting_sequences_by_batch(num_callers, max_caller_images)
+        queued = self._waiting_by_batch(num_callers, max_caller_images)
         free = self._max_images - self.num_active_images
         callers: dict[int, set[str]] = {}
         joining: dict[int, list[ImageSequence]] = {}
@@ -111,32 +92,39 @@ class BatchScheduler:
                 callers[i] = {self._find_caller(sequence) for sequence in (*batch.active_sequences, *waiting)}
         if not callers:
             return None
-        i = self._scheduler.choose_next_batch(callers)
+        # A new batch starts at the minimum: from 0 it would run alone until it had caught up with older batches.
+        minimum = min((self._spent[i] for i in callers if i in self._spent), default=0.0)
+        self._spent = {i: self._spent.get(i, minimum) for i in callers}
+        i = min(callers, key=self._spent.__getitem__)
         return ScheduledPass(self._batches[i], i, joining[i], callers)
 
     def record_pass_time(self, finished_pass: ScheduledPass, start_time: float) -> None:
-        """Record the time of a forward pass that has just ended, and remove joined sequences from `waiting`.
-
-        Args:
-            finished_pass: pass that `choose_next_pass` returned.
-            start_time: value of `time.perf_counter` before the pass.
-        """
-        self._scheduler.record_batch_time(
-            finished_pass.batch_index, time.perf_counter() - start_time, finished_pass.callers_by_batch
-        )
+        callers = finished_pass.callers_by_batch
+        batch_index = finished_pass.batch_index
+        # A caller with images in n batches counts as 1 / n caller in each batch.
+        num_callers = sum(1 / sum(caller in each for each in callers.values()) for caller in callers[batch_index])
+        self._spent[batch_index] += (time.perf_counter() - start_time) / num_callers
         if finished_pass.joining_sequences:
             # A sequence that has joined has its first token.
             self.waiting = [sequence for sequence in self.waiting if not sequence.codes]
 
-    def _select_waiting_sequences_by_batch(
-        self, num_callers: int, max_caller_images: int
-    ) -> dict[int, list[ImageSequence]]:
-        """Return, by batch index, the waiting sequences of each batch in the order in which the sequences join."""
+    def _waiting_by_batch(self, num_callers: int, max_caller_images: int) -> dict[int, list[ImageSequence]]:
+        """Return, by batch index, the waiting sequences in the order in which they join.
+
+        Sequences of the callers with the fewest images come first. Each waiting image counts for later images of its
+        caller, so callers alternate.
+        """
         active = [sequence for batch in self._batches for sequence in batch.active_sequences]
-        running = Counter(map(self._find_caller, active))
         # With several callers, each may have an equal share of the running images, so that later callers need not wait.
         share = max(1, self._max_images // num_callers) if num_callers > 1 else max_caller_images
-        order = order_fairly([(self._find_caller(sequence), sequence) for sequence in self.waiting], running, share)
+        counts = Counter(map(self._find_caller, active))
+        ranked: list[tuple[int, ImageSequence]] = []  # images that the caller has before this one, and the image
+        for sequence in self.waiting:
+            caller = self._find_caller(sequence)
+            if counts[caller] < share:
+                ranked.append((counts[caller], sequence))
+            counts[caller] += 1
+        order = [sequence for _, sequence in sorted(ranked, key=itemgetter(0))]
         batch_indices = [self._assign_batch(sequence, num_callers) for sequence in order]
         used = {i for i, batch in enumerate(self._batches) if batch.active_sequences}
         # `select_next_sequences` limits the images of one batch. This slice limits the images of all batches together.

@@ -13,7 +13,7 @@ from PIL import Image
 
 from .bundle.manifest import Manifest, Size
 from .edits import convert_to_encoder_input, crop_to_cover
-from .runtime.engine import Bools, Floats, Ints
+from .runtime.engine import Floats, Ints
 
 
 @dataclass(eq=False)
@@ -33,17 +33,10 @@ class SourceImage:
     size: Size
     first_code_index: int
     codes: Ints | None = field(init=False, default=None)
-    # The pipeline treats a source image like an `ImageEdit` that preserves no cell.
-    preserved_codes: ClassVar[Ints | None] = None
-    regenerated_cells: ClassVar[Bools] = np.ones((1, 1), np.bool_)
+    preserved_codes: ClassVar[Ints | None] = None  # an edit that preserves no cell
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
-        """Compute `codes` in the first call; later calls do nothing.
-
-        Args:
-            encoder: image encoder, which converts pixels in -1 .. 1, float32 `[1, 3, height, width]`, to tokens,
-                int64 `[1, cells]`.
-        """
+        """Compute `codes` once, with an image encoder as in `ImageEdit.encode`."""
         if self.codes is None:
             self.codes = encoder(convert_to_encoder_input(self.pixels))[0]
 
@@ -55,23 +48,15 @@ class SourceImage:
         return {**inputs, "token_ids": ids}
 
     def blend_with_original(self, image: Image.Image) -> Image.Image:
-        """Return a generated image unchanged, because no pixel of the source is preserved."""
         return image
 
     @property
     def digest(self) -> str:
-        """SHA-256 hash of the pixels, in hexadecimal."""
         return hashlib.sha256(self.pixels.tobytes()).hexdigest()
 
 
 def prepare_source_image(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
-    """Scale an image to cover a size, crop its centre, and scale the result to the input of the image encoder.
-
-    Args:
-        manifest: manifest of a bundle with a `source`.
-        size: image size of the bundle for the source.
-        original: image from `read_image`.
-    """
+    """Scale an image from `read_image` to cover a size of the bundle, and then to the input of the image encoder."""
     spec = manifest.source
     assert spec is not None
     pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)

@@ -103,12 +103,8 @@ class RelaxationSettings:
     def from_method(cls, method: MethodConfig, neighbors: Codes | None) -> RelaxationSettings:
         """Return the parameters of relaxed acceptance of a method.
 
-        Args:
-            method: relaxed method.
-            neighbors: table of neighbours of the bundle, None if the model was loaded without the table.
-
         Raises:
-            RequestError: the model was loaded without the table.
+            RequestError: `neighbors` is None, because the model was loaded without the table.
         """
         assert isinstance(method, RelaxedMethod)
         if neighbors is None:
@@ -117,12 +113,7 @@ class RelaxationSettings:
         return cls(neighbors, method.neighbors or 0, *method.acceptance_bounds, method.residual or "aggregated")
 
     def find_aggregation_set(self, target_probabilities: Probabilities, token: int) -> Codes:
-        """Return the aggregation set of a token: its nearest neighbours whose summed probability is within the bound.
-
-        Args:
-            target_probabilities: distribution of the target, `[vocab_size]`.
-            token: draft token.
-        """
+        """Return the nearest neighbours of a draft token whose summed probability is within the bound."""
         nearest_codes = self.neighbors[token, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * target_probabilities[token]
         return nearest_codes[: int(target_probabilities[nearest_codes].cumsum().searchsorted(bound, "right"))]
@@ -140,10 +131,8 @@ def verify_tree_relaxed(
 
     Args:
         tree: draft tree.
-        target_distribution: function from a node to the target's distribution after the node; called only for visited
-            nodes.
-        choose_token: function from a node to the token that the target chooses after the node. It is called only for a
-            leaf, after which no draft token was rejected.
+        target_distribution: called only for visited nodes.
+        choose_token: called only for a leaf, after which no draft token was rejected.
         relaxation: parameters of relaxed acceptance.
         acceptance_rng: function from a node to the random number generator that decides on the node's children. Every
             child uses one number, even if q gives its token probability 0. If all children are rejected, one more
@@ -201,13 +190,8 @@ def compute_residual_distribution(
 ) -> Probabilities:
     """Return the residual distribution, from which a token is sampled after `token` was rejected.
 
-    The residual distribution is max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
-
-    Args:
-        p: target distribution, `[vocab_size]`.
-        q: distribution from which the token was sampled, `[vocab_size]`; None if the token was not sampled (q = 1).
-        token: rejected draft token.
-        aggregation_set: aggregation set of the token.
+    The residual distribution is max(p - q, 0) without `token` and its aggregation set, scaled to sum 1. If q is None,
+    the token was not sampled (q = 1), and q is not subtracted.
     """
     residual = p.copy()
     residual[aggregation_set] = 0
@@ -221,10 +205,7 @@ def compute_residual_distribution(
 def _compute_published_residual(
     p: Probabilities, q: Probabilities | None, token: int, nearest_codes: Codes
 ) -> Probabilities:
-    """Return the residual distribution of LANTERN's published code.
-
-    The published code removes `nearest_codes` from q, or from p if the token was not sampled (q is None).
-    """
+    """Return the residual distribution of LANTERN's published code, see `RelaxationSettings`."""
     residual = p.copy()
     if q is None:
         residual[nearest_codes] = 0
@@ -251,13 +232,7 @@ def verify_tree_greedy(
     The arg-max of the target's distribution is accepted. Another token is accepted if the summed probability of the
     token and its aggregation set exceeds the probability of the arg-max. Among equally long paths, the path with the
     first leaf is accepted. The bonus token is the arg-max after the path. Every token that only relaxed
-    acceptance accepts counts 1 in the total variation distance.
-
-    Args:
-        tree: draft tree.
-        target_distribution: function from a node to the target's distribution after the node.
-        relaxation: parameters of relaxed acceptance.
-        max_tokens: maximum number of tokens to accept; a longer path is cut.
+    acceptance accepts counts 1 in the total variation distance. A path longer than `max_tokens` is cut.
     """
     reached = [tree.num_preserved_tokens]  # the last preserved node, or the root
     distributions: dict[int, Probabilities] = {}

@@ -35,12 +35,8 @@ class Batch:
 
     Args:
         model: engines and tables of the model.
-        on_commit: callback that gets the committed tokens after every forward pass; None: no callback.
+        on_commit: callback that gets the committed tokens after every forward pass.
         timers: timers of the target and of the drafter; None: new timers.
-
-    Attributes:
-        active_sequences: sequences in the next pass, in the order of their batch rows.
-        failed_sequences: sequences that the last step removed because of an `error`, such as NaN in their logits.
     """
 
     def __init__(
@@ -52,7 +48,8 @@ class Batch:
         self.model = model
         self._on_commit = on_commit
         self.target_timer, self.drafter_timer = timers or (EngineTimer(), EngineTimer())
-        self.active_sequences: list[ImageSequence] = []
+        self.active_sequences: list[ImageSequence] = []  # sequences in the next pass, in the order of their batch rows
+        # Sequences that the last step removed because of an `error`, such as NaN in their logits.
         self.failed_sequences: list[ImageSequence] = []
         self._cache: Cache | None = None  # its rows are the batch rows of `active_sequences`
         self._drafters = BatchDrafters(model, self.drafter_timer)
@@ -60,7 +57,6 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Number of batch rows of the active sequences."""
         return len(self._prefixes.lengths)
 
     def add(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
@@ -128,11 +124,6 @@ class Batch:
         return steps
 
     def _prefill(self, sequences: Sequence[ImageSequence]) -> list[SequenceStep]:
-        """Run one target pass over the prefixes of new sequences, and add the sequences to the batch.
-
-        Returns:
-            The step of each sequence, with its first code; failed sequences have no step.
-        """
         target = self.model.target
         prefixes = PrefixBatch([row for sequence in sequences for row in sequence.rows])
         lengths = prefixes.lengths
@@ -163,7 +154,6 @@ class Batch:
         return steps
 
     def _add_prefilled(self, sequences: Sequence[ImageSequence], cache: Cache) -> None:
-        """Add sequences to the batch and to their drafters, and append the rows of `cache` to the batch's cache."""
         if self.active_sequences and self._cache is not None:
             self._cache.extend(cache)
         else:
@@ -173,11 +163,7 @@ class Batch:
         self._update_rows()
 
     def _make_drafts(self) -> tuple[dict[ImageSequence, Draft], int]:
-        """Make a draft for every active sequence, with one call of each drafter for all its sequences.
-
-        Returns:
-            The drafts, and the minimum number of nodes to which the pass is padded.
-        """
+        """Return a draft for every active sequence, and the number of nodes to which the pass is padded."""
         drafts: dict[ImageSequence, Draft] = {}
         num_nodes = 0
         for drafter, sequences in self._drafters.drafters_with_sequences:
@@ -189,7 +175,6 @@ class Batch:
         return drafts, num_nodes
 
     def _verify_drafts(self, layouts: Mapping[ImageSequence, PassLayout], num_nodes: int) -> PassOutput:
-        """Run one target pass over all drafts, padded to at least `num_nodes` nodes for each row."""
         assert self._cache is not None
         target = self.model.target
         num_nodes = max(num_nodes, *(len(layout.tokens) for layout in layouts.values()))
@@ -200,15 +185,6 @@ class Batch:
     def _make_target_output(
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
-        """Return the output of the target for the draft of one sequence.
-
-        Args:
-            sequence: sequence of the draft.
-            draft: draft of the sequence.
-            layout: layout of the draft in the pass.
-            logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
-            rows: batch rows of the sequence.
-        """
         # Only an exact method must return the same token in spite of rounding. A margin of 0 turns this off.
         has_ties = sequence.exact and sequence.rounding_margin > 0
         recompute_node_logits = partial(self._recompute_logits, sequence, draft) if has_ties else None
@@ -231,10 +207,7 @@ class Batch:
         drafts: Mapping[ImageSequence, Draft],
         outputs: Mapping[ImageSequence, TargetOutput],
     ) -> None:
-        """Sample the tokens of several sequences at once where this is faster; other tokens are sampled on demand.
-
-        Several sequences are sampled at once if the logits are on a device, or if drafts of an exact method are chains.
-        """
+        """Sample the tokens of several sequences at once where this is faster; others are sampled on demand."""
         logits = pass_output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
@@ -244,7 +217,7 @@ class Batch:
     def _sample_on_device(
         self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
     ) -> None:
-        """Sample tokens on the device that holds the logits, for sequences whose sampling settings it supports."""
+        """Sample on the device that holds the logits, for sequences whose sampling settings it supports."""
         device_outputs: list[tuple[TargetOutput, Sequence[int]]] = []
         requests: list[SamplingRequest] = []
         for sequence, output in outputs.items():
@@ -274,7 +247,6 @@ class Batch:
             output.store_chosen_codes(sampled_nodes, np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE))
 
     def _commit_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Send the committed tokens to the drafters and the callback, then remove finished and failed sequences."""
         commit_of = {commit.sequence: commit for commit in commits}
         for drafter, sequences in self._drafters.drafters_with_sequences:
             if drafted := [commit_of[sequence] for sequence in sequences if sequence in commit_of]:
@@ -283,7 +255,7 @@ class Batch:
             self._on_commit(commits)
         self.failed_sequences = [sequence for sequence in self.active_sequences if sequence.error is not None]
         finished = [commit.sequence for commit in commits if not commit.sequence.num_remaining_codes]
-        unguided = [commit.sequence for commit in commits if commit.sequence.remove_unconditional_row_if_unneeded()]
+        unguided = [commit.sequence for commit in commits if commit.sequence.end_guidance()]
         for sequence in unguided:  # the margin is smaller without guidance
             sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
         if finished or unguided or self.failed_sequences:
@@ -305,13 +277,11 @@ class Batch:
         self._update_rows()
 
     def _update_rows(self) -> None:
-        """Compute the batch rows of the active sequences, and collect the prefixes of these rows."""
         self._prefixes = PrefixBatch([row for sequence in self.active_sequences for row in sequence.rows])
         self._rows = _assign_rows(self.active_sequences)
 
 
 def _assign_rows(sequences: Iterable[ImageSequence]) -> dict[ImageSequence, slice]:
-    """Return the batch rows of each sequence in a pass over all sequences."""
     rows: dict[ImageSequence, slice] = {}
     first = 0
     for sequence in sequences:

@@ -38,7 +38,7 @@ def decode(
     max_images: int = 1 << 16,
     on_commit: CommitCallback | None = None,
 ) -> Generator[DecodeStep, None, None]:
-    """Decode the tokens of one image for every prompt.
+    """Decode the tokens of one image for every prompt, and yield a step after every prefill and verification pass.
 
     The tokens of an image do not depend on the other images in the batch, whatever the method.
 
@@ -48,10 +48,7 @@ def decode(
         prompts: prompts; the next prompt is read when the batch has capacity for another image.
         seeds: one seed for each prompt, 0 .. 2^64 - 1.
         max_images: maximum number of images in a forward pass; further images wait.
-        on_commit: callback that gets the committed tokens after every forward pass; None: no callback.
-
-    Yields:
-        One step after every prefill and every verification pass.
+        on_commit: callback that gets the committed tokens after every forward pass.
 
     Raises:
         EngineError: a graph gave NaN or infinity.
@@ -85,17 +82,11 @@ def decode(
 def select_next_sequences(
     batch: Batch, waiting_sequences: Sequence[ImageSequence], max_images: int, max_rows: int = UNLIMITED
 ) -> list[ImageSequence]:
-    """Return the first waiting sequences that fit into a batch.
+    """Return the first waiting sequences that fit into a batch of `max_images` images and `max_rows` batch rows.
 
     For every row, a pass reads as many cache columns as the longest row has. So rows of equal length cost less. If the
     waiting sequences fill a whole batch, they wait until the active sequences finish, and then join together. They join
     earlier if waiting would leave more than `MAX_IDLE_SHARE` of the batch's capacity unused.
-
-    Args:
-        batch: batch with its active sequences.
-        waiting_sequences: sequences in the order in which they join.
-        max_images: maximum number of images in a forward pass.
-        max_rows: maximum number of batch rows in a forward pass.
     """
     if batch.active_sequences and len(waiting_sequences) >= max_images:
         # tokens that the unused capacity of the batch could generate until the active sequences finish

@@ -66,8 +66,7 @@ def count_draft_nodes(method: MethodConfig, max_nodes: int = MAX_BATCH_NODES) ->
 
     Args:
         method: method of the images.
-        max_nodes: maximum number of nodes that the engines allow; methods without a fixed draft size use up to this
-            number.
+        max_nodes: maximum number of nodes that the engines allow, which methods without a fixed draft size use.
 
     Raises:
         TypeError: the method has no entry in `DRAFTERS`. A default number would let a method bypass node limits.
@@ -76,17 +75,7 @@ def count_draft_nodes(method: MethodConfig, max_nodes: int = MAX_BATCH_NODES) ->
 
 
 class BatchDrafters:
-    """Drafters of the sequences of a batch.
-
-    Sequences with the same method share one drafter. Greedy and sampled sequences have separate drafters.
-
-    Args:
-        model: engines and tables of the model.
-        timer: timer of drafter passes.
-
-    Attributes:
-        drafters_with_sequences: pairs of a drafter and the sequences that it drafts for.
-    """
+    """Drafters of the sequences of a batch, one for each method; greedy and sampled sequences have separate ones."""
 
     def __init__(self, model: LoadedModel, timer: EngineTimer) -> None:
         self._model = model
@@ -95,7 +84,6 @@ class BatchDrafters:
         self.drafters_with_sequences = self._drafters.values()
 
     def add(self, sequences: Sequence[ImageSequence]) -> None:
-        """Add sequences to the drafters of their methods, and make a drafter for each new method."""
         for sequence in sequences:
             key = sequence.method, sequence.greedy
             if key not in self._drafters:

@@ -33,14 +33,12 @@ class SequenceStep(NamedTuple):
 
     @classmethod
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
-        """Append codes in generation order to a sequence, and return the step with these codes."""
         before = len(sequence.codes)
         sequence.append_codes(codes)
         return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:
-        """Number of codes that this step added to the image."""
         return len(self.codes if self.codes_with_cells is None else self.codes_with_cells.codes)
 
 
@@ -69,12 +67,8 @@ class Draft(DraftNodes, Protocol):
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
         """Verify the draft, and append the codes that the target accepts to the sequence.
 
-        Args:
-            output: output of the target after each node.
-            model: engines and tables of the model.
-
-        Returns:
-            The committed tokens, their pass nodes, and the step of the sequence.
+        Raises:
+            EngineError: the logits after an accepted node are NaN or infinite. Only this sequence fails.
         """
 
 
@@ -90,15 +84,9 @@ class CommittedTokens(NamedTuple):
     draft: Draft | None = None  # draft that the pass verified, None for a prefill
 
     def read_target_states(self, unaccepted_nodes: Sequence[int]) -> Floats:
-        """Return the target's hidden states from which tokens are sampled.
+        """Return the target's hidden states from which tokens are sampled, float32 `[rows, states, hidden_size]`.
 
-        The states of the committed tokens come first. The states after the unaccepted draft nodes follow.
-
-        Args:
-            unaccepted_nodes: draft nodes that were not committed, `[unaccepted_nodes]`.
-
-        Returns:
-            Float32 `[rows, committed + unaccepted_nodes, hidden_size]`.
+        The states of the committed tokens come first. The states after the draft nodes `unaccepted_nodes` follow.
         """
         layout = self.target.layout
         after = layout.find_sampling_nodes(np.array(unaccepted_nodes, np.int64))
@@ -120,11 +108,7 @@ class Drafter:
     """
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store data for the next draft from the tokens that the last target pass committed.
-
-        Args:
-            commits: committed tokens of sequences of this drafter, from a prefill or a verification pass.
-        """
+        """Store data for the next draft from the tokens that a prefill or verification pass committed."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> Sequence[Draft]:
         """Return a draft for every sequence of this drafter."""
@@ -133,9 +117,7 @@ class Drafter:
     def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
         """Return the number of nodes to which a smaller pass is padded, so that the shapes of passes repeat.
 
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass.
+        The number may depend on the number of images in the pass.
         """
         return 0
 

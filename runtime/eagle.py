@@ -36,29 +36,17 @@ from .tree_drafts import TreeDrafter
 from .tree_names import parse_tree
 
 
-def _count_max_draft_slots(shape: StaticTreeShape | DynamicTreeShape) -> int:
-    """Return the maximum number of draft tokens that the drafter processes for one tree."""
-    return (
-        max(shape.num_nodes, shape.depth * shape.branching_factor)
-        if isinstance(shape, DynamicTreeShape)
-        else shape.num_nodes
-    )
-
-
 class EagleDrafter(TreeDrafter):
-    """Drafter that runs an EAGLE model for all sequences with the same method.
-
-    Args:
-        model: engines and drafter layout of the model; `model.drafter` must not be None.
-        method: method with the shape of the draft tree and the rule of acceptance.
-        timer: timer of drafter passes.
-    """
+    """Drafter that runs an EAGLE model for all sequences with the same method."""
 
     def __init__(self, model: LoadedModel, method: TreeMethod, timer: EngineTimer) -> None:
         super().__init__(model.max_nodes)
         self.shape = parse_tree(method.tree)
         self.relaxed = not method.exact
-        self.slots = EagleRunner(model, _count_max_draft_slots(self.shape), timer)
+        max_slots = self.shape.num_nodes
+        if isinstance(self.shape, DynamicTreeShape):  # the drafter also processes nodes that are pruned
+            max_slots = max(max_slots, self.shape.depth * self.shape.branching_factor)
+        self.slots = EagleRunner(model, max_slots, timer)
 
     @property
     def sequences(self) -> list[ImageSequence]:
@@ -66,7 +54,6 @@ class EagleDrafter(TreeDrafter):
         return self.slots.sequences
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the tokens and hidden states that a target pass committed, as inputs of the next drafter passes."""
         self.slots.store_committed_tokens(commits)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
@@ -74,11 +61,7 @@ class EagleDrafter(TreeDrafter):
         self.slots.remove(sequences)
 
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Run the drafter over the committed tokens of all sequences, and return a draft tree for each of `sequences`.
-
-        Args:
-            sequences: sequences to draft for; the drafter may have further sequences, which share its passes.
-        """
+        """Run the drafter over its committed tokens, and draft a tree for each of `sequences`."""
         root_tokens = self.slots.root_tokens()
         level = self.slots.run_pending_tokens()
         committed = self.slots.cache.lengths.copy()
@@ -103,16 +86,9 @@ class EagleDrafter(TreeDrafter):
     def _choose_children(
         self, level: TreeLevelOutput, depth: int, count: int, add_noise: bool
     ) -> list[tuple[Ints, Floats]]:
-        """Return the best children of every slot at `depth`.
+        """Return the best children of every slot at `depth`: their tokens and scores, both `[slots, count]`.
 
-        Args:
-            level: output of the drafter at the slots.
-            depth: depth of the slots in the tree, 0 for the root.
-            count: number of children of a slot.
-            add_noise: whether Gumbel noise is added, except in greedy decoding.
-
-        Returns:
-            For each sequence, the tokens of the children and their scores, both `[slots, count]`.
+        A child has the score -inf (on a device maybe NaN) if a filter excludes it, or if the slot's logits are NaN.
         """
         noises = [sequence.noise if add_noise and not sequence.greedy else None for sequence in self.sequences]
         on_device = level.logits
@@ -127,7 +103,10 @@ class EagleDrafter(TreeDrafter):
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
                 scales = sequence.guidance.scales(codes)
                 samples.append(SamplingRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
-            return on_device.sample_top_codes(samples, count)
+            best = on_device.sample_top_codes(samples, count)
+            if not all(np.isfinite(scores[:, 0]).all() for _, scores in best):
+                self.slots.cache.forbid_memory_reuse()  # the slots with NaN stay in the device's memory
+            return best
         best = []
         for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
@@ -140,13 +119,6 @@ class EagleDrafter(TreeDrafter):
         return best
 
     def _draft_static_trees(self, shape: StaticTreeShape, root_tokens: Ints, level: TreeLevelOutput) -> list[DraftTree]:
-        """Draft a tree of fixed shape for every sequence of this drafter.
-
-        Args:
-            shape: shape of the trees.
-            root_tokens: last committed token of each sequence, int64 `[sequences]`.
-            level: output of the drafter at the roots.
-        """
         builders = [StaticTreeBuilder(shape, int(root)) for root in root_tokens]
         levels: list[TreeLevelOutput] = []
         for depth, inner in enumerate(shape.levels):  # nodes that have children
@@ -176,13 +148,6 @@ class EagleDrafter(TreeDrafter):
     def _draft_dynamic_trees(
         self, shape: DynamicTreeShape, root_tokens: Ints, level: TreeLevelOutput
     ) -> list[DraftTree]:
-        """Draft a tree along the most probable paths for every sequence of this drafter.
-
-        Args:
-            shape: size limits of the trees.
-            root_tokens: last committed token of each sequence, int64 `[sequences]`.
-            level: output of the drafter at the roots.
-        """
         builders = [DynamicTreeBuilder(int(root)) for root in root_tokens]
         for depth in range(shape.depth):
             chosen = [builder.choose_best_of_last_level(shape.branching_factor) for builder in builders]
@@ -215,13 +180,7 @@ def _compute_child_distribution(
 ) -> Probabilities:
     """Compute the drafter's distribution from which the children of a node were sampled.
 
-    Args:
-        shape: shape of the tree.
-        levels: output of the drafter at each level of the tree.
-        rows_by_depth: batch rows of the sequence at each depth.
-        next_code_index: index of the code that follows the root.
-        sequence: sequence of the tree.
-        node: parent of the children.
+    `levels` and `rows_by_depth` are the output of the drafter, and the batch rows of the sequence, at each depth.
     """
     depth = len(shape.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
     level = levels[depth]

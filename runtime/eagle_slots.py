@@ -81,7 +81,6 @@ class EagleRunner:
         self._index_rows()
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the tokens and hidden states that a target pass committed, for the next `run_pending_tokens`."""
         joining = [commit.sequence for commit in commits if commit.sequence not in self.sequences]
         if joining:
             self._add_rows(joining)
@@ -102,10 +101,6 @@ class EagleRunner:
             )
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the pending tokens and cache rows of these sequences.
-
-        The unconditional rows of other sequences whose guidance has ended are deleted, too.
-        """
         if not self.sequences:  # a sequence may fail before its first commit
             return
         rows_of = {
@@ -139,13 +134,10 @@ class EagleRunner:
         return np.array([self._pending[sequence].tokens[-1][-1] for sequence in self.sequences], np.int64)
 
     def run_pending_tokens(self) -> TreeLevelOutput:
-        """Run the drafter over all pending tokens, and append them to the cache.
+        """Run the drafter over all pending tokens, and return the output at the root of the next draft.
 
         A row with more than `max_slots` pending tokens besides the prefix needs several passes. This happens after many
         preserved codes. The last pass contains the last token of every row.
-
-        Returns:
-            Output at the last slot of each row, which is the slot of the root of the next draft.
         """
         tokens, states = self._pop_pending_tokens()
         prefixes = [len(row.embeds) - 1 for sequence in self.sequences for row in sequence.rows]
@@ -175,13 +167,8 @@ class EagleRunner:
     def run_row_end_tokens(self, level: TreeLevelOutput, depth: int) -> TreeLevelOutput:
         """Run the drafter over the end-of-row tokens that follow the codes at `depth`, if there are any.
 
-        Args:
-            level: output at the slots of the codes at `depth`.
-            depth: depth of the codes in the tree, 0 for the root.
-
-        Returns:
-            Output from which the next level is drafted. For a sequence that ends a row at this depth, this is the
-            output after the end-of-row token. For other sequences, this is the output of `level`.
+        Returns the output from which the next level is drafted. For a sequence that ends a row at this depth, it is the
+        output after the end-of-row token; for other sequences, it is the output of `level`.
         """
         # For each sequence, the end-of-row token or None. The root at depth 0 is the last committed code.
         following = [seq.raster_layout.row_end_token_after(len(seq.codes) - 1 + depth) for seq in self.sequences]
@@ -218,9 +205,6 @@ class EagleRunner:
             depth: depth of the tokens in the tree; an end-of-row token has the depth of the code before it.
             level: output at the slots of the parents.
             position_offset: 1 for end-of-row tokens, which are one position after the code at `depth`; otherwise 0.
-
-        Returns:
-            Output at the slots of the tokens.
         """
         sequences, slots = tokens.shape
         rows = len(level.nodes)
@@ -254,7 +238,6 @@ class EagleRunner:
         return TreeLevelOutput(ancestor_mask, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
     def _add_rows(self, sequences: Sequence[ImageSequence]) -> None:
-        """Add sequences, and append empty cache rows for these sequences."""
         columns = max(
             sequence.num_cache_columns + sequence.layout.count_max_nodes_per_pass(self.max_draft_slots)
             for sequence in sequences
@@ -268,7 +251,6 @@ class EagleRunner:
         self._index_rows()
 
     def _index_rows(self) -> None:
-        """Update the arrays with the sequence and the prefix padding of every row, after sequences joined or left."""
         num_rows = [len(sequence.rows) for sequence in self.sequences]
         self.sequence_of_row = np.repeat(np.arange(len(num_rows)), num_rows)  # [rows]
         self.batch_rows = np.split(np.arange(len(self.sequence_of_row)), np.cumsum(num_rows, dtype=np.int64)[:-1])
@@ -278,11 +260,7 @@ class EagleRunner:
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
     def _pop_pending_tokens(self) -> tuple[list[Ints], list[Floats | HiddenStateView]]:
-        """Remove the pending tokens of all sequences, and return them with their hidden states.
-
-        Returns:
-            For each row the tokens, int64 `[slots]`; for each row the hidden states, float32 `[slots, hidden_size]`.
-        """
+        """Remove the pending tokens, and return tokens `[slots]` and hidden states of each row."""
         tokens: list[Ints] = []
         hidden: list[Floats | HiddenStateView] = []
         for pending in (self._pending.pop(sequence) for sequence in self.sequences):
@@ -300,13 +278,7 @@ class EagleRunner:
     def _run_committed_tokens(
         self, tokens: list[Ints], states: list[Floats | HiddenStateView], counts: list[int]
     ) -> PassOutput:
-        """Run the drafter over the first slots of each row, and append the slots to the cache.
-
-        Args:
-            tokens: tokens of each row, int64 `[slots]`.
-            states: hidden states of each row, float32 `[slots, hidden_size]`.
-            counts: number of slots to run in each row.
-        """
+        """Run the drafter over the first `counts[row]` slots of each row, and append them to the cache."""
         slots = max(MIN_NODES, *counts)
         padded = np.zeros((len(tokens), slots), np.int64)  # [rows, slots]
         for row, count in enumerate(counts):

@@ -51,15 +51,9 @@ def read_hidden_states(states: Floats | HiddenStateView) -> Floats:
 def stack_hidden_states(
     states: list[Floats | HiddenStateView], counts: list[int], num_slots: int
 ) -> Floats | HiddenStateView:
-    """Stack the hidden states of all rows, padded to the same number; return a view if all rows view one output.
+    """Stack the first `counts[row]` hidden states of each row to `[rows, num_slots, hidden_size]`.
 
-    Args:
-        states: hidden states of each row, `[nodes, hidden_size]`.
-        counts: number of states to use of each row, from the first.
-        num_slots: number of states of each row in the result.
-
-    Returns:
-        Hidden states `[rows, num_slots, hidden_size]`; the padding has arbitrary values.
+    The padding has arbitrary values. The result is a view if all rows view one output.
     """
     # A view avoids a copy from the device: the engine can read the states there.
     sources = {id(row_states.source) if isinstance(row_states, HiddenStateView) else None for row_states in states}
@@ -82,7 +76,7 @@ class PassInput(NamedTuple):
 
     positions: Ints  # int64 `[rows, nodes]`
     # Bool `[rows, nodes, past_length + nodes]`, True where a node attends. The columns of the cache come first;
-    # `past_length` is the result of the engine's `compute_padded_past_length`. Every node attends at least to itself.
+    # `past_length` is the result of the engine's `past_columns`. Every node attends at least to itself.
     attention_mask: Bools
     tokens: Ints | None = None  # int64 `[rows, nodes]`
     embeds: Floats | None = None  # embeddings of prefixes, float32 `[rows, nodes, hidden_size]`
@@ -140,7 +134,7 @@ class Engine(Protocol):
     def make_cache(self, num_rows: int, capacity: int) -> Cache:
         """Return an empty cache for `num_rows` batch rows of at most `capacity` entries each."""
 
-    def compute_padded_past_length(self, cache: Cache, num_nodes: int) -> int:
+    def past_columns(self, cache: Cache, num_nodes: int) -> int:
         """Return the number of cache columns that a pass over `num_nodes` new nodes will read.
 
         The number is at least the length of the longest row. An engine may round it up, so that shapes repeat and the

@@ -36,7 +36,6 @@ class GroupDraft:
 
     @property
     def next_code_indices(self) -> Sequence[int]:
-        """Index of the code that is sampled after each node."""
         return range(self.first_code_index, self.first_code_index + len(self.tree_structure.depths))
 
     @property
@@ -45,7 +44,6 @@ class GroupDraft:
         return range(len(self.tree_structure.depths)) if self._layout.nodes_match_draft else None
 
     def make_pass_layout(self) -> PassLayout:
-        """Return the tokens, positions and attention mask of the nodes in a forward pass."""
         return self._layout
 
     def preceding_codes(self, node: int) -> Ints:
@@ -53,12 +51,7 @@ class GroupDraft:
         return np.array(self.sequence.codes[: self.first_code_index], np.int64)
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Append the sampled codes of the group to the sequence; preserved cells get their preserved codes.
-
-        Args:
-            output: output of the target after each node.
-            model: engines and tables of the model, which this method does not need.
-        """
+        """Append the sampled codes of the group; preserved cells get their preserved codes."""
         sequence = self.sequence
         known = [-1] * len(self.tree_structure.depths)
         if sequence.preserved_codes is not None:
@@ -72,7 +65,6 @@ class GroupDrafter(Drafter):
     """Drafter of images that are generated in groups of cells; this drafter has no state."""
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[GroupDraft]:
-        """Return a draft for the next group of cells of every sequence."""
         drafts = []
         for sequence in sequences:
             assert isinstance(sequence.layout, GroupLayout), "requests check that the bundle generates groups"

@@ -36,7 +36,7 @@ class GroupLayout:
     first_learned_token: int  # token id of the first learned vector; the ids of further vectors follow this id
 
     @cached_property
-    def cells(self) -> Ints:
+    def generation_order(self) -> Ints:
         """Cells in generation order, int64 `[codes]`."""
         return np.array([cell for group in self.groups for cell in group], np.int64)
 
@@ -48,42 +48,30 @@ class GroupLayout:
     @cached_property
     def _completing_code_indices(self) -> Ints:
         """Index of the code after which each cell and all cells before it are known, int64 `[codes]`."""
-        # `argsort` inverts the permutation `cells`, which gives the code index of each cell. A cell and all cells
+        # `argsort` inverts the permutation, which gives the code index of each cell. A cell and all cells
         # before it are known once the latest of their codes is known, so the maximum runs over these cells.
-        return np.maximum.accumulate(np.argsort(self.cells))
+        return np.maximum.accumulate(np.argsort(self.generation_order))
 
     @property
     def num_codes(self) -> int:
-        """Number of codes."""
         return self.group_starts[-1]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the cache, which is the number of codes."""
         return self.num_codes
 
     def noise(self, seed: int) -> Noise:
-        """Return the noise of an image, in which each code has the noise of its cell."""
         return GroupNoise(seed, self)
 
     def to_generation_order(self, values: CellValues) -> CellValues:
-        """Return values of cells `[cells]` in the order in which the cells are generated."""
-        return values[self.cells]  # type: ignore[return-value]
+        return values[self.generation_order]  # type: ignore[return-value]
 
-    def place_codes(self, codes: Sequence[int], num_known_codes_before: int) -> tuple[Ints, CodesWithCells]:
-        """Return the new codes in raster order up to the first unknown cell, and all new codes with their cells.
-
-        Args:
-            codes: all codes that are known now, in generation order.
-            num_known_codes_before: number of codes that were known before.
-        """
+    def place_codes(self, codes: Sequence[int], num_before: int) -> tuple[Ints, CodesWithCells]:
         image = np.zeros(self.num_codes, np.int64)
-        image[self.cells[: len(codes)]] = codes
-        complete = slice(
-            self.count_leading_known_cells(num_known_codes_before), self.count_leading_known_cells(len(codes))
-        )
+        image[self.generation_order[: len(codes)]] = codes
+        complete = slice(self.count_leading_known_cells(num_before), self.count_leading_known_cells(len(codes)))
         return image[complete], CodesWithCells(
-            self.cells[num_known_codes_before : len(codes)], np.array(codes[num_known_codes_before:], np.int64)
+            self.generation_order[num_before : len(codes)], np.array(codes[num_before:], np.int64)
         )
 
     def count_leading_known_cells(self, num_known_codes: int) -> int:
@@ -91,12 +79,10 @@ class GroupLayout:
         return int(np.searchsorted(self._completing_code_indices, num_known_codes))
 
     def find_codes_sampled_together(self, code_index: int) -> range:
-        """Return the indices of all codes of the group that contains a code."""
         group = self.find_group_index(code_index)
         return range(self.group_starts[group], self.group_starts[group + 1])
 
     def find_group_index(self, code_index: int) -> int:
-        """Return the index of the group that contains a code."""
         return bisect_right(self.group_starts, code_index) - 1
 
     def find_token_position(self, code_index: int) -> int:
@@ -104,7 +90,6 @@ class GroupLayout:
         return code_index
 
     def lay_out_prefix_end(self) -> PassLayout:
-        """Return the layout of the last node of a prefix, after which the first code is sampled."""
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
     def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
@@ -131,16 +116,10 @@ class GroupLayout:
         return PassLayout(np.array(tokens, np.int64), np.array(positions, np.int64), ancestor_mask)
 
     def count_group_nodes(self, group: int) -> int:
-        """Return the number of pass nodes that generate a group."""
         return len(self.groups[group])
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield the layouts of passes over known codes, each over as many groups as fit into `max_nodes` nodes.
-
-        Args:
-            codes: known codes in generation order, int64 `[count]`.
-            max_nodes: maximum number of nodes of a pass; a pass over a single larger group exceeds this number.
-        """
+        """Yield the layouts of passes over known codes, each over as many groups as fit into `max_nodes` nodes."""
         # The pass for a group reads the codes of all earlier groups. So the passes end before the first group that has
         # an unknown code before it.
         last = next(
@@ -155,7 +134,6 @@ class GroupLayout:
             first = end
 
     def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
-        """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
 
 
@@ -171,12 +149,6 @@ class TwoHeadLayout(GroupLayout):
         return TwoHeadPassLayout(layout.tokens, layout.positions, layout.ancestor_mask, np.array([[0, 1]]))
 
     def lay_out_groups(self, groups: range, codes: Sequence[int] | Ints) -> PassLayout:
-        """Return the layout of a pass that generates groups, with one node for each cell of the previous groups.
-
-        Args:
-            groups: indices of consecutive groups, from 1.
-            codes: codes in generation order, at least all codes before the last of `groups`.
-        """
         layout = super().lay_out_groups(groups, codes)
         pairs: list[tuple[int, int]] = []
         first = 0  # first pass node of the group
@@ -187,16 +159,10 @@ class TwoHeadLayout(GroupLayout):
         return TwoHeadPassLayout(layout.tokens, layout.positions, layout.ancestor_mask, logit_pairs)
 
     def count_group_nodes(self, group: int) -> int:
-        """Return the number of pass nodes that generate a group: the number of cells of the previous group."""
         return len(self.groups[group - 1])
 
     def _find_logit_pairs(self, group: int, first_node: int) -> Iterator[tuple[int, int]]:
-        """Yield the indices of the two logits for each cell of a group, in the form of `TwoHeadPassLayout.logit_pairs`.
-
-        Args:
-            group: index of the group.
-            first_node: first pass node of the group.
-        """
+        """Yield the two logits for each cell of a group, in the form of `TwoHeadPassLayout.logit_pairs`."""
         nodes = {cell: node for node, cell in enumerate(self.groups[group - 1], first_node)}
         for cell in self.groups[group]:
             logits = []
@@ -220,13 +186,7 @@ class TwoHeadPassLayout(PassLayout):
     logit_pairs: Ints
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
-        """Return the mean of two logits for each code, float32 `[rows, codes, vocab_size]`.
-
-        Args:
-            logits: logits of the pass, on the host or on a device, float32 `[rows, nodes, 2 * vocab_size]`.
-            rows: batch rows of the sequence.
-            nodes: codes of the group to return logits for.
-        """
+        """Return the mean of two logits for each code; `logits` is `[rows, nodes, 2 * vocab_size]`."""
         pass_logits: Floats = logits[rows, : len(self.tokens)]
         # one entry for each head of each node: [rows, 2 * nodes, vocab_size]
         heads = pass_logits.reshape(len(pass_logits), 2 * pass_logits.shape[1], -1)
@@ -236,39 +196,22 @@ class TwoHeadPassLayout(PassLayout):
 
 
 class GroupNoise(Noise):
-    """Noise of an image that is generated in groups.
-
-    Positions count codes in generation order. Each position has the noise of its cell.
-    """
+    """Noise of an image that is generated in groups: each position in generation order has the noise of its cell."""
 
     def __init__(self, seed: int, layout: GroupLayout) -> None:
         super().__init__(seed)
         self._layout = layout
 
     def gumbel(self, first_position: int, num_positions: int, vocab_size: int) -> Floats:
-        """Generate the noise of cells as `Noise.gumbel` does, float32 `[num_positions, vocab_size]`.
-
-        Args:
-            first_position: first position, in generation order; positions may extend past the end of the image.
-            num_positions: number of positions.
-            vocab_size: number of codes in the codebook.
-        """
-        cells = self._layout.cells[first_position : first_position + num_positions].tolist()
+        cells = self._layout.generation_order[first_position : first_position + num_positions].tolist()
         # Positions past the end of the image have no cell, so the position number stands for the cell number.
         cells += range(first_position + len(cells), first_position + num_positions)
         return np.concatenate([super(GroupNoise, self).gumbel(cell, 1, vocab_size) for cell in cells])
 
     def prepare_noise_group(self, group: int, vocab_size: int) -> None:
-        """Generate and store the noise of the cells at the positions of a noise group, ahead of `gumbel`.
-
-        Args:
-            group: index of a noise group of `GROUP_SIZE` positions, which is not a group of cells.
-            vocab_size: number of codes in the codebook.
-        """
-        cells = self._layout.cells[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
+        cells = self._layout.generation_order[group * GROUP_SIZE : (group + 1) * GROUP_SIZE].tolist()
         for cell in cells:
             super().prepare_noise_group(cell // GROUP_SIZE, vocab_size)
 
     def discard_noise_before(self, position: int) -> None:
-        """Delete the stored noise of all cells before the first unknown cell, if `position` codes are known."""
         super().discard_noise_before(self._layout.count_leading_known_cells(position))

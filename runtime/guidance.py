@@ -16,13 +16,6 @@ class Guidance:
     """Classifier-free guidance of the codes of one image.
 
     The first codes in generation order are guided. Later codes are sampled from the conditional logits alone.
-
-    Args:
-        sampling: sampling settings, with the guidance scale, its schedule, and the number of guided codes.
-        layout: layout of the image, which gives the number of codes and their token positions.
-
-    Attributes:
-        num_guided_codes: number of guided codes.
     """
 
     def __init__(self, sampling: Sampling, layout: ImageLayout) -> None:

@@ -45,12 +45,7 @@ from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads.
-
-    Args:
-        heads: draft heads of the bundle.
-        max_nodes: maximum number of nodes of a sequence in a forward pass.
-    """
+    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads."""
 
     def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
         super().__init__(max_nodes)
@@ -58,7 +53,6 @@ class HeadDrafter(TreeDrafter):
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
-        """Store the output of a target pass, from which the next drafts are computed."""
         for commit in commits:
             sequence = commit.sequence
             if sequence.num_remaining_codes:
@@ -66,30 +60,13 @@ class HeadDrafter(TreeDrafter):
                     self._states[sequence] = DraftHeadState(sequence, self._heads)
                 self._states[sequence].update(commit)
 
-    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Return a draft tree for every sequence; for `sjd` the tree has no branches."""
-        trees = []
-        for sequence in sequences:
-            tree = self._states[sequence].draft()
-            if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:
-                sequence.error = make_invalid_logits_error()
-            trees.append(tree)
-        return trees
-
-    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
-        """Choose the window size for the number of images, and return the number of nodes of the window.
-
-        A smaller pass is padded to this number.
-
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass.
-        """
-        sequence.adapt_window(num_images)
-        return sequence.max_nodes
+    def draft_tree(self, sequence: ImageSequence) -> DraftTree:
+        tree = self._states[sequence].draft()
+        if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:  # NaN after the root
+            sequence.error = make_invalid_logits_error()
+        return tree
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the states of these sequences."""
         for sequence in sequences:
             self._states.pop(sequence, None)
 
@@ -103,12 +80,7 @@ class UnacceptedPosition(NamedTuple):
 
 
 class DraftHeadState:
-    """State of one sequence between drafts: the outputs of target passes from which the next draft is computed.
-
-    Args:
-        sequence: sequence to draft for.
-        heads: draft heads of the bundle.
-    """
+    """State of one sequence between drafts: the outputs of target passes from which the next draft is computed."""
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence = sequence
@@ -118,11 +90,6 @@ class DraftHeadState:
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, committed: CommittedTokens) -> None:
-        """Store the output of a target pass.
-
-        Args:
-            committed: tokens that the pass committed, with the output of the pass.
-        """
         done = len(self.sequence.codes)
         count = len(committed.tokens)
         # First node of each depth from `count` on. Nodes at smaller depths predicted the committed codes.
@@ -175,15 +142,9 @@ class DraftHeadState:
         )
 
     def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
-        """Apply temperature and filters to logits, and add the Gumbel noise of a position.
+        """Apply temperature and filters to logits `[n, vocab_size]`, and add the Gumbel noise of a position.
 
-        Args:
-            position: code index that the logits belong to.
-            logits: guided logits, float32 `[n, vocab_size]`.
-            add_noise: whether to add noise; greedy decoding never adds noise.
-
-        Returns:
-            The changed logits, float32 `[n, vocab_size]`; -inf for codes that a filter excludes.
+        Greedy decoding never adds noise. Codes that a filter excludes get -inf.
         """
         values = process_logits(logits, self.sequence.sampling)
         if add_noise and not self.sequence.sampling.greedy:
@@ -191,7 +152,6 @@ class DraftHeadState:
         return values
 
     def _draft_chain(self, length: int) -> DraftTree:
-        """Draft `length` tokens as a tree without branches."""
         codes = self.sequence.codes[-1:]
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -210,7 +170,6 @@ class DraftHeadState:
         return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
 
     def _draft_static_tree(self, shape: StaticTreeShape, max_depth: int) -> DraftTree:
-        """Draft a tree of fixed shape, cut off after `max_depth` levels."""
         builder = StaticTreeBuilder(shape, self.sequence.codes[-1])
         first = len(self.sequence.codes)
         levels: list[Floats] = []
@@ -226,7 +185,6 @@ class DraftHeadState:
         return builder.build(proposal, self.sequence.sampling.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
-        """Draft a tree along the most probable paths, with at most `max_depth` levels."""
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
         for position in range(first, first + min(shape.depth, max_depth)):
@@ -239,26 +197,15 @@ class DraftHeadState:
 
 
 def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    """Compute the distribution from which the child of a chain node was sampled.
-
-    Args:
-        levels: logits for the child of each node, float32 `[1, vocab_size]` each.
-        sampling: sampling settings.
-        node: parent of the child.
-    """
     return compute_distribution(levels[node][0], sampling)
 
 
 def _compute_tree_proposal(
     shape: StaticTreeShape, levels: Sequence[Floats], sampling: Sampling, node: int
 ) -> Probabilities:
-    """Compute the distribution from which the children of a tree node were sampled.
+    """Compute the distribution from which the children of `node` were sampled.
 
-    Args:
-        shape: shape of the tree.
-        levels: for each level, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
-        sampling: sampling settings.
-        node: parent of the children.
+    `levels` are, for each depth, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
     """
     depth = len(shape.paths[node - 1]) if node else 0
     return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

@@ -7,7 +7,7 @@ logits were computed. A position that no pass has reached has no logits. `DraftH
 the previous code, and from the hidden states that predicted the cell above and the cell to the right of the cell above.
 
 `lantern-rt train-drafter heads` trains both functions on images that the target generated, to match the target's guided
-distributions. This form is the simplest of several forms that were tried, see docs/drafters.md.
+distributions. This form is the simplest of several forms that were tried, see benchmarks/NOTES.md.
 
 The products use `np.einsum`, which runs loops of NumPy and not BLAS. BLAS took 1 to 3 ms per product instead of at most
 0.3 ms, because the threads of BLAS waited for the spinning threads of ONNX Runtime.
@@ -45,19 +45,17 @@ class DraftHeads:
         """Return the change of the logits of a position if the previous code is replaced, `[n, codes]`.
 
         Args:
-            gate: gates for the hidden state of the position, `[rank]`, or gates for each new code, `[n, rank]`.
+            gate: output of `compute_gates` for the state from which the logits were computed, `[rank]`, or for each new
+                code, `[n, rank]`.
             old_code: previous code for which the logits were computed.
             new_codes: codes that replace the previous code, int64 `[n]`.
         """
         return np.asarray(np.einsum("nr,rc->nc", (self.change[new_codes] - self.change[old_code]) * gate, self.correct))
 
     def compute_context(self, hidden: Floats) -> Floats:
-        """Return the terms that hidden states add to predictions in the next grid row, `[n, 2, units]`.
+        """Return the terms that guided hidden states add to predictions in the next grid row, `[n, 2, units]`.
 
         The first term is for the cell below, and the second term is for the cell to the left of the cell below.
-
-        Args:
-            hidden: guided hidden states, `[n, hidden_size]`.
         """
         return np.asarray(np.einsum("nh,shu->nsu", hidden, self.states))
 
@@ -80,14 +78,7 @@ class DraftHeads:
 
 
 def draft_head_shapes(codebook_size: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every array in `DraftHeads`, by field name.
-
-    Args:
-        codebook_size: number of codes.
-        hidden_size: size of the target's hidden states.
-        rank: number of gates of a correction.
-        units: number of hidden units of predictions.
-    """
+    """Return the shape of every array in `DraftHeads`, by field name."""
     return {
         "change": (codebook_size, rank),
         "gate": (hidden_size, rank),

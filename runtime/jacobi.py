@@ -49,31 +49,14 @@ class JacobiDrafter(TreeDrafter):
             if commit.sequence.num_remaining_codes and commit.sequence in self._windows:
                 self._windows[commit.sequence].redraft(len(commit.tokens) - 1, commit.target)
 
-    def draft_trees(self, sequences: Sequence[ImageSequence]) -> list[DraftTree]:
-        """Return the window of each sequence as a draft tree without branches."""
-        trees = []
-        for sequence in sequences:
-            preserved = next_preserved_tokens(sequence, self.max_nodes)
-            remaining = sequence.count_codes_until_preserved(len(preserved))
-            if preserved:  # preserved tokens and window have to fit into one pass
-                remaining = min(remaining, self.max_nodes - len(preserved))
-            trees.append(self._get_window(sequence).draft(sequence.codes, remaining, preserved))
-        return trees
-
-    def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
-        """Choose the window size for the number of images, and return the number of nodes of the window.
-
-        A smaller pass is padded to this number.
-
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass.
-        """
-        sequence.adapt_window(num_images)
-        return sequence.max_nodes
+    def draft_tree(self, sequence: ImageSequence) -> DraftTree:
+        preserved = next_preserved_tokens(sequence, self.max_nodes)
+        remaining = sequence.count_codes_until_preserved(len(preserved))
+        if preserved:  # preserved tokens and window have to fit into one pass
+            remaining = min(remaining, self.max_nodes - len(preserved))
+        return self._get_window(sequence).draft(sequence.codes, remaining, preserved)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the windows of these sequences."""
         for sequence in sequences:
             self._windows.pop(sequence, None)
 
@@ -88,24 +71,16 @@ class JacobiDrafter(TreeDrafter):
 
 @dataclass
 class JacobiWindow:
-    """Draft tokens for the next positions of one sequence.
+    """Draft tokens for the next positions of one sequence."""
 
-    Attributes:
-        size: maximum number of tokens to draft, at least 1.
-        layout: layout of the image.
-        stores_proposals: whether acceptance needs the distributions q of the draft tokens.
-        codes: draft tokens of the next positions.
-        proposals: for each draft token the distribution q from which it was sampled; None: the token was not sampled
-            and counts as certain (q = 1).
-        num_preserved_tokens: number of preserved tokens before the window in the last draft.
-    """
-
-    size: int
+    size: int  # maximum number of tokens to draft, at least 1
     layout: RasterLayout
-    stores_proposals: bool
+    stores_proposals: bool  # whether acceptance needs the distributions q of the draft tokens
     codes: list[int] = field(default_factory=list)
+    # For each draft token the distribution q from which it was sampled; None: the token was not sampled and counts as
+    # certain (q = 1).
     proposals: list[Probabilities | None] = field(default_factory=list)
-    num_preserved_tokens: int = 0
+    num_preserved_tokens: int = 0  # number of preserved tokens before the window in the last draft
 
     def draft(
         self, committed_tokens: Sequence[int], max_tokens: int, preserved_tokens: Sequence[int] = ()
@@ -131,12 +106,6 @@ class JacobiWindow:
         )
 
     def redraft(self, num_accepted: int, target_output: TargetOutput) -> None:
-        """Draft all tokens after the first `num_accepted` tokens again, from the last pass over the window.
-
-        Args:
-            num_accepted: number of tokens of the chain that the pass accepted.
-            target_output: output of the target in this pass.
-        """
         num_accepted = max(num_accepted, self.num_preserved_tokens)
         # The token that the target chooses after node n becomes the draft token of node n + 1. The token after the last
         # accepted node is committed, so the new window begins one node later. The last node adds one token to its end.

@@ -43,13 +43,7 @@ class PassLayout:
     ancestor_mask: Bools
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
-        """Return the logits from which the tokens after draft nodes are sampled, float32 `[rows, nodes, vocab_size]`.
-
-        Args:
-            logits: logits of the pass, float32 `[rows, pass nodes, vocab_size]`.
-            rows: batch rows of the sequence.
-            nodes: draft nodes.
-        """
+        """Return the logits from which the tokens after draft nodes are sampled, `[rows, nodes, vocab_size]`."""
         read: Floats = logits[rows, nodes]
         return read
 
@@ -62,20 +56,11 @@ class PassLayout:
         return np.array(path, np.int64)
 
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
-        """Return the pass nodes after which the last `count` committed tokens were sampled, int64 `[count]`.
-
-        Args:
-            committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.
-            count: number of committed tokens, without end-of-row tokens.
-        """
+        """Of the committed pass nodes, return those after which the last `count` codes were sampled."""
         return committed_nodes[-count:]
 
     def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        """Clear mask entries of cached image tokens that the nodes do not attend to; the base class clears none.
-
-        Args:
-            attention_mask: attention mask that is changed in place, bool `[pass nodes, cached tokens]`.
-        """
+        """Clear entries of the attention mask `[pass nodes, cached tokens]` in place; the base class clears none."""
 
 
 class ImageLayout(Protocol):
@@ -95,12 +80,12 @@ class ImageLayout(Protocol):
     def to_generation_order(self, values: CellValues) -> CellValues:
         """Return values of cells `[cells]` in the order in which the cells are generated."""
 
-    def place_codes(self, codes: Sequence[int], num_known_codes_before: int) -> tuple[Ints, CodesWithCells | None]:
+    def place_codes(self, codes: Sequence[int], num_before: int) -> tuple[Ints, CodesWithCells | None]:
         """Return the new codes in raster order up to the first unknown cell, and all new codes with their cells.
 
         Args:
             codes: all codes that are known now, in generation order.
-            num_known_codes_before: number of codes that were known before.
+            num_before: number of codes that were known before.
 
         Returns:
             Codes of consecutive cells, int64 `[count]`: from the first cell that was unknown before, up to the

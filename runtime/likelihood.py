@@ -47,7 +47,7 @@ def compute_likelihood(
     plan: DecodeSettings,
     prompt: Prompt,
     codes: NDArray[np.int64],
-    cell_mask: Bools | None = None,
+    counted_cells: Bools | None = None,
 ) -> Likelihood:
     """Return the mean negative log-likelihood and the mean entropy of the tokens of one image.
 
@@ -56,7 +56,7 @@ def compute_likelihood(
         plan: layout and sampling settings of the image.
         prompt: prompt of the image.
         codes: token of each cell in raster order, int64 `[cells]`.
-        cell_mask: True in the cells to average over, bool `[cells]`; None: all cells.
+        counted_cells: True in the cells to average over, bool `[cells]`; None: all cells.
     """
     layout = plan.layout
     sampling = plan.sampling
@@ -75,17 +75,12 @@ def compute_likelihood(
         # The minimum 1e-300 keeps the logarithm finite if a probability is 0 by underflow.
         nats[part] = -np.log(np.maximum(probabilities[np.arange(len(part)), codes[part]], 1e-300))
         entropy[part] = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum(1)
-    chosen = np.s_[:] if cell_mask is None else layout.to_generation_order(cell_mask)
+    chosen = np.s_[:] if counted_cells is None else layout.to_generation_order(counted_cells)
     return Likelihood(float(nats[chosen].mean()), float(entropy[chosen].mean()))
 
 
 def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> float:
-    """Return the maximum rounding error in the difference of two guided logits, divided by the temperature.
-
-    Args:
-        model: model with the rounding bound of unguided logits.
-        sequence: sequence with sampling settings and batch rows.
-    """
+    """Return the maximum rounding error in the difference of two guided logits, divided by the temperature."""
     # Guidance computes scale * cond - (scale - 1) * uncond, so rounding errors grow by scale + |scale - 1|. A
     # repetition penalty multiplies or divides logits.
     sampling = sequence.sampling
@@ -98,17 +93,10 @@ def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> floa
 def recompute_logits(
     model: LoadedModel, sequence: ImageSequence, preceding_codes: Ints, code_index: int, timer: EngineTimer
 ) -> Floats:
-    """Compute the guided logits of one code of a sequence again, with passes whose shapes are the same for all methods.
+    """Compute the guided logits of one code of a sequence again, float32 `[1, vocab_size]`.
 
-    Args:
-        model: model with its target engine.
-        sequence: sequence that contains the code.
-        preceding_codes: codes that the logits depend on, in generation order, int64 `[count]`.
-        code_index: index of the code in generation order.
-        timer: timer of the target's passes.
-
-    Returns:
-        Float32 `[1, vocab_size]`.
+    The shapes of the passes are the same for all methods. `preceding_codes` are the codes that the logits depend on, in
+    generation order.
     """
     layout = sequence.layout
     rows = sequence.rows[: sequence.guidance.count_batch_rows(code_index)]
@@ -124,17 +112,9 @@ def recompute_logits(
 def compute_sequence_logits(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Ints, timer: EngineTimer
 ) -> Iterator[Floats]:
-    """Yield the logits of all codes that can be computed from the first codes of an image, in generation order.
+    """Yield the logits of all codes that can be computed from the first `codes` of an image, in generation order.
 
-    Args:
-        model: model with its target engine.
-        layout: layout of the image.
-        rows: batch rows of one prompt.
-        codes: known codes in generation order, int64 `[count]`.
-        timer: timer of the target's passes.
-
-    Yields:
-        Logits of each pass, float32 `[rows, codes, vocab_size]`. The first pass, over the prefixes, gives one code.
+    Each pass gives float32 `[rows, codes, vocab_size]`. The first pass, over the prefixes, gives one code.
     """
     for output, lengths, (pass_layout,) in _run_passes_over_codes(model, layout, rows, [codes], timer):
         if pass_layout is None:  # the prefill, whose rows differ in length
@@ -148,16 +128,9 @@ def compute_sequence_logits(
 def compute_sequence_hidden_states(
     model: LoadedModel, layout: ImageLayout, rows: Sequence[PrefixRow], codes: Sequence[Ints]
 ) -> list[Floats]:
-    """Return the target's hidden states for the prefix and the tokens of each batch row.
+    """Return the target's hidden states of each row, float32 `[prefix + tokens, hidden_size]` each.
 
-    Args:
-        model: model with its target engine.
-        layout: layout of the images.
-        rows: prefix of each batch row.
-        codes: known codes of each row, int64 `[count]`, with the same `count` for all rows.
-
-    Returns:
-        For each row, hidden states, float32 `[prefix + tokens, hidden_size]`.
+    `codes` are the known codes of each row, int64 `[count]`, with the same `count` for all rows.
     """
     parts: list[list[Floats]] = [[] for _ in rows]
     for output, lengths, _ in _run_passes_over_codes(model, layout, rows, codes, EngineTimer()):
@@ -171,12 +144,7 @@ def _run_passes_over_codes(
 ) -> Iterator[tuple[PassOutput, Ints, Sequence[PassLayout | None]]]:
     """Run a pass over the prefixes, then passes over consecutive parts of the known codes, and yield their outputs.
 
-    Args:
-        model: model with its target engine.
-        layout: layout of the images.
-        rows: prefix of each batch row.
-        codes: known codes: one array for all rows together, or one array for each row, int64 `[count]`.
-        timer: timer of the target's passes.
+    `codes` is one array for all rows together, or one array for each row, int64 `[count]`.
 
     Yields:
         Output of the pass, number of nodes of each row, and layout of the pass for each array in `codes`; the layout of

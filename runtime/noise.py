@@ -65,12 +65,7 @@ class Noise:
         return np.concatenate(groups)[start : start + num_positions]
 
     def prepare_noise_group(self, group: int, vocab_size: int) -> None:
-        """Generate and store the noise of a group, so that a later call of `gumbel` is faster.
-
-        Args:
-            group: index of a group of `GROUP_SIZE` positions.
-            vocab_size: number of codes in the codebook.
-        """
+        """Generate and store the noise of a group of `GROUP_SIZE` positions, so that `gumbel` is faster later."""
         self._get_noise_group(group, vocab_size)
 
     def acceptance_rng(self, position: int) -> np.random.Generator:
@@ -82,7 +77,6 @@ class Noise:
         return self._acceptance_streams.seek_stream(position)
 
     def discard_noise_before(self, position: int) -> None:
-        """Delete stored groups whose positions are all smaller than `position`."""
         # The loop needs a copy of the keys, because it deletes entries.
         for group in tuple(self._groups):
             if group < position // GROUP_SIZE:
@@ -121,10 +115,6 @@ class _PhiloxStreams:
     The counter is increased before each block of numbers. All streams use one generator object, whose state is set for
     each stream. A new generator for each stream would be slower: it asks the system for a seed that is not needed. This
     took 70 to 96 us in a decode, and 8 us in a loop (measured here).
-
-    Args:
-        seed: seed of the image.
-        purpose: third word of the counter, `_GUMBEL` or `_DECISIONS`.
     """
 
     def __init__(self, seed: int, purpose: int) -> None:
@@ -133,7 +123,6 @@ class _PhiloxStreams:
         self._state = self._bits.state
 
     def seek_stream(self, index: int) -> np.random.Generator:
-        """Set the generator to the start of the stream `index`, and return the generator."""
         self._state["state"]["counter"][1] = index
         self._bits.state = self._state
         return self._generator

@@ -26,10 +26,7 @@ def stack_padding_masks(padding_masks: list[Bools]) -> Bools:
 
 @cache
 def identity_mask(num_nodes: int) -> Bools:
-    """Return the attention mask with which nodes attend only to themselves, bool `[num_nodes, num_nodes]`.
-
-    The result is cached, so callers must not change it.
-    """
+    """Return an identity matrix, bool `[num_nodes, num_nodes]`; it is cached, so callers must not change it."""
     return np.eye(num_nodes, dtype=bool)
 
 
@@ -38,10 +35,6 @@ def build_prefill_mask(is_real_token: Bools, num_nodes: int) -> Bools:
 
     A real node attends to itself and to the real nodes before it. A padding node attends to every real node, to itself
     and to the padding before it. Only LANTERN's LlamaGen drafter reads the output of padding, as in its training.
-
-    Args:
-        is_real_token: True for real tokens and False for padding, bool `[rows, prefix]`.
-        num_nodes: number of nodes of the pass, at least the length of the prefix.
     """
     # Nodes after the prefix of a row only fill the mask and count as real. Their output is not read, and they are not
     # appended to the cache.
@@ -56,18 +49,11 @@ def build_committed_mask(
 ) -> tuple[Bools, int]:
     """Return an attention mask with which new nodes attend to committed cache entries, and the number of cache columns.
 
-    Args:
-        engine: engine that will run the pass.
-        cache: cache that the pass reads.
-        lengths: number of committed entries of each row, int64 `[rows]`.
-        num_nodes: number of new nodes.
-        prefix_padding: True for padding, bool `[rows, columns]`, with at most as many columns as the longest prefix.
-
-    Returns:
-        Mask, bool `[rows, num_nodes, past_length + num_nodes]`, False in the columns of new nodes, which the caller
-        fills; number of cache columns, `past_length`.
+    The mask is bool `[rows, num_nodes, past_length + num_nodes]`, False in the columns of new nodes, which the caller
+    fills. `lengths` are the numbers of committed entries of each row, and `prefix_padding` is True for padding, bool
+    `[rows, columns]`, with at most as many columns as the longest prefix.
     """
-    past_length = engine.compute_padded_past_length(cache, num_nodes)
+    past_length = engine.past_columns(cache, num_nodes)
     attention_mask = np.zeros((len(lengths), num_nodes, past_length + num_nodes), bool)
     for row_mask, length in zip(attention_mask, lengths.tolist(), strict=True):
         row_mask[:, :length] = True  # committed entries fill the first columns of a row
@@ -77,20 +63,14 @@ def build_committed_mask(
 
 
 class PrefixBatch:
-    """Prefixes of all batch rows, from which the inputs of forward passes are built.
-
-    Args:
-        rows: prefix of each batch row.
-
-    Attributes:
-        lengths: number of tokens of each prefix, padding included, int64 `[rows]`.
-        padding: True for padding, bool `[rows, longest prefix]`; the mask has no columns if no prefix has padding.
-    """
+    """Prefixes of all batch rows, from which the inputs of forward passes are built."""
 
     def __init__(self, rows: Sequence[PrefixRow]) -> None:
         self._rows = rows
+        # Number of tokens of each prefix, padding included, int64 `[rows]`.
         self.lengths = np.array([len(row.embeds) for row in rows], np.int64)
         padding = stack_padding_masks([~row.is_real_token for row in rows])
+        # True for padding, bool `[rows, longest prefix]`; the mask has no columns if no prefix has padding.
         self.padding = padding if padding.any() else padding[:, :0]
         self._first_positions = np.array([row.first_code_position for row in rows], np.int64)[:, None]
 
@@ -100,7 +80,7 @@ class PrefixBatch:
         embeds = [row.embeds for row in self._rows]
         # [rows, nodes, hidden_size]
         padded = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in embeds])
-        past_length = engine.compute_padded_past_length(cache, nodes)
+        past_length = engine.past_columns(cache, nodes)
         attention_mask = np.zeros((len(embeds), nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = build_prefill_mask(
             ~stack_padding_masks([~row.is_real_token for row in self._rows]), nodes

@@ -28,13 +28,11 @@ class RasterLayout:
 
     num_codes: int  # number of codes of the image
     columns: int = 1  # number of codes in a grid row
-    # Rows and columns of a smaller grid, whose codes are generated before the codes of the main grid; (0, 0): none.
-    first_grid: tuple[int, int] = (0, 0)
 
     @property
-    def num_first_grid_codes(self) -> int:
-        """Number of codes of the smaller grid."""
-        return self.first_grid[0] * self.first_grid[1]
+    def grid_start(self) -> int:
+        """Number of codes that are generated before the grid."""
+        return 0
 
     @property
     def num_tokens(self) -> int:
@@ -42,44 +40,29 @@ class RasterLayout:
         return self.find_token_position(self.num_codes - 1) + 1
 
     def noise(self, seed: int) -> Noise:
-        """Return the random numbers of the image with the given seed, 0 .. 2^64 - 1."""
         return Noise(seed)
 
     def to_generation_order(self, values: CellValues) -> CellValues:
-        """Return the values of cells `[cells]` unchanged, because raster order is the generation order."""
         return values
 
-    def place_codes(self, codes: Sequence[int], num_known_codes_before: int) -> tuple[Ints, CodesWithCells | None]:
-        """Return the new codes, and None because raster order leaves no gaps between known cells.
-
-        Args:
-            codes: all codes that are known, in generation order.
-            num_known_codes_before: number of codes that were known before.
-        """
-        return np.array(codes[num_known_codes_before:], np.int64), None
+    def place_codes(self, codes: Sequence[int], num_before: int) -> tuple[Ints, CodesWithCells | None]:
+        return np.array(codes[num_before:], np.int64), None
 
     def find_codes_sampled_together(self, code_index: int) -> range:
-        """Return a range of this code alone, because every code depends on the code before it."""
         return range(code_index, code_index + 1)
 
     def find_token_position(self, code_index: int) -> int:
-        """Return the position of a code's token in the image, from 0; drafts may extend past the last code."""
         return code_index
 
     def find_code_index_above(self, code_index: int) -> int:
         """Return the code index of the cell above in the same grid, or a negative number in the first row of a grid."""
-        first_codes = self.num_first_grid_codes
-        if code_index < first_codes:
-            return code_index - self.first_grid[1]
-        above = code_index - self.columns
-        return above if above >= first_codes else -1
+        return code_index - self.columns
 
     def find_left_or_upper_neighbor(self, code_index: int) -> int:
         """Return the code index of the cell to the left or, in the first column, of the cell above."""
         return code_index - (self.columns if code_index % self.columns == 0 and code_index >= self.columns else 1)
 
     def lay_out_prefix_end(self) -> PassLayout:
-        """Return the layout of the last node of a prefix."""
         return PassLayout(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones((1, 1), bool))
 
     def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
@@ -87,22 +70,43 @@ class RasterLayout:
         return PassLayout(tree.tokens, root_index + tree.tree_structure.depths, tree.tree_structure.ancestor_mask)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield the layouts of causal passes over known codes, with at most `max_nodes` codes each."""
         for start in range(0, len(codes), max_nodes):
             tokens = codes[start : start + max_nodes]
             yield PassLayout(tokens, start + np.arange(len(tokens)), np.tri(len(tokens), dtype=bool))
 
     def row_end_token_after(self, code_index: int) -> int | None:
-        """Return None, because this layout has no end-of-row tokens."""
+        """Return the end-of-row token after the last code of a row; None after other codes."""
         return None
 
     def insert_row_ends(self, codes: Ints, first_index: int = 0) -> Ints:
-        """Return the codes unchanged, because this layout has no end-of-row tokens."""
+        """Return codes with an end-of-row token before each code that begins a row.
+
+        Args:
+            codes: consecutive codes, int64 `[count]`.
+            first_index: code index of the first of `codes`.
+        """
         return codes
 
     def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
-        """Return the number of draft nodes, because this layout adds no nodes to a draft."""
         return num_draft_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoGridLayout(RasterLayout):
+    """Raster layout of an image whose codes follow the codes of a smaller version of the image."""
+
+    first_grid: tuple[int, int]  # rows and columns of the smaller grid
+
+    @property
+    def grid_start(self) -> int:
+        rows, columns = self.first_grid
+        return rows * columns
+
+    def find_code_index_above(self, code_index: int) -> int:
+        if code_index < self.grid_start:
+            return code_index - self.first_grid[1]
+        above = code_index - self.columns
+        return above if above >= self.grid_start else -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +116,9 @@ class RowEndLayout(RasterLayout):
     row_end: int  # token id of the end-of-row token
 
     def find_token_position(self, code_index: int) -> int:
-        """Return the position of a code's token, after the end-of-row tokens of earlier rows."""
         return code_index + min(code_index, self.num_codes - 1) // self.columns
 
     def lay_out_tree(self, tree: DraftTree, root_index: int) -> PassLayout:
-        """Return the layout of a pass over a draft tree, with an end-of-row token after each node that ends a row."""
         codes = root_index + tree.tree_structure.depths  # code index of each draft node, [nodes]
         ends_before = np.minimum(codes, self.num_codes - 1) // self.columns  # end-of-row tokens before each code
         ends = (codes % self.columns == self.columns - 1) & (codes + 1 < self.num_codes)  # last codes of rows, [nodes]
@@ -133,12 +135,6 @@ class RowEndLayout(RasterLayout):
         return RowEndPassLayout(tokens, positions, ancestor_mask, draft_nodes, sampling_nodes)
 
     def lay_out_known_codes(self, codes: Ints, max_nodes: int) -> Iterator[PassLayout]:
-        """Yield the layouts of causal passes over known codes and their end-of-row tokens.
-
-        Args:
-            codes: known codes from the first, int64 `[count]`.
-            max_nodes: maximum number of nodes of a pass.
-        """
         # An end-of-row token after the last known code must be inserted, too. So 0 stands for the unknown next code,
         # and is removed again.
         tokens = self.insert_row_ends(np.append(codes, 0))[:-1]
@@ -154,23 +150,15 @@ class RowEndLayout(RasterLayout):
             yield RowEndPassLayout(tokens[part], start + nodes, np.tri(count, dtype=bool), nodes, sampling_nodes)
 
     def row_end_token_after(self, code_index: int) -> int | None:
-        """Return the end-of-row token after the last code of a row; None after other codes."""
         ends_row = code_index % self.columns == self.columns - 1 and code_index + 1 < self.num_codes
         return self.row_end if ends_row else None
 
     def insert_row_ends(self, codes: Ints, first_index: int = 0) -> Ints:
-        """Return codes with an end-of-row token before each code that begins a row.
-
-        Args:
-            codes: consecutive codes, int64 `[count]`.
-            first_index: code index of the first of `codes`.
-        """
         numbers = first_index + np.arange(len(codes))
         begins = (numbers % self.columns == 0) & (numbers > 0) & (numbers < self.num_codes)
         return np.insert(codes, np.flatnonzero(begins), self.row_end)
 
     def count_max_nodes_per_pass(self, num_draft_nodes: int) -> int:
-        """Return twice the number of draft nodes, because an end-of-row token may follow each node."""
         return 2 * num_draft_nodes
 
 
@@ -184,32 +172,16 @@ class RowEndPassLayout(PassLayout):
     sampling_pass_nodes: Ints  # pass node after which the token of each draft node is sampled, int64 `[nodes]`
 
     def logits(self, logits: DeviceArray, rows: slice, nodes: slice | Sequence[int]) -> Floats:
-        """Return the logits after each draft node, or after the end-of-row token that follows the node.
-
-        Args:
-            logits: logits of the pass, on the host or on a device, float32 `[rows, pass nodes, vocab_size]`.
-            rows: batch rows of the sequence.
-            nodes: draft nodes to return logits for.
-
-        Returns:
-            Float32 `[rows, nodes, vocab_size]`.
-        """
+        """Return the logits after each draft node, or after the end-of-row token that follows the node."""
         read: Floats = logits[rows, self.sampling_pass_nodes[nodes].tolist()]
         return read
 
     def find_sampling_nodes(self, nodes: Ints) -> Ints:
-        """Return the pass nodes after which the tokens of draft nodes are sampled."""
         return self.sampling_pass_nodes[nodes]
 
     def find_path_nodes(self, path: Sequence[int]) -> Ints:
-        """Return the pass nodes of the draft nodes `path`, end-of-row tokens included."""
         return np.flatnonzero(np.isin(self.draft_nodes, path))
 
     def find_hidden_state_nodes(self, committed_nodes: Ints, count: int) -> Ints:
-        """Return the committed nodes after which a code is sampled, and not an end-of-row token.
-
-        Args:
-            committed_nodes: pass nodes that were committed, int64 `[committed_nodes]`.
-            count: number of committed tokens without end-of-row tokens; this layout does not need the number.
-        """
+        """Return the committed nodes after which a code is sampled, and not an end-of-row token."""
         return np.intersect1d(committed_nodes, self.sampling_pass_nodes)

@@ -40,14 +40,17 @@ class GridNode(NamedTuple):
     """Node of a pass over several grid rows."""
 
     token: int
-    cell: int  # cell of the token, counted with end-of-row tokens
+    cell: int  # cell of the token
     grid_row: int  # grid row to which the node belongs
     num_attended_tokens: int  # number of tokens of the grid row to which the node attends, see `GridPass`
 
 
 @dataclass(frozen=True)
 class GridPass:
-    """Nodes of one pass over the active rows of a grid, whose last column holds the end-of-row tokens, if any."""
+    """Nodes of one pass over the active rows of a grid, whose last column holds the end-of-row tokens, if any.
+
+    Cells count end-of-row tokens, and also the codes before the grid, to which all nodes attend.
+    """
 
     tokens: Ints  # int64 `[nodes]`
     cells: Ints  # cell of each node, int64 `[nodes]`; the target predicts the token of the next cell
@@ -58,13 +61,13 @@ class GridPass:
     sampled_nodes: list[int]  # nodes after which a code is sampled
     cached_cells: Ints  # cells of the cached tokens, in the order of the cache, int64 `[entries]`
     cached_tokens: Ints  # tokens of these cells, int64 `[entries]`
+    start: int  # first cell of the grid
     columns: int  # number of columns of the grid, the column of end-of-row tokens included
     window: int  # number of tokens by which a grid row is ahead of the next grid row
-    next_code_indices: Ints  # index of the code after each node, end-of-row tokens not counted, int64 `[nodes]`
+    next_code_indices: Ints  # index of the code after each node, int64 `[nodes]`
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the pass."""
         return len(self.tokens)
 
     @property
@@ -79,58 +82,56 @@ class GridPass:
         """Return the attention mask of the nodes over `cells`, bool `[nodes, cells]`."""
         # A node attends to `num_attended_tokens` tokens of its row. In each row further up, it attends to `window` more
         # tokens than in the row below.
-        row, column = np.divmod(cells, self.columns)
+        row, column = np.divmod(cells - self.start, self.columns)
         rows_above = self.grid_rows[:, None] - row
         mask: Bools = (rows_above >= 0) & (column < self.num_attended_tokens[:, None] + rows_above * self.window)
-        return mask
+        return mask | (cells < self.start)
 
 
 class TokenGrid:
-    """Token grid of one image during row-parallel decoding, after the first code was sampled.
+    """Token grid of one image during row-parallel decoding, after the first code of the grid was sampled.
 
     Args:
-        layout: layout of the image; the codes of a smaller first grid do not belong to this grid.
-        first_code: first code of the grid.
+        layout: layout of the image.
+        codes: codes before the grid, and the first code of the grid.
         window: number of tokens by which a grid row stays behind the row above.
         num_drafts: number of draft tokens in every row; may be changed between passes.
         max_nodes: maximum number of nodes of a pass; further nodes wait for the next pass.
         preserved_codes: preserved codes, -1 in cells to generate, int64 `[codes]`; None: all cells are generated.
-
-    Attributes:
-        cells: token of every cell, -1 if the token is not known yet.
-        codes_per_row: number of columns without the column of end-of-row tokens.
-        columns: number of columns with the column of end-of-row tokens.
-        lengths: number of known tokens of every row; the end-of-row token counts once the last code is known.
-        cached_lengths: number of cached tokens of every row. The newest code and the end-of-row token enter the cache
-            in the next pass, so a row can have fewer cached tokens than known tokens.
     """
 
     def __init__(
         self,
         layout: RasterLayout,
-        first_code: int,
+        codes: Sequence[int],
         window: int,
         num_drafts: int = 0,
         max_nodes: int = MAX_BATCH_NODES,
         preserved_codes: Ints | None = None,
     ) -> None:
-        self.codes_per_row = layout.columns
-        end_token = layout.row_end_token_after(layout.num_first_grid_codes + self.codes_per_row - 1)
+        self.codes_per_row = layout.columns  # number of columns without the column of end-of-row tokens
+        self.start = layout.grid_start
+        end_token = layout.row_end_token_after(self.start + self.codes_per_row - 1)
         self.has_row_ends = end_token is not None
-        self.columns = self.codes_per_row + self.has_row_ends
-        num_rows = (layout.num_codes - layout.num_first_grid_codes) // self.codes_per_row
+        self.columns = self.codes_per_row + self.has_row_ends  # number of columns with the column of end-of-row tokens
+        num_rows = (layout.num_codes - self.start) // self.codes_per_row
         cells = np.full((num_rows, self.columns), end_token or 0)
         cells[:, : self.codes_per_row] = -1  # only the end-of-row tokens are known
-        cells[0, 0] = first_code
-        self.cells: list[int] = cells.ravel().tolist()
+        # Token of every cell, the codes before the grid included; -1 if the token is not known yet.
+        self.cells: list[int] = [*codes, *cells.ravel()[1:].tolist()]
         self.window = min(window, self.codes_per_row)
         self.num_drafts = num_drafts
         self.max_nodes = max_nodes
+        # Number of known tokens of every row; the end-of-row token counts once the last code is known.
         self.lengths = [0] * num_rows
+        # Number of cached tokens of every row. The newest code and the end-of-row token enter the cache in the next
+        # pass, so a row can have fewer cached tokens than known tokens.
         self.cached_lengths = [0] * num_rows
-        self._cached_cells: list[int] = []  # cells of cached tokens, in cache order
-        codes = enumerate([] if preserved_codes is None else preserved_codes.tolist())
-        self._preserved = {i + self.has_row_ends * (i // self.codes_per_row): code for i, code in codes if code >= 0}
+        self._cached_cells = [*range(self.start)]  # cells of cached tokens, in cache order
+        preserved = enumerate([] if preserved_codes is None else preserved_codes.tolist())
+        self._preserved = {
+            i + self.has_row_ends * (i // self.codes_per_row): code for i, code in preserved if code >= 0
+        }
         # {cell: draft token} for cells that are not known yet. The draft tokens are preserved codes, and tokens that
         # earlier passes sampled after draft tokens.
         self._drafts = dict(self._preserved)
@@ -141,7 +142,7 @@ class TokenGrid:
         nodes: list[GridNode] = []
         lengths: list[int] = []  # number of tokens of each row in the cache or in the pass
         for row, count in enumerate(self.lengths):
-            first = row * self.columns  # first cell of the row
+            first = self.start + row * self.columns  # first cell of the row
             length = self.cached_lengths[row]
             begins_row = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
             # Nothing is sampled after the last code of the image, so it needs no pass.
@@ -172,7 +173,7 @@ class TokenGrid:
         # A code is sampled after every node before the end of a row. The code after the last node of a row begins the
         # next row; it is sampled here only without stand-ins, which begin the next row otherwise.
         begins_cell = (num_attended_tokens < self.codes_per_row) | (self.window == self.columns)
-        next_code_indices = grid_rows * self.codes_per_row + np.minimum(num_attended_tokens, self.codes_per_row)
+        next_columns = np.minimum(num_attended_tokens, self.codes_per_row)
         cached_cells = np.array(self._cached_cells, np.int64)
         return GridPass(
             tokens=tokens,
@@ -182,9 +183,10 @@ class TokenGrid:
             sampled_nodes=np.flatnonzero(begins_cell).tolist(),
             cached_cells=cached_cells,
             cached_tokens=np.array(self.cells, np.int64)[cached_cells],
+            start=self.start,
             columns=self.columns,
             window=self.window,
-            next_code_indices=next_code_indices,
+            next_code_indices=self.start + grid_rows * self.codes_per_row + next_columns,
         )
 
     def verify_drafts(self, grid_pass: GridPass, codes: Ints) -> tuple[Ints, Ints]:
@@ -207,7 +209,7 @@ class TokenGrid:
             grid_pass.tokens.tolist(), grid_pass.grid_rows.tolist(), grid_pass.num_attended_tokens.tolist(), strict=True
         )
         for node, (token, row, count) in enumerate(nodes):
-            cell = row * self.columns + count  # the cell after the node, for which a code is sampled
+            cell = self.start + row * self.columns + count  # the cell after the node, for which a code is sampled
             code = self._preserved.get(cell, choices[node]) if node in choices else NO_CODE
             matches = count <= lengths[row] or token == expected
             accepted = matches and self._has_full_context(row, count, self.cached_lengths)
@@ -222,7 +224,7 @@ class TokenGrid:
                 self.cached_lengths[row] = count
             if code >= 0:
                 self.cells[cell] = code
-                self._extend_row(cell // self.columns)
+                self._extend_row((cell - self.start) // self.columns)
                 new_cells.append(cell)
                 self._drafts.pop(cell, None)
             elif node in choices:
@@ -230,18 +232,14 @@ class TokenGrid:
         return np.array(accepted_nodes, np.int64), np.array(new_cells, np.int64)
 
     def _extend_row(self, row: int) -> None:
-        """Add one code to the length of a row, and after the last code also the end-of-row token."""
         self.lengths[row] += 1
         if self.lengths[row] == self.codes_per_row:
             self.lengths[row] = self.columns
 
     def _has_full_context(self, row: int, num_tokens: int, row_lengths: list[int]) -> bool:
-        """Return whether the rows above have all tokens to which the token `num_tokens` of a row attends.
+        """Return whether the rows above have all tokens to which token `num_tokens` of `row`, counted from 1, attends.
 
-        Args:
-            row: grid row of the token.
-            num_tokens: number of tokens in the row up to the token, the token included.
-            row_lengths: number of available tokens of each row above.
+        `row_lengths` are the numbers of available tokens of each row above.
         """
         for above in range(row - 1, -1, -1):
             num_tokens += self.window
@@ -259,11 +257,6 @@ class RowParallelPassLayout(PassLayout):
     past_mask: Bools  # whether each node attends to each cached token of the image, bool `[nodes, entries]`
 
     def mask_cached_tokens(self, attention_mask: Bools) -> None:
-        """Clear the entries of an attention mask over cached tokens to which the nodes do not attend.
-
-        Args:
-            attention_mask: attention mask that is changed in place, bool `[nodes, cached tokens]`.
-        """
         attention_mask[:, : self.past_mask.shape[1]] &= self.past_mask
 
 
@@ -274,82 +267,58 @@ class RowParallelDraft:
     sequence: ImageSequence
     grid: TokenGrid
     grid_pass: GridPass
-    num_codes_before_grid: int = field(init=False)  # codes of a smaller first grid, to which all nodes attend
     tokens: Ints = field(init=False)  # tokens of the nodes, int64 `[nodes]`
     tree_structure: TreeStructure = field(init=False)  # attention mask among the nodes
     next_code_indices: Sequence[int] = field(init=False)  # index of the code that is sampled after each node
     sampled_nodes: Sequence[int] = field(init=False)  # nodes after which a token is sampled
 
     def __post_init__(self) -> None:
-        self.num_codes_before_grid = self.sequence.raster_layout.num_first_grid_codes
         self.tokens = self.grid_pass.tokens
         self.tree_structure = self.grid_pass.tree_structure
-        self.next_code_indices = (self.num_codes_before_grid + self.grid_pass.next_code_indices).tolist()
+        self.next_code_indices = self.grid_pass.next_code_indices.tolist()
         self.sampled_nodes = self.grid_pass.sampled_nodes
 
     def make_pass_layout(self) -> PassLayout:
-        """Return the tokens, positions and attention masks of the nodes in a forward pass."""
         tree_structure = self.tree_structure
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)
-        # All nodes attend to the codes before the grid, which come first in the cache: [nodes, entries].
-        past_mask = np.pad(past_mask, ((0, 0), (self.num_codes_before_grid, 0)), constant_values=True)
-        return RowParallelPassLayout(
-            self.tokens, self.num_codes_before_grid + tree_structure.depths, tree_structure.ancestor_mask, past_mask
-        )
+        return RowParallelPassLayout(self.tokens, tree_structure.depths, tree_structure.ancestor_mask, past_mask)
 
     def preceding_codes(self, node: int) -> Ints:
         """Return the tokens to which a node attends, the token of the node included."""
         past_mask = self.grid_pass.build_attention_mask(self.grid_pass.cached_cells)[node]
-        before = np.array(self.sequence.codes[: self.num_codes_before_grid], np.int64)
         return np.concatenate(
-            [before, self.grid_pass.cached_tokens[past_mask], self.tokens[self.tree_structure.ancestor_mask[node]]]
+            [self.grid_pass.cached_tokens[past_mask], self.tokens[self.tree_structure.ancestor_mask[node]]]
         )
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Sample tokens, verify the draft tokens, and add the accepted tokens to the grid and the sequence.
-
-        Args:
-            output: output of the target after each node.
-            model: engines and tables of the model, which this method does not need.
-        """
         sequence = self.sequence
         grid = self.grid
         accepted_nodes, new_cells = grid.verify_drafts(self.grid_pass, output.choose_tokens(self.sampled_nodes))
-        if grid.has_row_ends:
-            # Cells count end-of-row tokens, but code indices do not: there are r end-of-row tokens before row r.
+        image = np.array(grid.cells, np.int64)  # codes in raster order, -1 for unknown codes
+        if grid.has_row_ends:  # cells count end-of-row tokens, of which r come before row r, but codes do not
+            image = image.reshape(-1, grid.columns)[:, :-1].ravel()
             new_cells = new_cells - new_cells // grid.columns
-        # codes of the grid in raster order, -1 for unknown codes, [codes]
-        image = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes_per_row].ravel()
         unknown = np.flatnonzero(image < 0)
         end = unknown[0] if len(unknown) else len(image)
-        codes = image[len(sequence.codes) - self.num_codes_before_grid : end]
+        codes = image[len(sequence.codes) : end]
         sequence.codes += codes.tolist()
         sequence.record_draft(len(self.tokens) - 1, len(new_cells) - 1)
-        step = SequenceStep(
-            sequence.index,
-            codes,
-            codes_with_cells=CodesWithCells(self.num_codes_before_grid + new_cells, image[new_cells]),
-        )
+        step = SequenceStep(sequence.index, codes, CodesWithCells(new_cells, image[new_cells]))
         return AcceptedDraft(step, codes, accepted_nodes)
 
 
 class RowParallelDrafter(Drafter):
-    """Drafter of row-parallel decoding, with one token grid for each sequence.
-
-    Args:
-        max_nodes: maximum number of nodes of one sequence in a forward pass.
-    """
+    """Drafter of row-parallel decoding, with one token grid for each sequence."""
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = min(max_nodes, MAX_BATCH_NODES)
         self._grids: dict[ImageSequence, TokenGrid] = {}
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[Draft]:
-        """Return the draft of every sequence for the next pass."""
         # Codes of a smaller first grid are generated one after another, before the grid is generated in parallel.
         drafts: list[Draft] = []
         for sequence in sequences:
-            if len(sequence.codes) <= sequence.raster_layout.num_first_grid_codes:
+            if len(sequence.codes) <= sequence.raster_layout.grid_start:
                 drafts.append(TreeDraft(sequence, make_preserved_chain(sequence, self._max_nodes)))
             else:
                 grid = self._get_grid(sequence)
@@ -357,7 +326,6 @@ class RowParallelDrafter(Drafter):
         return drafts
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:
-        """Delete the token grids of these sequences."""
         for sequence in sequences:
             self._grids.pop(sequence, None)
 
@@ -365,9 +333,12 @@ class RowParallelDrafter(Drafter):
         method = sequence.method
         assert isinstance(method, RowParallel)
         if sequence not in self._grids:
-            layout = sequence.raster_layout
-            first = sequence.codes[layout.num_first_grid_codes]
             self._grids[sequence] = TokenGrid(
-                layout, first, method.window, method.drafts, self._max_nodes, sequence.preserved_codes
+                sequence.raster_layout,
+                sequence.codes,
+                method.window,
+                method.drafts,
+                self._max_nodes,
+                sequence.preserved_codes,
             )
         return self._grids[sequence]

@@ -64,14 +64,12 @@ class PrefixRow:
 
     @property
     def first_code_position(self) -> int:
-        """Position of the first code."""
         return len(self.embeds) if self.first_position is None else self.first_position
 
     def node_positions(self, num_nodes: int) -> Ints:
         """Return the positions of the nodes of a prefill, int64 `[num_nodes]`.
 
-        Args:
-            num_nodes: number of nodes, at least the length of the prefix; the output of additional nodes is not used.
+        `num_nodes` is at least the length of the prefix; the output of additional nodes is not used.
         """
         if self.positions is None:
             return self.first_code_position - len(self.embeds) + np.arange(num_nodes)
@@ -98,11 +96,7 @@ class Prompt:
     preserved_codes: Ints | None = None
 
     def rows(self, count: int) -> list[PrefixRow]:
-        """Return the rows to decode: the conditional row and, with guidance, the unconditional row.
-
-        Args:
-            count: number of rows, 1 without guidance and 2 with guidance.
-        """
+        """Return the conditional row and, if `count` is 2, the unconditional row."""
         return [self.cond, self.uncond][:count]
 
 
@@ -122,11 +116,7 @@ class DecodeSettings:
         return 2 if self.sampling.uses_guidance else 1
 
     def count_cache_columns(self, prefix_length: int) -> int:
-        """Return the number of cache columns for the prefix, the image and one draft.
-
-        Args:
-            prefix_length: number of tokens of the prefix, padding included.
-        """
+        """Return the number of cache columns for the prefix (padding included), the image and one draft."""
         return prefix_length + self.layout.num_tokens + self.layout.count_max_nodes_per_pass(self.max_nodes) + 2
 
 
@@ -172,11 +162,10 @@ class ImageSequence:
 
     @property
     def raster_layout(self) -> RasterLayout:
-        """Layout of the image, for methods that need a raster layout."""
         assert isinstance(self.layout, RasterLayout), "requests check that the method fits the bundle"
         return self.layout
 
-    def remove_unconditional_row_if_unneeded(self) -> bool:
+    def end_guidance(self) -> bool:
         """Remove the unconditional row if all guided codes are known; return whether a row was removed."""
         if len(self.rows) == 1 or len(self.codes) < self.guidance.num_guided_codes:
             return False
@@ -185,7 +174,6 @@ class ImageSequence:
 
     @property
     def window(self) -> int:
-        """Maximum number of tokens of the next `sjd` draft."""
         return self.max_nodes - 1
 
     def adapt_window(self, num_images: int) -> None:
@@ -194,14 +182,12 @@ class ImageSequence:
             self.max_nodes = 1 + self._window.choose_size(num_images)
 
     def record_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """Record the numbers of drafted and accepted tokens of a forward pass."""
         self.statistics.accepted_per_step.append(num_accepted)
         if self._window is not None:
             self._window.record(num_drafted, num_accepted)
 
     @property
     def num_remaining_codes(self) -> int:
-        """Number of codes that are still to be generated or preserved."""
         return self.layout.num_codes - len(self.codes)
 
     def next_preserved_codes(self, num_skipped: int = 0) -> tuple[Ints, int]:
@@ -223,11 +209,7 @@ class ImageSequence:
         return rest[:count], int(preserved[0]) if len(preserved) else len(rest) - count
 
     def count_codes_until_preserved(self, num_skipped: int = 0) -> int:
-        """Return the number of cells to generate before the next preserved cell.
-
-        Args:
-            num_skipped: number of cells to skip first.
-        """
+        """Return the number of cells to generate before the next preserved cell."""
         if self.preserved_codes is None:
             return self.num_remaining_codes - num_skipped
         preserved, gap = self.next_preserved_codes(num_skipped)
@@ -243,5 +225,4 @@ class ImageSequence:
 
     @property
     def num_cache_columns(self) -> int:
-        """Number of cache columns for the prefix, the image and one draft."""
         return self.plan.count_cache_columns(max(len(row.embeds) for row in self.rows))

@@ -25,11 +25,7 @@ class EngineTimer:
         return timer
 
     def elapsed_since(self, start: EngineTimer) -> EngineTimer:
-        """Return a timer that counts only the passes and seconds since `start`.
-
-        Args:
-            start: copy that was made of this timer.
-        """
+        """Return a timer that counts only the passes and seconds since the copy `start` was made."""
         timer = EngineTimer()
         timer.calls = self.calls - start.calls
         timer.seconds = self.seconds - start.seconds
@@ -37,13 +33,6 @@ class EngineTimer:
         return timer
 
     def run_pass(self, engine: Engine, pass_input: PassInput, cache: Cache) -> PassOutput:
-        """Run and count one forward pass.
-
-        Args:
-            engine: engine that runs the pass.
-            pass_input: input of the pass.
-            cache: cache of the engine that the pass reads.
-        """
         start = time.perf_counter()
         output = engine.run(pass_input, cache)
         self.calls += 1
@@ -51,13 +40,6 @@ class EngineTimer:
         return output
 
     def append_to_cache(self, cache: Cache, new_kv: Any, accepted_indices: list[Ints]) -> None:
-        """Append accepted nodes to a cache, and add the time to the seconds of the engine.
-
-        Args:
-            cache: cache of the engine.
-            new_kv: keys and values of a pass.
-            accepted_indices: accepted nodes of each batch row, int64 `[accepted]`.
-        """
         start = time.perf_counter()
         cache.append(new_kv, accepted_indices)
         self.seconds += time.perf_counter() - start
@@ -108,15 +90,7 @@ def summarize_decode(
     drafter_timer: EngineTimer,
     sequence_statistics: list[SequenceStatistics],
 ) -> Statistics:
-    """Return the statistics of a decode that began when `target_timer` was created and ends now.
-
-    Args:
-        method: name of the method.
-        codes_per_image: number of codes of an image, preserved codes included.
-        target_timer: timer of the target's passes.
-        drafter_timer: timer of the drafter's passes.
-        sequence_statistics: statistics of each image, not empty.
-    """
+    """Return the statistics of a decode that began when `target_timer` was created and ends now."""
     seconds = time.perf_counter() - target_timer.start_time
     accepted = [count for sequence in sequence_statistics for count in sequence.accepted_per_step]
     tokens = [(codes_per_image - sequence.preserved) / sequence.target_passes for sequence in sequence_statistics]

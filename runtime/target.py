@@ -20,8 +20,8 @@ from .sampling import (
     choose_codes,
     choose_codes_with_margins,
     compute_distribution,
-    is_robust_to_rounding,
     make_invalid_logits_error,
+    stays_best_under_rounding,
 )
 from .state import ImageSequence
 from .tree import TreeStructure
@@ -104,7 +104,11 @@ class TargetOutput:
             EngineError: the logits are NaN or infinite.
         """
         code = self.choose_token_without_recompute(node)
-        if self.recompute_node_logits is not None and code != NO_CODE and not self._is_robust_to_rounding(node, code):
+        if (
+            self.recompute_node_logits is not None
+            and code != NO_CODE
+            and not self._stays_best_under_rounding(node, code)
+        ):
             logits = self.recompute_node_logits(node)
             code = self._choices[node] = int(choose_codes(logits, self._read_noise(node, logits), self.sampling)[0])
         if code == NO_CODE:
@@ -143,12 +147,9 @@ class TargetOutput:
         return self.noise.acceptance_rng(self.next_code_indices[node])
 
     def choose_tokens(self, nodes: Sequence[int]) -> Ints:
-        """Return the tokens that the target chooses after nodes, without recomputing near-ties, int64 `[nodes]`.
+        """Return the tokens that the target chooses after `nodes`, in ascending order, without recomputing near-ties.
 
         The token is `NO_CODE` where the logits are NaN or infinite.
-
-        Args:
-            nodes: nodes in ascending order, which need not form a chain.
         """
         if not all(node in self._choices for node in nodes):
             # NumPy reads a slice without a copy, but copies the logits of a list of nodes.
@@ -164,22 +165,19 @@ class TargetOutput:
     def store_chosen_codes(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
         """Store tokens that were sampled elsewhere, on a device or together with other sequences.
 
-        Args:
-            nodes: nodes after which the codes were sampled.
-            codes: sampled codes, int64 `[nodes]`.
-            block: logits and noise of the nodes; None if they are on a device.
+        `block` has logits and noise of the nodes; None if they are on a device.
         """
         self._choices.update(zip(nodes, codes.tolist(), strict=True))
         self._block = block
 
-    def _is_robust_to_rounding(self, node: int, code: int) -> bool:
+    def _stays_best_under_rounding(self, node: int, code: int) -> bool:
         block = self._get_logit_block(node)
         index = node - block.first_node
         if len(block.margins):
             return block.margins[index] > self.sequence.rounding_margin
         assert block.noise is not None or self.sampling.greedy, "the block of a sampled node contains the noise"
         noise = None if block.noise is None else block.noise[index]
-        return is_robust_to_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
+        return stays_best_under_rounding(block.logits[index], noise, code, self.sampling, self.sequence.rounding_margin)
 
     def _get_logit_block(self, node: int) -> LogitBlock:
         """Return the block of logits that contains a node: the whole chain, or in a tree the node alone."""
@@ -209,10 +207,6 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
 
     Sequences are sampled together if they are neighbours in the batch, have the same sampling settings, and have drafts
     that are chains of the same length. The other sequences are skipped; their tokens are sampled on demand.
-
-    Args:
-        logits: logits of a pass, float32 `[rows, nodes, vocab_size]`.
-        target_outputs: outputs of several sequences, in the order of their batch rows.
     """
     for (nodes, num_rows, sampling), group in groupby(target_outputs, _sampling_group_key):
         # The limit on the nodes saves memory. The other sequences of the group are sampled on demand.

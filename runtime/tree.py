@@ -22,7 +22,6 @@ MAX_LEVELS = 32  # maximum number of levels; a limit, because drafting needs one
 
 
 def _check_size(noun: str, size: int, limit: int) -> None:
-    """Raise TreeError if a size of a tree, such as its number of nodes, is above the limit."""
     if size > limit:
         raise TreeError(
             field="tree", found=f"{size:,} {noun}", expected=f"at most {limit}", remedy="give a smaller tree"
@@ -93,7 +92,6 @@ class StaticTreeShape:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, the root included."""
         return len(self.paths) + 1
 
 
@@ -123,7 +121,7 @@ class DynamicTreeShape:
 
 
 def no_proposal_distribution(node: int) -> None:
-    """Return None, which means that the children of `node` were not sampled and count as certain (q = 1)."""
+    """Return None: the children of `node` were not sampled and count as certain (q = 1)."""
 
 
 @dataclass(eq=False)
@@ -146,7 +144,6 @@ class DraftTree:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, the root included."""
         return len(self.tokens)
 
     @property
@@ -158,7 +155,6 @@ class DraftTree:
         return self._structure
 
     def path_to(self, node: int) -> list[int]:
-        """Return the nodes from the root to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(int(self.parents[path[-1]]))
@@ -181,12 +177,6 @@ class TreeStructure:
 # Cached, because most passes of a decode have trees of the same shape. The key is bytes, as arrays are not hashable.
 @lru_cache(maxsize=64)
 def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
-    """Build the structure of a tree, or return the cached structure of an equal tree.
-
-    Args:
-        parents_bytes: bytes of the array `DraftTree.parents`.
-        leaf_order: leaves in their order of preference; None: the order of node numbers.
-    """
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
     depths: list[int] = []
     children: list[list[int]] = [[] for _ in parents]
@@ -216,12 +206,7 @@ def _build_structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -
 
 
 class StaticTreeBuilder:
-    """Builder of the draft tree of one sequence, level by level, with a fixed shape.
-
-    Args:
-        shape: shape of the tree.
-        root: token of the root.
-    """
+    """Builder of the draft tree of one sequence, level by level, with a fixed shape."""
 
     def __init__(self, shape: StaticTreeShape, root: int) -> None:
         self.shape = shape
@@ -247,11 +232,8 @@ class StaticTreeBuilder:
     def build(self, proposal: Proposal, greedy: bool) -> DraftTree:
         """Return the draft tree of all nodes that have a token.
 
-        A node has no token if the distribution had too few candidates, or if the image ends before the node.
-
-        Args:
-            proposal: function from a node to the distribution from which its children were sampled, see `DraftTree`.
-            greedy: whether decoding is greedy, so that the order of the leaves decides between equally long paths.
+        A node has no token if the distribution had too few candidates, or if the image ends before the node. In greedy
+        decoding the order of the leaves decides between equally long paths.
         """
         leaf_order = self.shape.leaves if greedy else None
         tree = DraftTree(self.tokens, self.shape.parents, proposal, leaf_order)
@@ -259,11 +241,7 @@ class StaticTreeBuilder:
 
 
 class DynamicTreeBuilder:
-    """Builder of the draft tree of one sequence, level by level, along the most probable paths.
-
-    Args:
-        root: token of the root.
-    """
+    """Builder of the draft tree of one sequence, level by level, along the most probable paths."""
 
     def __init__(self, root: int) -> None:
         self.tokens = np.array([root])
@@ -304,12 +282,7 @@ class DynamicTreeBuilder:
 
 
 def extract_subtree(tree: DraftTree, nodes: Ints) -> DraftTree:
-    """Return the tree of the given nodes, in the given order.
-
-    Args:
-        tree: tree that contains the nodes.
-        nodes: nodes of `tree`, int64 `[n]`; the parent of a node is included and comes before the node.
-    """
+    """Return the tree of `nodes`, in their order; the parent of a node is included and comes before the node."""
     # New index of each old node. The root has parent -1, so the additional last entry is read for it and stays -1.
     new_index = np.full(tree.num_nodes + 1, -1, np.int64)
     new_index[nodes] = np.arange(len(nodes))

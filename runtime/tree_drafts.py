@@ -42,7 +42,6 @@ class TreeDraft:
         )
 
     def _check_committed_nodes(self) -> None:
-        """Check the nodes that are committed without verification."""
         preserved, _ = self.sequence.next_preserved_codes()
         count = self.tree.num_preserved_tokens
         committed = self.tree.tokens[: 1 + count].tolist()
@@ -57,7 +56,6 @@ class TreeDraft:
         return None if self.sequence.relaxed else range(len(self.tokens))
 
     def make_pass_layout(self) -> PassLayout:
-        """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
         return self.sequence.raster_layout.lay_out_tree(self.tree, self.first_code_index - 1)
 
     def preceding_codes(self, node: int) -> Ints:
@@ -66,12 +64,6 @@ class TreeDraft:
         return np.array([*self.sequence.codes[: self.first_code_index], *self.tree.tokens[path].tolist()], np.int64)
 
     def accept(self, output: TargetOutput, model: LoadedModel) -> AcceptedDraft:
-        """Verify the tree, and append the accepted codes and the code sampled after them to the sequence.
-
-        Args:
-            output: output of the target after each node of the tree.
-            model: model with the table of neighbours for relaxed acceptance.
-        """
         sequence = self.sequence
         tree = self.tree
         accepted = self._verify_tree(output, model)
@@ -93,7 +85,6 @@ class TreeDraft:
         return AcceptedDraft(step, codes, output.layout.find_path_nodes(path))
 
     def _verify_tree(self, output: TargetOutput, model: LoadedModel) -> Acceptance:
-        """Verify the tree with exact, relaxed or greedy relaxed acceptance, as the settings of the sequence require."""
         tree = self.tree
         remaining = tree.num_preserved_tokens + self.sequence.count_codes_until_preserved(tree.num_preserved_tokens)
         if not self.sequence.relaxed:
@@ -109,7 +100,9 @@ class TreeDraft:
 class TreeDrafter(Drafter):
     """Base class of drafters whose drafts are trees, and the drafter of autoregressive decoding (no draft tokens).
 
-    Preserved codes need no verification. One pass commits consecutive preserved codes as a chain below the last token.
+    Override `draft_tree`, or `draft_trees` to draft for all sequences at once. Drafts are compared with the target's
+    own samples, so the image of an exact method does not depend on what is drafted. Preserved codes need no
+    verification. One pass commits consecutive preserved codes as a chain below the last token.
 
     Args:
         max_nodes: maximum number of nodes of a sequence in a forward pass.
@@ -126,7 +119,6 @@ class TreeDrafter(Drafter):
         self.max_nodes = min(max_nodes, MAX_BATCH_NODES)
 
     def draft(self, sequences: Sequence[ImageSequence]) -> list[TreeDraft]:
-        """Return a draft for every sequence."""
         without_drafts = {
             sequence: make_preserved_chain(sequence, self.max_nodes)
             for sequence in sequences
@@ -139,25 +131,24 @@ class TreeDrafter(Drafter):
     def draft_trees(self, sequences: Sequence[ImageSequence]) -> Sequence[DraftTree]:
         """Return a draft tree for each of these sequences; the root is the last token of the sequence.
 
-        Args:
-            sequences: sequences with at least one committed code; not empty.
+        A tree has at most `sequence.max_nodes` nodes. `sequences` have at least one committed code, and are not empty.
         """
-        return [make_chain(sequence.codes[-1:]) for sequence in sequences]
+        return [self.draft_tree(sequence) for sequence in sequences]
+
+    def draft_tree(self, sequence: ImageSequence) -> DraftTree:
+        """Return a draft tree for one sequence; here it is the root alone."""
+        return make_chain(sequence.codes[-1:])
 
     def count_min_nodes_per_pass(self, sequence: ImageSequence, num_images: int) -> int:
-        """Return the number of nodes of the largest draft of a sequence.
+        """Return the number of nodes of the largest draft of a sequence, which may depend on the number of images.
 
-        Smaller passes are padded to this number, so that all passes have the same shape.
-
-        Args:
-            sequence: sequence of this drafter.
-            num_images: number of images in the pass, which this method does not need.
+        Smaller passes are padded to this number, so that passes have few different shapes.
         """
+        sequence.adapt_window(num_images)
         return sequence.max_nodes
 
 
 def make_preserved_chain(sequence: ImageSequence, max_nodes: int) -> DraftTree:
-    """Return a chain of the last token of a sequence and the next preserved codes, at most `max_nodes` nodes."""
     preserved_tokens = next_preserved_tokens(sequence, max_nodes)
     return make_chain([sequence.codes[-1], *preserved_tokens], len(preserved_tokens))
 

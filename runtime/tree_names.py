@@ -10,12 +10,7 @@ from .tree import DynamicTreeShape, StaticTreeShape
 
 
 def _parse_child_counts(child_counts: str) -> tuple[tuple[int, ...], ...]:
-    """Return the paths to all nodes of a tree from the numbers of children of its nodes.
-
-    Args:
-        child_counts: digits (0 .. 9, a = 10 .. z = 35) for each level of the tree, separated by `-`. Each digit is the
-            number of children of one node of the level above.
-    """
+    """Return the paths to all nodes of a tree from the numbers of children of its nodes, see `parse_tree`."""
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for digits in child_counts.split("-"):

@@ -8,7 +8,7 @@ on a clock, so the same sequences take the same forward passes on every host.
 from __future__ import annotations
 
 # Pairs (n, w): with up to n images in a forward pass, each image drafts at most w tokens. Measured, see
-# docs/measurements.md.
+# benchmarks/NOTES.md.
 MAX_WINDOWS = ((1, 128), (2, 7), (4, 3), (8, 2))
 MAX_WINDOW_ABOVE = 1  # maximum window with more images than in `MAX_WINDOWS`; not measured
 # Time that one more node adds to a forward pass, as a fraction of the time of a pass over one node. Measured: a float32
@@ -19,11 +19,7 @@ MAX_BALANCE = 4.0  # number of forward passes that drafts must lose to halve the
 
 
 class AdaptiveWindow:
-    """Draft window of one image, which grows and shrinks with the number of accepted drafts.
-
-    Args:
-        max_window: maximum number of tokens to draft in one forward pass, at least 1.
-    """
+    """Draft window of one image, 1 .. `max_window` tokens, which follows the number of accepted drafts."""
 
     def __init__(self, max_window: int) -> None:
         self.max_window = max_window
@@ -32,11 +28,7 @@ class AdaptiveWindow:
         self._balance = 0.0
 
     def choose_size(self, num_images: int) -> int:
-        """Return how many tokens to draft in the next forward pass.
-
-        Args:
-            num_images: number of images in the pass, at least 1.
-        """
+        """Return how many tokens to draft in the next forward pass over `num_images` images."""
         widest = next((window for count, window in MAX_WINDOWS if num_images <= count), MAX_WINDOW_ABOVE)
         return min(self._window, widest)
 
@@ -45,10 +37,6 @@ class AdaptiveWindow:
 
         The window is halved when its drafts have cost much more time than they saved. It is doubled when they have
         saved much more time than they cost.
-
-        Args:
-            num_drafted: number of tokens drafted in the forward pass.
-            num_accepted: number of drafted tokens that were accepted.
         """
         # An accepted token saves one forward pass; every drafted token costs `NODE_COST` of a pass.
         self._balance += num_accepted - NODE_COST * num_drafted

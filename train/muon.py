@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Return matrices with the same singular vectors and with singular values close to 1."""
+    """Return `[matrices, rows, columns]` with the same singular vectors, and singular values close to 1."""
     tall = matrices.shape[1] > matrices.shape[2]  # transposed, since the smaller Gram matrix is cheaper
     x = matrices.transpose(1, 2) if tall else matrices
     # Newton-Schulz converges only if no singular value exceeds 1, so matrices are scaled to norm 1.

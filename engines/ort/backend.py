@@ -16,12 +16,7 @@ from .session import GraphSession, check_provider
 
 
 class OrtGraphLoader:
-    """Loader of a bundle's graphs in ONNX Runtime.
-
-    Args:
-        bundle: bundle with the graphs.
-        threads: number of threads per graph.
-        providers: execution provider of each graph.
+    """Loader of a bundle's graphs in ONNX Runtime, with `threads` threads per graph.
 
     Raises:
         EngineError: a provider is not installed, or cannot run a convolution.
@@ -39,10 +34,7 @@ class OrtGraphLoader:
     def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """Load the target or the drafter.
 
-        Args:
-            role: `target` or `drafter`.
-            spec: sizes of the decoder.
-            code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for the target; None for the drafter.
+        `code_embeddings` are the embeddings of tokens, `[vocab_size, hidden_size]`, of the target; None: the drafter.
         """
         path = self._bundle.path(role)
         provider = self._providers.get_provider(role)
@@ -59,10 +51,7 @@ class OrtGraphLoader:
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
         """Load a graph without a KV cache, check its tensors, and return a function that runs the graph.
 
-        Args:
-            role: role of the graph in the bundle, such as `condition` or `vq_decoder`.
-            inputs: declarations of all inputs.
-            outputs: declarations of the outputs, in the order in which the function returns them.
+        The function returns the outputs in the order of their declarations.
         """
         provider = self._providers.get_provider(role)
         if role in PROVIDERS[provider].cpu_only_graphs:

@@ -33,13 +33,9 @@ _MAX_SAMPLERS = 8  # maximum number of bound sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """Buffer that uploads several arrays to a device in one copy.
+    """Buffer of `size` bytes that uploads several arrays to a device in one copy.
 
     If the device does not support views into memory, each array is uploaded separately.
-
-    Args:
-        device: device to upload to.
-        size: size of the buffer in bytes, as `count_bytes` returns for all arrays.
     """
 
     def __init__(self, device: OrtDevice, size: int) -> None:
@@ -53,12 +49,7 @@ class UploadBuffer:
         return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
     def allocate_tensors(self, arrays: Mapping[str, Array], byte_offset: int = 0) -> dict[str, Any]:
-        """Allocate tensors on the device, as inputs of graphs, with the shapes and types of `arrays`.
-
-        Args:
-            arrays: arrays by name, with the shapes and types of all arrays that will be uploaded later.
-            byte_offset: offset of the first tensor in the buffer, in bytes.
-        """
+        """Allocate tensors on the device with the shapes and types of `arrays`, from `byte_offset` in the buffer on."""
         if self._value is None:
             return {name: self.device.upload(array) for name, array in arrays.items()}
         tensors: dict[str, Any] = {}
@@ -71,10 +62,6 @@ class UploadBuffer:
         """Copy arrays to the host copy of the buffer, which `upload_staged` uploads.
 
         On a device without views, the arrays are uploaded at once.
-
-        Args:
-            tensors: tensors by name, as `allocate_tensors` returned them.
-            arrays: arrays for the tensors, by name.
         """
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
@@ -89,18 +76,11 @@ class UploadBuffer:
 
 
 class BoundSampler(NamedTuple):
-    """Sampling graph bound to the logits of a forward pass.
+    """Sampling graph bound to the logits of a forward pass."""
 
-    Attributes:
-        noise_table: noise table on the device, an input of the graph; None: greedy sampling.
-        inputs: all other inputs of the graph, tensors on the device.
-        samples: output of the graph: sampled tokens and their scores, `[2, images, nodes, num_best]`.
-        run: function that runs the graph and waits for the device.
-    """
-
-    noise_table: Any
-    inputs: dict[str, Any]
-    samples: Any
+    noise_table: Any  # noise table on the device, an input of the graph; None: greedy sampling
+    inputs: dict[str, Any]  # all other inputs of the graph, tensors on the device
+    samples: Any  # output of the graph: sampled tokens and their scores, `[2, images, nodes, num_best]`
     run: Callable[[], None]
 
 
@@ -108,18 +88,8 @@ class BoundForwardPass:
     """Forward pass of a fixed shape with preallocated tensors. A queued pass runs when its outputs are first used.
 
     Each run overwrites `outputs`. If tokens are sampled first, one copy uploads the inputs of the pass and of sampling.
-
-    Args:
-        graph: decoder to run.
-        device: device that the decoder runs on.
-        feeds: inputs by name: arrays, for which device memory is allocated, or values on the device.
-        device_tensors: caches and outputs by name, values on the device.
-        capture_graph: whether the pass and its sampling graphs may be recorded.
-
-    Attributes:
-        outputs: caches and outputs by name.
-        output_owners: objects that refer to the outputs. While an owner exists, `queue_inputs` must not be
-            called, as a run would overwrite the outputs.
+    `feeds` are the inputs by name: arrays, for which device memory is allocated, or values on the device.
+    `device_tensors` are caches and outputs. With `capture_graph`, the pass and its sampling graphs may be recorded.
     """
 
     def __init__(
@@ -131,8 +101,10 @@ class BoundForwardPass:
         capture_graph: bool,
     ) -> None:
         self.device = device
-        self.outputs = device_tensors
+        self.outputs = device_tensors  # caches and outputs by name
         self._capture_graph = capture_graph
+        # Objects that refer to the outputs. While an owner exists, `queue_inputs` must not be called, as a run would
+        # overwrite the outputs.
         self.output_owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._samplers: dict[tuple[Any, ...], BoundSampler] = {}
         self._queued_inputs: list[tuple[Mapping[str, Any], object]] = []
@@ -149,10 +121,7 @@ class BoundForwardPass:
     def queue_inputs(self, feeds: Mapping[str, Any], input_owner: object = None) -> None:
         """Store the inputs of the next run, which `run_queued_pass` or `sample` starts.
 
-        Args:
-            feeds: inputs by name, of the same shapes as before.
-            input_owner: object that owns device memory which the pass reads. The
-                pass keeps a reference to the object until the pass has run.
+        `input_owner` owns device memory that the pass reads, and is referenced until the pass has run.
         """
         self._queued_inputs = [(feeds, input_owner)]
 
@@ -165,10 +134,6 @@ class BoundForwardPass:
 
     def sample(self, head: SamplingHead, requests: Sequence[SamplingRequest]) -> tuple[Ints, Floats]:
         """Run the pass if it is queued, and sample tokens from its logits.
-
-        Args:
-            head: settings of the sampling graph.
-            requests: nodes and sampling settings of each image.
 
         Returns:
             Tokens and scores, both `[requests, nodes, num_best]`. `nodes` is the largest number of nodes of a request,
@@ -185,7 +150,6 @@ class BoundForwardPass:
         return codes.astype(np.int64), scores
 
     def _upload_and_run(self) -> None:
-        """Upload the inputs of the queued pass and of sampling, and start the pass if it is queued."""
         waiting = self._queued_inputs.pop() if self._queued_inputs else None
         if waiting is not None:
             self._buffer.stage_arrays(self._inputs, waiting[0])
@@ -194,12 +158,7 @@ class BoundForwardPass:
             self._run()
 
     def _get_sampler(self, head: SamplingHead, feeds: Mapping[str, Any]) -> BoundSampler:
-        """Return the sampling graph bound to the logits of this pass; it is bound at first use.
-
-        Args:
-            head: settings of the sampling graph.
-            feeds: inputs of the sampling graph by name, except the logits.
-        """
+        """Return the sampling graph bound to the logits of this pass; it is bound at first use."""
         shape = feeds["conditional"].shape
         sampler = self._samplers.pop((head, shape), None)
         noise_table = feeds.get("noise")
@@ -225,35 +184,27 @@ def _select_host_arrays(feeds: Mapping[str, Any]) -> dict[str, Array]:
 
 @dataclass(eq=False)
 class CacheBlock:
-    """Device memory for the keys and values of a cache, and the forward passes that are bound to this memory.
+    """Device memory for the keys and values of a cache, and the forward passes that are bound to this memory."""
 
-    Attributes:
-        shape: number of batch rows, number of columns, and shape of a column. If heads are stored separately, the
-            number of columns is the sum over all heads.
-        device_tensors: OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with
-            all of these if heads are stored separately.
-        bound_passes: bound passes. A key is the shape of a pass, followed by its number among passes of this shape.
-        is_reusable: whether other caches may use the block later. False: the block may contain NaN, which masks do not
-            hide.
-    """
-
+    # Number of batch rows, number of columns, and shape of a column. If heads are stored separately, the number of
+    # columns is the sum over all heads.
     shape: tuple[int, ...]
+    # OrtValues for keys of layer 0, values of layer 0, keys of layer 1, ...; a single OrtValue with all of these if
+    # heads are stored separately.
     device_tensors: list[Any]
+    # Bound passes. A key is the shape of a pass, followed by its number among passes of this shape.
     bound_passes: dict[tuple[int, ...], BoundForwardPass] = field(default_factory=dict)
+    # Whether other caches may use the block later. False: the block may contain NaN, which masks do not hide.
     is_reusable: bool = True
 
 
 class CachePool:
     """Pool of the cache blocks of an engine, which reuses a block after its cache is released.
 
-    Args:
-        device: device that provides the memory.
-        num_tensors: number of tensors of keys or values, two per layer.
-        dtype: type of the tensors.
-        column_width: width of a column: of one head if heads are stored separately, else of all heads.
-        num_cache_heads: number of heads, if heads are stored separately. All tensors are then one OrtValue
-            `[tensors, rows, num_cache_heads * columns, width]`, so that one operation moves entries of all tensors.
-            None: a column contains all heads, and each tensor is an OrtValue `[rows, columns, parts, part]`.
+    Without `num_cache_heads`, a column contains all heads, and each tensor of keys or values is an OrtValue
+    `[rows, columns, parts, part]`. Otherwise heads are stored separately, and `column_width` is the width of one. All
+    tensors are then one OrtValue `[tensors, rows, num_cache_heads * columns, width]`, so that one operation moves the
+    entries of all tensors.
     """
 
     def __init__(
@@ -301,12 +252,6 @@ class CachePool:
         return [TensorView(value, start, size, self._dtype) for value in block.device_tensors for start in starts]
 
     def gather_rows(self, sources: Sequence[tuple[CacheBlock, Ints]], target: CacheBlock) -> None:
-        """Copy rows of other blocks to a block.
-
-        Args:
-            sources: blocks, and the rows to copy from each, in the order of the rows of `target`.
-            target: block to overwrite, with as many rows as are copied.
-        """
         for i, value in enumerate(target.device_tensors):
             rows_of = [(block.device_tensors[i], rows) for block, rows in sources]
             self.device.gather_rows(rows_of, value, axis=0 if self._heads is None else 1)
@@ -331,14 +276,9 @@ class CachePool:
     def get_bound_pass(
         self, block: CacheBlock, shape: tuple[int, ...], make_bound_pass: Callable[[], BoundForwardPass]
     ) -> BoundForwardPass:
-        """Return a pass that is bound to a block, and whose outputs nothing refers to.
+        """Return a pass of a shape that is bound to a block, and whose outputs nothing refers to.
 
         A block keeps at most `MAX_BOUND_PASSES` passes: the least recently used pass is dropped.
-
-        Args:
-            block: block that the pass reads and writes.
-            shape: shape of the pass.
-            make_bound_pass: function that makes a new bound pass, for use if no existing pass is free.
         """
         # While outputs of earlier passes are referenced, several passes of one shape are bound, numbered from 0.
         keys = ((*shape, number) for number in itertools.count())
@@ -350,7 +290,6 @@ class CachePool:
         return bound
 
     def _release(self, block: CacheBlock) -> None:
-        """Return a block to the pool for later caches, if the block is reusable."""
         if not block.is_reusable:
             return
         with self._lock:

@@ -35,9 +35,6 @@ class OrtDevice:
     """Device of an execution provider, on which ONNX Runtime allocates memory and runs helper graphs.
 
     A thread must hold `lock` while it uses the device.
-
-    Args:
-        provider: name of the execution provider.
     """
 
     def __init__(self, provider: str) -> None:
@@ -54,13 +51,6 @@ class OrtDevice:
     def get_helper_graph(
         self, key: object, write_graph: Callable[[GraphWriter], GraphTensors], allow_graph_capture: bool = False
     ) -> GraphSession:
-        """Return the helper graph of a key. It is written and loaded at first use.
-
-        Args:
-            key: key that identifies the graph.
-            write_graph: function that writes the graph and returns its inputs and outputs.
-            allow_graph_capture: whether runs of the graph may be recorded.
-        """
         if key not in self._graphs:
             writer = GraphWriter()
             where = Path(f"helper graph {key}")
@@ -77,14 +67,9 @@ class OrtDevice:
         wait: bool = True,
         allow_graph_capture: bool = False,
     ) -> None:
-        """Run the helper graph of a key. It is written and loaded at first use.
+        """Run the helper graph of a key.
 
-        Args:
-            key: key that identifies the graph.
-            write_graph: function that writes the graph and returns its inputs and outputs.
-            values: inputs and outputs by name: OrtValues on the device. Inputs may also be NumPy arrays.
-            wait: whether to wait until the device has run the graph.
-            allow_graph_capture: whether runs of the graph may be recorded.
+        `values` are inputs and outputs by name: OrtValues on the device. Inputs may also be NumPy arrays.
         """
         with self.lock:
             self.get_helper_graph(key, write_graph, allow_graph_capture).bind_tensors(values)()
@@ -100,7 +85,6 @@ class OrtDevice:
         return gpu is not None and int(gpu.compute_capability.removeprefix("SM")) >= _CUDNN_CAPABILITY
 
     def upload(self, array: Array) -> Any:
-        """Copy an array to the device and return an OrtValue."""
         with self.lock:
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
 
@@ -124,14 +108,11 @@ class OrtDevice:
         return out
 
     def read_vectors(self, value: Any, indices: Ints) -> Floats:
-        """Copy vectors from the device to the host, as float32.
+        """Copy vectors from the device to the host, float32 `[*indices.shape, width]`.
 
         Args:
             value: OrtValue `[rows, nodes, width]`.
             indices: indices of vectors in the flattened first two axes of `value`, int64 of any shape.
-
-        Returns:
-            The vectors, float32 `[*indices.shape, width]`.
         """
         dtype = get_value_dtype(value)
         width = value.shape()[2]
@@ -181,13 +162,6 @@ class OrtDevice:
         self.run_helper_graph(("gather", dtype, tuple(free), len(sources)), write_graph, values)
 
     def write_noise(self, table: Any, group_index: int, noise: Floats) -> None:
-        """Upload the noise of a group of positions to a noise table.
-
-        Args:
-            table: noise table, OrtValue `[groups, GROUP_SIZE, parts, part]`.
-            group_index: index of the group in the table.
-            noise: Gumbel noise, float32 `[GROUP_SIZE, parts * part]`.
-        """
         parts, part = table.shape()[2:]
 
         def write_graph(graph: GraphWriter) -> GraphTensors:
@@ -236,13 +210,7 @@ class OrtDevice:
     def make_sampling_inputs(
         self, head: SamplingHead, nodes_per_row: int, requests: Sequence[SamplingRequest]
     ) -> dict[str, Any]:
-        """Return the inputs of a sampling graph by name, except the logits. The caller must hold `lock`.
-
-        Args:
-            head: settings of the sampling graph.
-            nodes_per_row: number of nodes per row of the pass, with padding.
-            requests: nodes and sampling settings of each image.
-        """
+        """Return the inputs of a sampling graph by name, except the logits. The caller must hold `lock`."""
         nodes = compute_padded_node_count(max(len(request.positions) for request in requests))
         logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # [conditional or unconditional, images, nodes]
         guidance_scales = np.ones((len(requests), nodes, 1), np.float32)
@@ -277,14 +245,10 @@ class OrtDevice:
 
 
 class NoiseTable:
-    """Table of Gumbel noise on a device, `[groups, GROUP_SIZE, parts, part]`.
+    """Table of Gumbel noise on a device, `[groups, GROUP_SIZE, parts, part]`, for a codebook of `vocab_size` tokens.
 
     A group contains the noise of `GROUP_SIZE` positions of a seed. When the table is full, a new group replaces the
     least recently used group.
-
-    Args:
-        device: device to store the table on.
-        vocab_size: number of tokens of the codebook. A position has one noise value for each token.
     """
 
     def __init__(self, device: OrtDevice, vocab_size: int) -> None:
@@ -300,10 +264,6 @@ class NoiseTable:
         """Find the noise of all nodes in the table, and upload noise that the table lacks.
 
         After an upload, other threads generate the noise of the next group, as it will probably be needed soon.
-
-        Args:
-            requests: positions and noise of each image.
-            num_nodes: number of nodes per image, with padding.
 
         Returns:
             The index of the noise of each node, `group * GROUP_SIZE + position`, int32 `[requests, num_nodes]`.
@@ -333,12 +293,10 @@ class NoiseTable:
         return ids
 
     def _allocate_noise_groups(self, num_groups: int) -> None:
-        """Allocate an empty table for `num_groups` groups, in place of the previous table."""
         self.value = self.device.zeros((num_groups, GROUP_SIZE, *choose_column_part_shape(self.vocab_size)), "float32")
         self._indices = {}
         self._free = list(range(num_groups))
 
 
 def get_value_dtype(value: Any) -> str:
-    """Return the NumPy name of the type of an OrtValue, such as `float32`."""
     return _DTYPES[value.data_type()]

@@ -26,14 +26,8 @@ from .session import GraphSession
 class OrtEngine:
     """Decoder engine for CPUs, which runs the graph in the bundle.
 
-    ONNX Runtime reads keys and values in place from the NumPy arrays of the cache.
-
-    Args:
-        path: path of the graph file, which is in the same folder as its weights.
-        spec: sizes of the decoder.
-        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        threads: number of threads; None: one per core.
-        provider: name of the execution provider.
+    ONNX Runtime reads keys and values in place from the NumPy arrays of the cache. `code_embeddings` are the embeddings
+    of tokens, `[vocab_size, hidden_size]`, of a target; None: a drafter.
     """
 
     def __init__(
@@ -53,23 +47,14 @@ class OrtEngine:
         self._checked_shapes: set[tuple[int, ...]] = set()  # attention mask shapes whose outputs were checked
 
     def make_cache(self, rows: int, capacity: int) -> Cache:
-        """Create an empty cache for `rows` batch rows of at most `capacity` entries each."""
         spec = self.spec
         return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
-    def compute_padded_past_length(self, cache: Cache, nodes: int) -> int:
-        """Return the number of cache columns in a pass's attention mask: the length of the longest row, rounded up.
-
-        Rounding up makes the sums of a row independent of the other rows of the batch, as `COLUMN_STEP` explains.
-
-        Args:
-            cache: cache that the pass reads.
-            nodes: number of nodes per row of the pass, which this engine does not need.
-        """
+    def past_columns(self, cache: Cache, nodes: int) -> int:
+        """Return the length of the longest row, rounded up as `COLUMN_STEP` explains."""
         return BaseKVCache.require_instance(cache).past_length()
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
-        """Run a forward pass, and increment `num_passes` of the cache."""
         kv_cache = KVCache.require_instance(cache)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
         feeds.update(zip(self._past, kv_cache.view_past_columns(check_past_length(batch, kv_cache)), strict=True))
@@ -82,12 +67,7 @@ class OrtEngine:
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
     def _run_and_check(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
-        """Run the graph, and check that the first two axes of all outputs have the right sizes.
-
-        Args:
-            feeds: inputs by name.
-            shape: shape of the attention mask, `[rows, nodes, columns]`.
-        """
+        """Run the graph, and check the first two axes of all outputs; `shape` is the attention mask's."""
         outputs = self._graph.run_and_check(feeds)
         rows, nodes, _ = shape
         for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
@@ -101,16 +81,8 @@ class OrtEngine:
 class OrtDeviceEngine(DeviceEngine):
     """Decoder engine for a GPU or other device, which runs a graph in the device layout (`device_graph.py`).
 
-    Tests use provider `cpu`, whose device memory is the memory of the host.
-
-    Args:
-        path: path of the graph file, which is in the same folder as its weights.
-        spec: sizes of the decoder.
-        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        threads: number of threads for the nodes that ONNX Runtime runs on the CPU.
-        device: device to run on.
-        dtype: type that the bundle's decoders compute in: float32, float16 or bfloat16.
-        max_nodes: maximum number of nodes of a row in a pass; None: the number of rows of the rotary table.
+    Tests use provider `cpu`, whose device memory is the memory of the host. The arguments are those of `OrtEngine` and
+    `make_device_graph`.
     """
 
     def __init__(

@@ -29,38 +29,26 @@ _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """Execution provider of ONNX Runtime: names, package, options and limitations.
+    """Execution provider of ONNX Runtime: names, package, options and limitations."""
 
-    Attributes:
-        name: name of the provider in this project, such as `cuda`.
-        execution_provider: name of the provider in ONNX Runtime, such as `CUDAExecutionProvider`.
-        package: package that contains the provider.
-        options: provider options of sessions.
-        memory_device: name of the provider's memory in ONNX Runtime. Decoders use the device layout unless it is `cpu`.
-        supports_views: whether a tensor may be a view into the memory of another tensor.
-        basic_ops_only: whether graphs must avoid the operators for attention, and float16 on some devices.
-        is_plugin: whether the provider is a separate library, which must be registered with onnxruntime.
-        extra_library: name of a library that convolutions need and that another package contains; "": none.
-        cpu_only_graphs: roles of graphs that run on the CPU because the provider lacks some of their operators.
-        rounds_to_bfloat16: whether matmuls round to bfloat16. This is accurate enough for the VQ decoder, but not for
-            decoders, as other tokens would be sampled.
-        graph_capture_options: additional options for recording passes as graphs; empty if the provider cannot record.
-        max_captured_graphs: maximum number of recorded passes per session.
-    """
-
-    name: str
-    execution_provider: str
-    package: str
+    name: str  # name of the provider in this project, such as `cuda`
+    execution_provider: str  # name of the provider in ONNX Runtime, such as `CUDAExecutionProvider`
+    package: str  # package that contains the provider
     options: dict[str, str]
+    # Name of the provider's memory in ONNX Runtime. Decoders use the device layout unless it is `cpu`.
     memory_device: str = "cpu"
-    supports_views: bool = True
-    basic_ops_only: bool = False
-    is_plugin: bool = False
-    extra_library: str = ""
+    supports_views: bool = True  # whether a tensor may be a view into the memory of another tensor
+    basic_ops_only: bool = False  # whether graphs must avoid the operators for attention, and float16 on some devices
+    is_plugin: bool = False  # whether the provider is a separate library, which must be registered with onnxruntime
+    extra_library: str = ""  # name of a library that convolutions need and that another package contains; "": none
+    # Roles of graphs that run on the CPU because the provider lacks some of their operators.
     cpu_only_graphs: tuple[str, ...] = ()
+    # Whether matmuls round to bfloat16. This is accurate enough for the VQ decoder, but not for decoders, as other
+    # tokens would be sampled.
     rounds_to_bfloat16: bool = False
+    # Additional options for recording passes as graphs; empty if the provider cannot record.
     graph_capture_options: Mapping[str, str] = MappingProxyType({})
-    max_captured_graphs: int = 0
+    max_captured_graphs: int = 0  # maximum number of recorded passes per session
 
 
 # `cudaStreamPerThread`: each thread has a default stream. The work that a thread submits to any session runs in the
@@ -119,18 +107,12 @@ _SEPARATE_ROLES = ("drafter", "condition", IMAGE_DECODER)  # graphs that may hav
 
 
 class ProviderChoice(NamedTuple):
-    """Choice of an execution provider for each graph of a bundle.
+    """Choice of an execution provider for each graph of a bundle."""
 
-    Attributes:
-        main_provider: name of the provider of all graphs that are not in `graph_providers`.
-        graph_providers: names of providers by role of the graph.
-    """
-
-    main_provider: str = AUTO
-    graph_providers: Mapping[str, str] = MappingProxyType({})
+    main_provider: str = AUTO  # name of the provider of all graphs that are not in `graph_providers`
+    graph_providers: Mapping[str, str] = MappingProxyType({})  # names of providers by role of the graph
 
     def get_provider(self, role: str) -> str:
-        """Return the name of the provider for the graph `role`, such as `target`."""
         return self.graph_providers.get(role, self.main_provider)
 
     def __str__(self) -> str:
@@ -182,11 +164,7 @@ _lock = threading.Lock()
 
 
 def find_available_provider(name: str, runtime: Any) -> Provider:
-    """Return a provider by name, after checking that ONNX Runtime can use it.
-
-    Args:
-        name: name of the provider, a key of `PROVIDERS`.
-        runtime: the onnxruntime module.
+    """Return a provider by name, after checking that ONNX Runtime, whose module is `runtime`, can use it.
 
     Raises:
         EngineError: the name is unknown, or ONNX Runtime does not have the provider or a device for it. Also raised
@@ -219,9 +197,6 @@ def detect_provider(runtime: Any) -> str:
 
     If several providers qualify, the first in the order of `PROVIDERS` is returned.
 
-    Args:
-        runtime: the onnxruntime module.
-
     Raises:
         EngineError: the library of an installed plugin does not load.
     """
@@ -246,10 +221,6 @@ def _look_up_provider(name: str) -> Provider:
 
 def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     """Return the devices on which a plugin can run. The plugin is registered with onnxruntime first if necessary.
-
-    Args:
-        provider: provider that is a plugin.
-        runtime: the onnxruntime module.
 
     Raises:
         EngineError: the plugin is not installed, or its library does not load.
@@ -283,16 +254,7 @@ def get_device_lock(provider: str) -> AbstractContextManager[object]:
 
 
 def check_node_assignment(graph_label: object, provider: Provider, session: Any) -> None:
-    """Check that a provider runs all nodes of a graph except operators on shapes and indices.
-
-    Args:
-        graph_label: graph file, or a description of the graph, for the error.
-        provider: provider that must run the nodes.
-        session: ONNX Runtime session of the graph, which has recorded the assignment of nodes to providers.
-
-    Raises:
-        EngineError: the provider did not load, or ONNX Runtime assigned nodes to another provider.
-    """
+    """Raise EngineError if nodes of a graph run on another provider, except operators on shapes and indices."""
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"

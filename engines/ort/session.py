@@ -97,17 +97,11 @@ class GraphSession:
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph on inputs by name, and return the outputs in the declared order.
-
-        Contiguous inputs are not copied.
-        """
+        """Run the graph, and return the outputs in the declared order. Contiguous inputs are not copied."""
         return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
     def run_and_check(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph like `run`, and check the shapes of the outputs.
-
-        Raises: BundleError: an output does not have its declared shape.
-        """
+        """Run the graph, and raise BundleError if an output does not have its declared shape."""
         outputs = self.run(feeds)
         for tensor, array in zip(self.outputs, outputs, strict=True):
             if not tensor.matches_shape(array.shape):
@@ -115,26 +109,10 @@ class GraphSession:
         return outputs
 
     def make_shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
-        """Return the error for an output of the wrong shape.
-
-        Args:
-            name: name of the output.
-            actual: shape of the output.
-            expected: declaration or description of the expected shape.
-        """
         remedy = "the graph is damaged, export the bundle again"
         return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
 
     def _make_tensor_error(self, direction: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
-        """Return the error for an input or output that differs from its declaration.
-
-        Args:
-            direction: `input` or `output`.
-            remedy: recommendation to the user.
-            name: name of the tensor.
-            actual: actual type and shape.
-            expected: declared type and shape.
-        """
         return BundleError(field=f"{self.path}: {direction} `{name}`", found=actual, expected=expected, remedy=remedy)
 
     def bind_tensors(
@@ -142,11 +120,9 @@ class GraphSession:
     ) -> Callable[[], None]:
         """Bind inputs and outputs as `ExecutableGraph.bind_tensors` does; inputs may also be arrays.
 
-        Args:
-            values: inputs and outputs by name.
-            capture_graph: whether to record the pass, such as in a CUDA graph, after `RUNS_BEFORE_RECORDING` runs of a
-                thread. A session records at most `max_captured_graphs` passes.
-            wait: whether a run waits until the device is done; other Python threads can run meanwhile.
+        A pass is recorded, such as in a CUDA graph, after `RUNS_BEFORE_RECORDING` runs of a thread. A session records
+        at most `max_captured_graphs` passes. With `wait`, a run waits until the device is done; other Python threads
+        can run meanwhile.
         """
         values = {
             name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
@@ -195,12 +171,7 @@ class GraphSession:
 
 
 def make_run_options(graph_id: int = _NO_RECORDING, wait: bool = False) -> Any:
-    """Return the `RunOptions` of a run.
-
-    Args:
-        graph_id: number under which the pass is recorded, and later replayed; -1: without recording.
-        wait: whether the run waits until the device is done.
-    """
+    """Return the `RunOptions` of a run that is recorded and replayed under `graph_id`; -1: without recording."""
     options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
@@ -216,13 +187,7 @@ def open_session(
 ) -> Any:
     """Open an ONNX Runtime session that logs nothing. Exceptions of ONNX Runtime are not converted.
 
-    Args:
-        source: path of the graph, or the serialized graph.
-        threads: number of threads that run an operator.
-        configure_options: function that changes the `SessionOptions`.
-        providers: execution providers as for `InferenceSession`; None: the CPU. An empty list: `configure_options` adds
-            the providers.
-        arguments: further arguments of `InferenceSession`.
+    `providers` are those of `InferenceSession`. None: the CPU; an empty list: `configure_options` adds them.
     """
     runtime = import_onnxruntime()
     options = runtime.SessionOptions()
@@ -258,12 +223,7 @@ def load_session(
 ) -> Any:
     """Load a graph on a provider, and check that the provider runs the whole graph.
 
-    Args:
-        source: path of the graph, or the serialized graph.
-        threads: number of threads that run an operator.
-        provider: name of the execution provider.
-        weights_folder: folder of the weights of a serialized graph.
-        allow_graph_capture: whether passes may be recorded as graphs.
+    `source` is the path of the graph, or the serialized graph, whose weights are in `weights_folder`.
 
     Raises:
         EngineError: the provider is not installed or cannot run the graph.
@@ -317,10 +277,7 @@ def load_session(
 
 
 def check_provider(name: str) -> None:
-    """Check that a provider can run a convolution. Otherwise only the VQ decoder would fail, after generation.
-
-    Raises: EngineError: the provider is not installed, its device does not work, or it cannot run a convolution.
-    """
+    """Raise EngineError if a provider cannot run a convolution: else only the VQ decoder would fail, at the end."""
     provider = find_available_provider(name, import_onnxruntime())
     if provider.memory_device == "cpu":
         return

@@ -26,11 +26,7 @@ MEMORY = "cuda"  # execution provider of ONNX Runtime that allocates the device 
 class TensorRTGraphLoader(OrtGraphLoader):
     """Loader of TensorRT engines on the first GPU, and of graphs without an engine on the CPU.
 
-    Args:
-        library: module `tensorrt` or `tensorrt_rtx`.
-        bundle: bundle that the engines were built from.
-        folder: engine folder that has been checked by `check_compatibility`.
-        threads: number of threads per graph on the CPU.
+    `library` is the module `tensorrt` or `tensorrt_rtx`, and `folder` has been checked by `check_compatibility`.
 
     Raises:
         EngineError: ONNX Runtime cannot allocate memory on the GPU.
@@ -65,11 +61,6 @@ class TensorRTGraphLoader(OrtGraphLoader):
 
 def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
     """Check that an engine folder fits a bundle and the GPU of this host, and return a loader of its engines.
-
-    Args:
-        bundle: bundle that the engines must have been built from.
-        folder: engine folder.
-        threads: number of threads per graph on the CPU.
 
     Raises:
         EngineError: the engines do not fit the bundle, library version or GPU, or were altered.

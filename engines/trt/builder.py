@@ -34,11 +34,7 @@ MODULES = {name: name.replace("-", "_") for name in BACKENDS}  # names of Python
 
 
 def import_library(backend: str, module: str | None = None) -> Any:
-    """Import the Python module of a backend.
-
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`, which is also the extra to recommend in the error.
-        module: name of another module of the same extra to import, such as `polygraphy`; None: the backend's module.
+    """Import the Python module of a backend, or another `module` of the same extra, such as `polygraphy`.
 
     Raises:
         EngineError: the module cannot be imported.
@@ -54,12 +50,10 @@ def import_library(backend: str, module: str | None = None) -> Any:
 
 
 def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
-    """Set up Polygraphy for a backend, and silence its log.
+    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules by name.
 
-    Returns:
-        A function that imports a module of Polygraphy by name, such as `backend.trt`.
-
-    Raises: EngineError: Polygraphy is not installed, or this process already uses Polygraphy with the other library.
+    Raises:
+        EngineError: Polygraphy is not installed, or this process already uses Polygraphy with the other library.
     """
     # Polygraphy reads the variable once, when it is first imported.
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(backend == RTX))
@@ -82,12 +76,6 @@ def write_device_graph(
     bundle: Bundle, role: str, profiles: Sequence[ShapeProfile], folder: Path
 ) -> list[Inputs] | None:
     """Write the ONNX graph of a TensorRT engine as `<role>.onnx`, and a link to the weights in the bundle.
-
-    Args:
-        bundle: bundle with the graph.
-        role: `target`, `drafter` or `vq_decoder`.
-        profiles: optimization profiles of the engine.
-        folder: engine folder to write to.
 
     Returns:
         Bounds of the inputs for each profile. None if no graph is written, because the graph runs on the CPU. This
@@ -126,11 +114,7 @@ def make_shape_bounds(
 ) -> Bounds:
     """Return the smallest, optimal and largest shape of an input of a graph for an optimization profile.
 
-    Args:
-        tensor_name: name of the input.
-        shape: declared size of each axis; integers are fixed sizes.
-        profile: ranges of rows, nodes and columns.
-        max_entries: maximum size of the first axis of `embeddings`, or of the second axis of `hidden`.
+    `max_entries` is the maximum size of the first axis of `embeddings`, or of the second axis of `hidden`.
     """
     table_sizes: Shape = (1, max_entries, max_entries)
     axes: list[Shape] | None = {"embeddings": [table_sizes], "hidden": [(1, *profile.rows[1:]), table_sizes]}.get(
@@ -147,17 +131,9 @@ def make_shape_bounds(
 def build_engine_file(
     backend: str, graph: Path, profile_bounds: Sequence[Inputs], compute_capabilities: Sequence[str], progress: Progress
 ) -> Path:
-    """Build a TensorRT engine from an ONNX file, and write it to the same folder.
+    """Build a TensorRT engine from an ONNX file for each optimization profile, and write it to the same folder.
 
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
-        graph: path of the ONNX file.
-        profile_bounds: bounds of the inputs for each optimization profile.
-        compute_capabilities: compute capabilities to build for; only TensorRT-RTX uses them.
-        progress: progress callback.
-
-    Returns:
-        The path of the engine.
+    Only TensorRT-RTX uses the compute capabilities.
 
     Raises:
         EngineError: the library rejects the graph.
@@ -199,7 +175,7 @@ def build_engine_file(
         parser_errors = [message for message in errors.messages if message.startswith("In node")]
         first_error = format_first_error(parser_errors or errors.messages)
         problem = f"{backend} {library.__version__} does not build this graph: {first_error}"
-        remedy = "try smaller --max-rows or --max-nodes, or run the commands that --dry-run prints"
+        remedy = "try smaller --max-rows or --max-nodes"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
         logging.getLogger("Polygraphy").removeFilter(errors)
@@ -234,14 +210,6 @@ def format_build_commands(
     The first command builds with Polygraphy, and then compares outputs of the engine with ONNX Runtime on this host.
     The command reads the weights from the bundle, because ONNX Runtime does not follow links to weights. The second
     command builds with the program `trtexec` or `tensorrt_rtx` of the library.
-
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
-        bundle: bundle with the weights.
-        role: `target`, `drafter` or `vq_decoder`.
-        profile_bounds: bounds of the inputs for each optimization profile.
-        compute_capabilities: compute capabilities to build for; only TensorRT-RTX uses them.
-        folder: folder with the graph, `<role>.onnx`.
     """
     graph = folder / f"{role}.onnx"
     engine = folder / f"{role}.plan"
@@ -280,16 +248,8 @@ class _ErrorCollector(logging.Filter):
 def make_progress_monitor(library: Any, description: str, progress: Progress) -> Any:
     """Return a monitor that reports the progress of a build, and stops the build on Ctrl-C.
 
-    Only the two outermost levels of build phases are reported.
-
-    Args:
-        library: module `tensorrt` or `tensorrt_rtx`.
-        description: description of the build, for the progress callback.
-        progress: progress callback.
-
-    Returns:
-        The monitor. Its attribute `interrupted` is True if Ctrl-C stopped the build. This attribute replaces
-        KeyboardInterrupt, because an exception must not pass through the library.
+    Only the two outermost levels of build phases are reported. The attribute `interrupted` is True if Ctrl-C stopped
+    the build. It replaces KeyboardInterrupt, because an exception must not pass through the library.
     """
 
     class Monitor(library.IProgressMonitor):  # type: ignore[misc]

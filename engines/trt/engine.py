@@ -18,14 +18,7 @@ from .executable import TensorRTExecutable
 
 
 class TensorRTEngine(DeviceEngine):
-    """Decoder engine that runs a TensorRT engine. Every cache has the number of columns that the engine was built for.
-
-    Args:
-        executable: loaded TensorRT engine.
-        spec: sizes of the decoder.
-        code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        device: device that allocates memory and samples tokens.
-    """
+    """Decoder engine that runs a TensorRT engine, whose caches have the number of columns that it was built for."""
 
     def __init__(
         self,
@@ -68,15 +61,9 @@ class TensorRTEngine(DeviceEngine):
 
 
 class TensorRTFunction:
-    """Function that runs the TensorRT engine of a graph without a KV cache, such as the VQ decoder.
+    """Function that runs a graph without a KV cache, such as the VQ decoder.
 
     If a call has more rows than the engine was built for, the engine runs several times.
-
-    Args:
-        executable: loaded TensorRT engine.
-        inputs: declarations of the inputs.
-        outputs: declarations of the outputs.
-        device: device that allocates memory.
     """
 
     def __init__(
@@ -92,7 +79,6 @@ class TensorRTFunction:
         self._device = device
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the engine on inputs by name, and return the outputs in the declared order."""
         max_rows = self._executable.profiles[0].rows[2]
         results: list[list[Array]] = []
         with self._device.lock:  # while another engine records a CUDA graph, nothing else may allocate memory

@@ -32,10 +32,6 @@ def make_logger(library: Any, errors: list[str]) -> Any:
     """Return a TensorRT logger that prints nothing, and appends error messages to `errors`.
 
     The logger has no attributes, because builds of TensorRT-RTX 1.7 hung in 3 of 4 runs with a logger that had some.
-
-    Args:
-        library: module `tensorrt` or `tensorrt_rtx`.
-        errors: list that receives the messages.
     """
     severities = (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR)
 
@@ -56,10 +52,7 @@ class KernelCache:
     """Cache of the kernels that TensorRT-RTX compiles while engines run, stored in the user's cache folder.
 
     There is a file for each engine folder and GPU. TensorRT does not use the cache, as it compiles kernels only during
-    builds.
-
-    Args:
-        folder: engine folder whose kernels are stored; None: do not store kernels.
+    builds. Without a folder, kernels are not stored.
     """
 
     def __init__(self, folder: EngineFolder | None) -> None:
@@ -76,10 +69,6 @@ class KernelCache:
         """Return an execution context that reads kernels from this cache, and adds newly compiled kernels to it.
 
         The context allocates memory for intermediate results when an optimization profile is chosen.
-
-        Args:
-            library: module `tensorrt` or `tensorrt_rtx`.
-            engine: loaded engine, a `library.ICudaEngine`.
         """
         strategy = library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE
         config = engine.create_runtime_config() if hasattr(engine, "create_runtime_config") else None
@@ -106,12 +95,7 @@ class KernelCache:
 class TensorRTExecutable:
     """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time.
 
-    Args:
-        library: module `tensorrt` or `tensorrt_rtx`.
-        path: path of the engine file.
-        profiles: optimization profiles that the engine was built for.
-        rebuild_command: command that rebuilds the engine, for error messages.
-        kernel_cache: cache of kernels, shared by the engines of a folder; None: do not store kernels.
+    The engines of a folder share a cache of kernels; None: kernels are not stored.
 
     Raises:
         EngineError: the file cannot be read, or the library rejects it.
@@ -156,19 +140,13 @@ class TensorRTExecutable:
     def make_mismatch_error(self, actual: str, expected: str, options: str = "") -> EngineError:
         """Return the error for an engine that does not fit its declaration or a forward pass.
 
-        Args:
-            actual: property of the engine, or size that a forward pass needs.
-            expected: required property, or sizes that the engine supports.
-            options: further options of the recommended rebuild command, with a leading space.
+        `options` are further options of the recommended rebuild command, with a leading space.
         """
         remedy = f"rebuild with `{self._rebuild_command}{options}`"
         return EngineError(field=str(self.path), found=actual, expected=expected, remedy=remedy)
 
     def check_tensors(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Compare the tensors of the engine with their declarations, and store the types in `dtypes`.
-
-        Raises: EngineError: a tensor differs from its declaration.
-        """
+        """Compare the tensors of the engine with their declarations, and store the types in `dtypes`."""
         for declared, names in ((inputs, self._inputs), (outputs, self._outputs)):
             actual = {name: self._read_dtype_and_shape(name) for name in names}
             self.dtypes |= check_graph_tensors(actual, declared, self._make_tensor_error, reject_undeclared=True)
@@ -185,15 +163,7 @@ class TensorRTExecutable:
         return self.make_mismatch_error(f"tensor `{name}`: {actual}", expected)
 
     def check_axis_fits_profile(self, axis_name: str, size: int) -> None:
-        """Check that a profile of the engine supports a size of a forward pass.
-
-        Args:
-            axis_name: `rows`, `nodes` or `columns`, as in `ShapeProfile`.
-            size: number of batch rows, of nodes per row, or of cache columns.
-
-        Raises:
-            EngineError: the size is above the maximum of all profiles.
-        """
+        """Raise EngineError if no profile supports this number of `rows`, `nodes` per row, or cache `columns`."""
         max_size = max(getattr(profile, axis_name)[2] for profile in self.profiles)
         if size > max_size:
             noun = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[axis_name]
@@ -203,11 +173,7 @@ class TensorRTExecutable:
     def bind_tensors(self, values: Mapping[str, Any], capture_graph: bool = False) -> Callable[[], None]:
         """Return a function that runs the engine on tensors, as in `ExecutableGraph`.
 
-        The function uses the smallest profile that supports the number of nodes.
-
-        Args:
-            values: inputs and outputs by name, OrtValues or views on the device.
-            capture_graph: ignored, as the library decides which passes it records.
+        It uses the smallest profile that supports the number of nodes. The library decides which passes it records.
         """
         nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
         _, profile = min((ranges.nodes[2], i) for i, ranges in enumerate(self.profiles) if ranges.nodes[2] >= nodes)

@@ -45,9 +45,6 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
         file_patterns: names of files to download instead of a model's weights, such as `processor/*`. The first name
             must not have wildcards.
         side_files: names of further files to download if they exist, besides configurations and `tokenizer.json`.
-
-    Raises:
-        CheckpointError: the reference is malformed, does not exist, or can neither be downloaded nor is cached.
     """
     text = source.as_posix() if isinstance(source, Path) else source
     if not text.startswith(HUB):

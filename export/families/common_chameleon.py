@@ -142,7 +142,7 @@ def read_token_ids(config: Config, required_names: Sequence[str]) -> tuple[range
         raise config.make_error("vocabulary_map", expected="token ids by names, image tokens included")
     if missing := [name for name in required_names if name not in names]:
         raise config.make_error("vocabulary_map", f"lacks {format_names(missing)}")
-    codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
+    codes = {name: re.fullmatch("IMGIMG([A-J]{1,9})Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
     first = tokens.get(0, 0)
     count = len(tokens)

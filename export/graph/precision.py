@@ -52,41 +52,34 @@ class Precisions:
 
     Args:
         target: precision of the target.
-        drafter: precision of the drafter; None: that of the target.
         compute_type: type in which target and drafter compute, and in which they store weights that are not integers.
         lossless: whether graphs without rounding store a weight as float16 if this changes no number.
         vq: precision of the image decoder.
     """
 
     target: Precision = "fp32"
-    drafter: Precision | None = None
     compute_type: ComputeType = "float32"
     lossless: bool = False
     vq: VQPrecision = "fp32"
 
     def get_precision(self, role: str) -> Precision:
         """Image tokenizers have fp32, as `vq` is applied separately."""
-        if role == "drafter":
-            return self.drafter or self.target
         if role == "condition" and self.target != "fp32":
             return "bf16-safe"
-        return self.target if role == "target" else "fp32"
+        return self.target if role in ("target", "drafter") else "fp32"
 
     def choose_storage_rule(self, role: str) -> StorageRule:
         precision = self.get_precision(role)
         return "lossless" if self.lossless and precision == "fp32" else precision
 
 
-def parse_precisions(
-    target: str | None = None, drafter: str | None = None, compute: str = "float32", vq: str = "fp32"
-) -> Precisions:
+def parse_precisions(target: str | None = None, compute: str = "float32", vq: str = "fp32") -> Precisions:
     """Check the precisions that a user gives by name.
 
     Args:
-        target: precision of the target; None: weights are stored in the type `compute`. `auto` is `int8` if this
-            processor has instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in all
-            measurements (docs/exporting.md).
-        drafter: precision of the drafter; None: that of the target.
+        target: precision of target and drafter; None: weights are stored in the type `compute`. `auto` is `int8` if
+            this processor has instructions for it, otherwise `fp32`. With these instructions, `int8` was the fastest in
+            all measurements (docs/exporting.md).
         compute: type in which target and drafter compute.
         vq: precision of the image decoder.
 
@@ -101,18 +94,16 @@ def parse_precisions(
     if target == "auto":
         fastest = "int8" if _INT8_INSTRUCTIONS & set(describe_processor().split()) else "fp32"
         target = fastest if compute == "float32" else None
-    for field, value in (("precision", target), ("drafter_precision", drafter)):
-        if value is None:
-            continue
-        if value not in get_args(Precision):
-            known = ", ".join((*get_args(Precision), *(["auto"] if field == "precision" else [])))
-            raise RequestError(field=field, found=repr(value), expected=f"one of {known}")
-        allowed = (default, "int8-weights", "int4-weights")
-        if value == "bf16" != default or (compute != "float32" and value not in allowed):
-            expected = "compute bfloat16" if value == "bf16" else ", ".join(allowed)
-            raise RequestError(field=field, found=f"{value} with compute {compute}", expected=expected)
-    stored = (cast(Precision, target or default), cast(Precision | None, drafter))
-    return Precisions(*stored, cast(ComputeType, compute), vq=cast(VQPrecision, vq))
+    if target is None:
+        target = default
+    if target not in get_args(Precision):
+        known = ", ".join((*get_args(Precision), "auto"))
+        raise RequestError(field="precision", found=repr(target), expected=f"one of {known}")
+    allowed = (default, "int8-weights", "int4-weights")
+    if target == "bf16" != default or (compute != "float32" and target not in allowed):
+        expected = "compute bfloat16" if target == "bf16" else ", ".join(allowed)
+        raise RequestError(field="precision", found=f"{target} with compute {compute}", expected=expected)
+    return Precisions(cast(Precision, target), cast(ComputeType, compute), vq=cast(VQPrecision, vq))
 
 
 def choose_storage_types(

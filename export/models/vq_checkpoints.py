@@ -152,7 +152,7 @@ def rename_vqgan_weights(
         for pattern, replacement in (*patterns, *_VQGAN_PATTERNS):
             new = re.sub(pattern, replacement, new)
         if new.startswith("decoder.conv_blocks.") and not coarsest_first:
-            new = re.sub(r"conv_blocks\.(\d+)", lambda match: f"conv_blocks.{last - int(match[1])}", new)
+            new = re.sub(r"conv_blocks\.(\d{1,4})\b", lambda match: f"conv_blocks.{last - int(match[1])}", new)
         file_names[new] = name
     checkpoint.rename_weights(file_names)
 

@@ -11,7 +11,7 @@ from .numbers import Count, TokenId
 
 
 class TokenLayout(FrozenModel):
-    """Layout of a prompt's token ids in the conditional and the unconditional row, for conditions of kind `tokens`.
+    """How a prompt becomes token ids, for conditions of kind `tokens`.
 
     The text is tokenized without special tokens. The conditional row has `before`, the ids of the text, and `after`.
     Both rows end with the tokens of the image's `Size`. If there is a negative prompt, the conditional row of the
@@ -21,7 +21,7 @@ class TokenLayout(FrozenModel):
         template: text in which the prompt replaces `{prompt}` and the size's name replaces `{size}`.
         before: ids before the text.
         after: ids after the text.
-        strip: whether white space around the prompt is removed. The field is new in bundle format 3.7.
+        strip: whether white space around the prompt is removed.
         uncond: ids of the unconditional row; None: `uncond_fill` makes this row.
         uncond_fill: id that replaces each id of the text in the unconditional row, if `uncond` is None.
         negative: template of negative prompts; None: the same as `template`.
@@ -36,11 +36,7 @@ class TokenLayout(FrozenModel):
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
     def surrounding_tokens(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids before the text and the ids after the text in a conditional row.
-
-        Args:
-            size_tokens: ids of the image size, with which the row ends.
-        """
+        """Return the ids before the text and the ids after it in a conditional row, which ends with `size_tokens`."""
         return self.before, (*self.after, *size_tokens)
 
     @model_validator(mode="after")

@@ -24,10 +24,9 @@ class Architecture(FrozenModel):
     Args:
         intermediate_size: hidden width of the feed-forward networks.
         norm_eps: epsilon of the RMS norms.
-        num_heads: number of query heads, new in bundle format 3.7; None: `hidden_size / head_dim`.
+        num_heads: number of query heads.
         head_norm_eps: epsilon of the norms of queries and keys in each head; None: queries and keys have no norms.
-        rms_head_norm: whether the norms of queries and keys are RMS norms (Qwen3) instead of layer norms; new in bundle
-            format 3.7.
+        rms_head_norm: whether the norms of queries and keys are RMS norms (Qwen3) instead of layer norms.
         attention_scale: factor that multiplies the products of queries and keys; 1 if the weights include the factor.
         rotary: coordinates by which queries and keys are rotated. `grid`: row and column of a cell (LlamaGen);
             `sequence`: position in the sequence (Llama, Chameleon); `grids`: time, row and column in two grids
@@ -47,7 +46,7 @@ class Architecture(FrozenModel):
 
     intermediate_size: Count
     norm_eps: Positive
-    num_heads: SmallCount | None = None
+    num_heads: SmallCount
     head_norm_eps: Positive | None = None
     rms_head_norm: bool = False
     attention_scale: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -1,7 +1,7 @@
-"""Opening of bundles, which are folders with a model. All files are checked before they are used.
+"""Opening of bundles, which are folders with a model.
 
-The checks cover `bundle.json`, the path, size and hash of every file, the external files of graphs, and the shapes and
-value ranges of tables. Arrays are read without pickle, so a hostile bundle cannot run code.
+`bundle.json`, path, size and hash of every file, the external files of graphs, and the shapes and value ranges of
+tables are checked before they are used. Arrays are read without pickle, so a hostile bundle cannot run code.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Bundle:
     Args:
         folder: folder of the bundle.
         manifest: contents of `bundle.json`.
-        digest: sha256 of `bundle.json`. The file contains the hashes of all other files, so
-            the digest identifies the whole bundle.
+        digest: sha256 of `bundle.json`, which has the hashes of all other files: it identifies the whole bundle.
     """
 
     folder: Path
@@ -64,11 +63,7 @@ class Bundle:
     digest: str
 
     def path(self, file_role: str) -> Path:
-        """Return the path of the file that has a role, such as `target`.
-
-        Raises:
-            BundleError: no file of the bundle has this role.
-        """
+        """Return the path of the file that has a role, such as `target`; BundleError if no file has it."""
         entry = self.manifest.files.get(file_role)
         if entry is None:
             expected = f"one of {', '.join(sorted(self.manifest.files))}"
@@ -76,7 +71,6 @@ class Bundle:
         return self.folder / entry.path
 
     def check_has_image_decoder(self) -> None:
-        """Raise RequestError if the bundle has no image decoder."""
         if not self.manifest.makes_images:
             problem = f"bundle {self.manifest.name} has no image decoder"
             raise RequestError(problem, field="image", remedy="`lantern-rt run` writes tokens for another program")
@@ -96,11 +90,6 @@ class Bundle:
 
     @cached_property
     def draft_heads(self) -> DraftHeads | None:
-        """Draft heads of the bundle; None if the bundle has no draft heads.
-
-        Raises:
-            BundleError: the file is damaged.
-        """
         manifest = self.manifest
         if manifest.heads is None:
             return None
@@ -115,11 +104,7 @@ class Bundle:
 
     @cached_property
     def neighbor_table(self) -> NDArray[np.unsignedinteger[Any]]:
-        """Table of the k nearest other codes for each code, `[codes, k]`, the nearest first.
-
-        Raises:
-            BundleError: the bundle has no table of neighbours, or the table is damaged.
-        """
+        """Table of the k nearest other codes for each code, `[codes, k]`, the nearest first."""
         codes = self.manifest.codebook_size
         k = self.manifest.neighbors
         if not k:
@@ -135,7 +120,6 @@ class Bundle:
 
     @cached_property
     def example_prompts(self) -> list[str]:
-        """Example prompts of the bundle; an empty list if the bundle has no prompts."""
         if "prompts" not in self.manifest.files:
             return []
         with _convert_parse_errors(self.path("prompts"), "a text file of prompts"):
@@ -143,7 +127,6 @@ class Bundle:
 
 
 def list_embedded_bundle_names() -> list[str]:
-    """Return the names of the bundles that are installed with this package."""
     return sorted(file.parent.name for file in EMBEDDED.glob(f"*/{MANIFEST_FILE}"))
 
 
@@ -221,7 +204,6 @@ def _check_or_download_again(reference: str | None, folder: Path, path: str, che
 
 
 def _find_bundle_folder(path_or_name: str | Path) -> Path:
-    """Return the folder of the embedded bundle with a name, or the folder at a path."""
     names = list_embedded_bundle_names()
     if isinstance(path_or_name, str) and path_or_name in names:
         return EMBEDDED / path_or_name
@@ -240,7 +222,7 @@ def _find_bundle_folder(path_or_name: str | Path) -> Path:
 
 
 def _read_manifest(folder: Path, digest: str | None) -> tuple[bytes, Any]:
-    """Return the text of `bundle.json` and its JSON value. Its sha256 must be `digest`; None: any sha256."""
+    """Return the text of `bundle.json`, which must have the sha256 `digest` (None: any), and its JSON value."""
     path = folder / MANIFEST_FILE
     try:
         text = read_regular_file(path, _MANIFEST_LIMIT)
@@ -294,10 +276,7 @@ def _check_file(folder: Path, file_role: str, entry: FileEntry, progress: Callab
     """Raise BundleError unless a file is a regular file in the bundle's folder with the listed size and sha256.
 
     Args:
-        folder: folder of the bundle.
-        file_role: role of the file, for error messages.
-        entry: the file's entry in the manifest.
-        progress: callback, called with the number of bytes of each hashed block. None: the sha256 is not checked.
+        progress: called with the number of bytes of each hashed block. None: the sha256 is not checked.
     """
     path = folder / entry.path
     try:
@@ -337,9 +316,8 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
     """Read an array from an .npy file (memory-mapped), or the array `name` from an .npz file.
 
     Args:
-        path: path of the file.
         name: name of the array in an .npz file; None: the file is an .npy file.
-        shape: shape that the array must have. The shape also limits the size of a compressed array.
+        shape: shape that the array must have. It also limits the size of a compressed array.
         dtypes: names of the allowed dtypes.
     """
     array: NDArray[Any]
@@ -367,7 +345,6 @@ def _convert_parse_errors(path: Path, expected: str) -> AbstractContextManager[N
 
 
 def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the pairs of a JSON object to a dictionary, and raise ValueError if a key occurs twice."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError(f"has the key {format_value(Counter(name for name, _ in pairs).most_common(1)[0][0])} twice")
     return dict(pairs)

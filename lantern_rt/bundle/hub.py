@@ -33,15 +33,7 @@ _DIGEST = re.compile(r'(?:W/)?"?[0-9a-fA-F]+"?')
 
 
 def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tuple[str, str | None, str | None]:
-    """Split a hub reference into its parts.
-
-    Args:
-        reference: text such as `hf:owner/name/file@revision`.
-        error_class: class of the error that a malformed reference raises.
-
-    Returns:
-        Repository, file and revision. File and revision are None if the reference does not name them.
-    """
+    """Split `hf:owner/name/file@revision` into repository, file or None, and revision or None."""
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         expected = "hf:owner/name, hf:owner/name/file, either with @revision, or a path on this machine"
@@ -52,14 +44,13 @@ def parse_hub_reference(reference: str, error_class: type[LanternError]) -> tupl
 def is_hub_rejection(error: BaseException) -> bool:
     """Return whether an error means that the hub rejected a request.
 
-    The hub rejects a request because of a wrong name, terms that the user has not accepted, or a missing access token.
+    It does so because of a wrong name, terms that the user has not accepted, or a missing access token.
     """
     response = getattr(_find_http_error(error), "response", None)
     return response is not None and 400 <= response.status_code < 429
 
 
 def _find_http_error(error: BaseException) -> BaseException:
-    """Return the HTTP error of the hub that caused an error, or the error itself if no HTTP error caused it."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
@@ -71,8 +62,7 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
 
     Args:
         field: subject of the error message, such as the hub reference.
-        error_class: class of the raised error.
-        remedy: remedy in the error message if the hub cannot be reached.
+        remedy: remedy if the hub cannot be reached.
     """
     try:
         yield
@@ -82,9 +72,7 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
         reraise_error_of_signal_handler(error)
         problem = "the hub cannot be reached"
         if isinstance(error, OSError) and error.errno in _UNWRITABLE:
-            from huggingface_hub import constants
-
-            problem = f"the hub's cache {constants.HF_HUB_CACHE} cannot be written"
+            problem = f"the hub's cache {find_hub_cache()} cannot be written"
             remedy = "set HF_HOME to a folder on a disk with space that you may write to"
         if is_hub_rejection(error):
             problem = "rejected by the hub"
@@ -93,13 +81,12 @@ def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str)
 
 
 def download_files(repository: str, file_names: Iterable[str], revision: str | None, again: bool = False) -> Path:
-    """Download files that are not in the hub's cache. All files come from the commit of the first file.
+    """Download files that are not in the hub's cache. All come from the commit of the first file.
 
     Args:
-        repository: owner/name of the repository.
         file_names: names of one or more files, without `..`.
         revision: branch, tag or commit; None: the default branch.
-        again: whether to download files that are in the cache, too, and replace them there.
+        again: whether files in the cache are downloaded too, and replaced.
 
     Returns:
         The folder of the commit in the cache.
@@ -161,23 +148,23 @@ def _drop_invalid_headers(response: Any) -> None:
 
 
 def list_allowed_link_targets(folder: Path) -> list[Path]:
-    """Return the folders to which links in a bundle may point: the bundle's folder and folders of the hub's cache."""
+    """Return the folders to which links in a bundle may point: its own and, in the hub's cache, those of files."""
     if not re.fullmatch(SNAPSHOT, folder.as_posix()):
         return [folder]
     repository = folder.parents[1]
     return [folder, repository / "blobs", repository.parent / "blobs"]  # Repositories may share the latter.
 
 
-def find_snapshot_folder(reference: str) -> Path:
-    """Return the folder of a commit in the hub's cache, even if it does not exist.
-
-    Args:
-        reference: reference `hf:owner/name@commit`.
-    """
+def find_hub_cache() -> Path:
     from huggingface_hub import constants
 
+    return Path(constants.HF_HUB_CACHE)
+
+
+def find_snapshot_folder(reference: str) -> Path:
+    """Return the folder of `hf:owner/name@commit` in the hub's cache, even if it does not exist."""
     repository, _, commit = parse_hub_reference(reference, BundleError)
-    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / (commit or "main")
+    return find_hub_cache() / f"models--{repository.replace('/', '--')}" / "snapshots" / (commit or "main")
 
 
 def fetch_bundle_files(
@@ -186,16 +173,11 @@ def fetch_bundle_files(
     """Download the files of a bundle that are not in the hub's cache.
 
     Args:
-        reference: reference `hf:owner/name[@revision]` to the repository of the bundle.
-        file_names: names of one or more files, without `..`.
-        commit: commit of the files; None: the commit of the reference.
-        again: whether to download files that are in the cache, too.
+        commit: commit of the files; None: that of the reference.
+        again: whether files in the cache are downloaded too, and replaced.
 
     Returns:
         The bundle's folder in the cache, whose name is the commit.
-
-    Raises:
-        BundleError: the reference is malformed, a file does not exist, or the hub cannot be reached.
     """
     repository, file, revision = parse_hub_reference(reference, BundleError)
     if file is not None:

@@ -9,28 +9,22 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..errors import BundleError
 from ..methods import FrozenModel, Method, MethodConfig, Quality, Sampling, SpeculativeJacobi
 from ..runtime.layout import ImageLayout
-from ..runtime.raster import RasterLayout, RowEndLayout
+from ..runtime.raster import RasterLayout, RowEndLayout, TwoGridLayout
 from .conditions import ConditionSpec
-from .decoder import EXPORT_AGAIN, Architecture
+from .decoder import Architecture
 from .numbers import MAX_PIXELS, Count, Pixels, Side, SmallCount, TokenId
 from .order import GroupOrderSpec
 
-FORMAT_VERSION = "3.8"
+FORMAT_VERSION = "4.0"
 _BLOCK = 1 << 20  # Number of bytes hashed at a time.
 
 Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
 
 def compute_sha256(path: Path, progress: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the sha256 of a file as hex digits.
-
-    Args:
-        path: path of the file.
-        progress: callback, called with the number of bytes of each hashed block.
-    """
+    """Compute the sha256 of a file as hex digits. `progress` gets the number of bytes of each hashed block."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_BLOCK):
@@ -44,7 +38,7 @@ class FileEntry(FrozenModel):
 
     Args:
         path: path relative to the bundle's folder, with forward slashes.
-        sha256: sha256 of the file as hex digits.
+        sha256: hex digits.
         bytes: size of the file.
     """
 
@@ -54,50 +48,23 @@ class FileEntry(FrozenModel):
 
     @classmethod
     def from_file(cls, path: Path, progress: Callable[[int], None] = lambda size: None) -> FileEntry:
-        """Create the entry of a file that lies directly in the bundle's folder.
-
-        Args:
-            path: path of the file.
-            progress: callback, called with the number of bytes of each hashed block.
-        """
+        """Create the entry of a file that lies directly in the bundle's folder."""
         return cls(path=path.name, sha256=compute_sha256(path, progress), bytes=path.stat().st_size)
 
 
 class _DecoderFields(FrozenModel):
-    """Manifest fields of both target and drafter; `architecture` is new in bundle format 3.6.
-
-    The KV caches of both models have the shape `[past, rows, num_kv_heads, head_dim]`.
-    """
+    """Sizes of target and drafter, whose KV caches have the shape `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
     num_layers: SmallCount
     num_kv_heads: SmallCount
     head_dim: SmallCount
     vocab_size: Count
-    architecture: Architecture | None = None
-
-    @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
-        heads = self.architecture and self.architecture.num_heads
-        return heads or self.hidden_size // self.head_dim
-
-    def require_architecture(self, graph_path: Path) -> Architecture:
-        """Return the architecture of the decoder.
-
-        Args:
-            graph_path: file of the decoder's graph, for the error message.
-
-        Raises:
-            BundleError: the manifest has no architecture.
-        """
-        if self.architecture is None:
-            raise BundleError(field=str(graph_path), found="no `architecture` in bundle.json", remedy=EXPORT_AGAIN)
-        return self.architecture
+    architecture: Architecture
 
 
 class DecoderSpec(_DecoderFields):
-    """Manifest entry of the target.
+    """Sizes and precision of the image model (the target).
 
     Args:
         max_positions: maximum number of positions of a sequence.
@@ -136,7 +103,7 @@ class DrafterSpec(_DecoderFields):
 
 
 class DraftHeadsSpec(FrozenModel):
-    """Manifest entry of draft heads (`runtime/heads.py`), which propose tokens for windows and draft trees.
+    """Draft heads (`runtime/heads.py`), which propose tokens for windows and draft trees.
 
     Args:
         rank: rank of the matrix that corrects logits after a draft token was replaced.
@@ -158,7 +125,7 @@ class Size(FrozenModel):
         first_grid: rows and columns of a smaller grid whose codes come before the codes of the image; None: no
             smaller grid.
         first_position: position of the first code; prompts end directly before it. None: prompts begin at position 0.
-        source_tokens: token ids that replace `tokens` in prompts with a source image; new in bundle format 3.8.
+        source_tokens: token ids that replace `tokens` in prompts with a source image.
     """
 
     name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
@@ -176,12 +143,10 @@ class Size(FrozenModel):
 
     @property
     def first_codes(self) -> int:
-        """Number of cells of `first_grid`."""
         return 0 if self.first_grid is None else self.first_grid[0] * self.first_grid[1]
 
     @property
     def codes(self) -> int:
-        """Number of cells of all grids."""
         return self.first_codes + self.rows * self.columns
 
 
@@ -201,7 +166,7 @@ class SourceImageSpec(FrozenModel):
     pixels_per_cell: SmallCount
 
     def count_prompt_tokens(self, size: Size) -> int:
-        """Return the number of token ids before the text, for a source image of the given size."""
+        """Return the number of token ids before the text."""
         return len(self.before) + size.rows * size.columns + len(self.after)
 
 
@@ -251,7 +216,7 @@ class Preset(FrozenModel):
     figures: PresetMeasurements | None = None
 
 
-# The default preset. On three CPUs it is within 4 % of the best window (docs/measurements.md). The method for devices
+# The default preset. On three CPUs it is within 4 % of the best window (benchmarks/NOTES.md). The method for devices
 # is not measured.
 STRICT = Preset(method=SpeculativeJacobi(window=7), devices=SpeculativeJacobi(window=15))
 
@@ -264,9 +229,8 @@ class CheckpointFileRecord(FrozenModel):
     """Record of a checkpoint file that was exported.
 
     Args:
-        role: role of the file, such as `target`.
-        name: name of the file.
-        sha256: sha256 of the file as hex digits.
+        role: such as `target`.
+        sha256: hex digits.
         origin: hub reference from which the file was downloaded; None if it was a local file.
     """
 
@@ -281,8 +245,6 @@ class Provenance(FrozenModel):
 
     Args:
         exporter: name and version of the exporter.
-        sources: exported checkpoint files.
-        licence: licence of the weights.
         weights: set of weights that was exported, if the checkpoint contains both `model` and `ema`.
         calibration: description of the data that calibrated an int8 image decoder.
     """
@@ -301,8 +263,8 @@ class Manifest(FrozenModel):
         sizes: image sizes, including the default of `grid_rows` and `grid_columns`. Empty: only the default.
         row_end: token after every grid row except the last row, an index of `code_embeddings`. It is not sampled.
         order: groups of cells that are sampled together; None: codes are sampled one after another, in raster order.
-        source: layout of prompts with a source image, new in bundle format 3.8; None: images are generated from text
-            alone, and `vq_encoder` is for edits.
+        source: layout of prompts with a source image; None: images are generated from text alone, and `vq_encoder` is
+            for edits.
         neighbors: number of neighbours per code in the table `neighbors`; 0: the bundle has no table.
         vq_precision: precision of the image decoder's matrix products.
         presets: decoding methods by quality. `strict` is `STRICT` by default; `eval --write-presets` adds others.
@@ -374,7 +336,6 @@ class Manifest(FrozenModel):
         return self
 
     def _check_group_order(self) -> None:
-        """Raise ValueError if `order` does not match the image, or the bundle has parts that need raster order."""
         if self.order is None:
             return
         self.order.check_covers_all_cells(self.codes_per_image, self.grid_columns)
@@ -387,14 +348,12 @@ class Manifest(FrozenModel):
             raise ValueError(f"prefix, image and learned vectors need {positions:,} positions, but {limit}")
 
     def _check_preset(self, quality: Quality, method: Method) -> None:
-        """Raise ValueError if the bundle does not support a method of a preset."""
         if problem := explain_unsupported_method(self, method):
             raise ValueError(f"preset {quality}, {method}: the bundle {problem}")
         if quality == "strict" and not method.exact:
             raise ValueError(f"preset strict, {method}, is not exact")
 
     def _check_sizes(self) -> None:
-        """Raise ValueError if sizes are inconsistent, or an unconditional row would be empty."""
         names = [size.name for size in self.sizes]
         layout = self.condition.layout
         if len({*names}) != len(names) or len({(size.rows, size.columns) for size in self.sizes}) != len(names):
@@ -407,7 +366,6 @@ class Manifest(FrozenModel):
             raise ValueError("`uncond` and the `tokens` of a size are empty; the unconditional prompt needs a token")
 
     def _check_first_grids(self) -> None:
-        """Raise ValueError if the target or other parts do not support the first grids or first positions of sizes."""
         sizes = [size for size in self.sizes if (size.first_grid, size.first_position) != (None, None)]
         decoder = self.files.get("vq_decoder")
         parts = {"vq_decoder": decoder, "drafter": self.drafter, "row_end": self.row_end}
@@ -424,8 +382,8 @@ class Manifest(FrozenModel):
 
         if self.source is None:
             return
-        if "vq_encoder" not in self.files or self.condition.layout is None or self.target.architecture is None:
-            raise ValueError("`source` needs a `vq_encoder`, prompts of kind `tokens` and an `architecture`")
+        if "vq_encoder" not in self.files or self.condition.layout is None:
+            raise ValueError("`source` needs a `vq_encoder` and prompts of kind `tokens`")
         if self.target.architecture.rotary != "grids" or len(sizes) != len(self.sizes) or not sizes:
             raise ValueError("`source` needs `rotary` `grids`, and `first_position` in all `sizes`")
 
@@ -440,7 +398,6 @@ class Manifest(FrozenModel):
 
     @property
     def all_sizes(self) -> tuple[Size, ...]:
-        """All image sizes, the default included."""
         return self.sizes or (self.size(),)
 
     def size_in_pixels(self, size: Size) -> tuple[int, int]:
@@ -454,7 +411,9 @@ class Manifest(FrozenModel):
             return self.order.layout(self.codebook_size, grid.columns)
         if self.row_end is not None:
             return RowEndLayout(grid.codes, grid.columns, row_end=self.row_end)
-        return RasterLayout(grid.codes, grid.columns, grid.first_grid or (0, 0))
+        if grid.first_grid is not None:
+            return TwoGridLayout(grid.codes, grid.columns, first_grid=grid.first_grid)
+        return RasterLayout(grid.codes, grid.columns)
 
     @property
     def max_image_tokens(self) -> int:
@@ -469,12 +428,11 @@ class Manifest(FrozenModel):
 
     @property
     def codes_per_image(self) -> int:
-        """Number of cells of an image of the default size."""
         return self.size().codes
 
     @property
     def makes_images(self) -> bool:
-        """Whether the bundle has an image decoder. Without a decoder, the results are codes for another program."""
+        """Whether the bundle has an image decoder. If not, the results are codes for another program."""
         return "vq_decoder" in self.files
 
     @property
@@ -490,9 +448,9 @@ def explain_unsupported_method(manifest: Manifest, method: MethodConfig) -> str 
     """
     requirements = method.requirements
     if requirements.order != (manifest.order is not None):
-        return (
-            "draws one token after another" if requirements.order else "draws groups of cells, in an order of its own"
-        )
+        if requirements.order:
+            return "generates one token after another"
+        return "generates groups of cells, in an order of its own"
     if requirements.drafters and not {*requirements.drafters} & {*manifest.drafters}:
         return f"has no drafter of the kind {' or '.join(requirements.drafters)}"
     if requirements.neighbors > manifest.neighbors:

@@ -3,8 +3,8 @@
 A tensor may store its data in another file, which the entry `location` of its `external_data` names. ONNX Runtime
 opens any file that is named there. So a bundle is safe only if its manifest lists all these files.
 
-This module parses the protobuf messages itself, because the base install has no `onnx`. The parser visits only messages
-that can contain tensors.
+This module parses the protobuf messages itself, because the base install has no `onnx`. It raises ValueError if a file
+is not an ONNX graph. Only messages that can contain tensors are visited.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ _DTYPES = {  # Data types of weights in bundles, by number in TensorProto.
 def list_external_files(path: Path) -> set[str]:
     """Return the names of the external data files of an ONNX graph, as they are written in the graph.
 
-    Raises:
-        ValueError: the file is not an ONNX graph, or has precompiled parts that cannot be checked.
-        OSError: the file cannot be read.
+    Precompiled parts, which cannot be checked, are a ValueError.
     """
     locations: set[str] = set()
     with _open_memory_mapped(path) as (data, model):
@@ -75,9 +73,8 @@ class StoredTensor(NamedTuple):
     """Initialiser of an ONNX graph.
 
     Args:
-        name: name of the initialiser; the name may end in the stored type, such as `.int8`.
+        name: the name may end in the stored type, such as `.int8`.
         tensor_message: bytes of the protobuf message `TensorProto`.
-        shape: shape of the array.
         dtype: name of the NumPy type, `bfloat16` or `int4`; empty for other types.
         external_data: name of the file beside the graph, offset and length in bytes. None: the data are in
             `tensor_message`.
@@ -90,12 +87,7 @@ class StoredTensor(NamedTuple):
     external_data: tuple[str, int, int] | None
 
     def read_array(self, folder: Path) -> NDArray[Any]:
-        """Read the values of the initialiser; int4 values are returned as int8, bfloat16 values as float32.
-
-        Raises:
-            ValueError: the data do not match shape or type.
-            OSError: the data cannot be read.
-        """
+        """Read the values; int4 values are returned as int8, bfloat16 values as float32."""
         if self.external_data is None:
             fields = _iter_fields(self.tensor_message, slice(0, len(self.tensor_message)))
             data = next((self.tensor_message[value] for number, value in fields if number == 9), b"")
@@ -117,12 +109,6 @@ class StoredTensor(NamedTuple):
 
 
 def read_graph_weights(path: Path) -> dict[str, StoredTensor]:
-    """Return the initialisers of a graph by name.
-
-    Raises:
-        ValueError: the file is not an ONNX graph.
-        OSError: the file cannot be read.
-    """
     weights: dict[str, StoredTensor] = {}
     with _open_memory_mapped(path) as (data, model):
         for tensor in _iter_nested_fields(data, model, 7, 5):  # graph, initializer
@@ -151,14 +137,7 @@ def _open_memory_mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
 def _iter_nested_fields(
     data: mmap.mmap | bytes, message: slice, first_number: int, *nested_numbers: int
 ) -> Iterator[slice]:
-    """Yield the byte ranges of fields in a protobuf message, addressed by a path of field numbers.
-
-    Args:
-        data: bytes of the file.
-        message: byte range of the outer message.
-        first_number: number of the fields in the outer message.
-        nested_numbers: numbers of the nested fields, one per level, the outermost first.
-    """
+    """Yield the byte ranges of fields in a message. `nested_numbers`: field numbers, one per level below the first."""
     for number, value in _iter_fields(data, message):
         if number == first_number:
             yield from _iter_nested_fields(data, value, *nested_numbers) if nested_numbers else (value,)
@@ -187,7 +166,7 @@ def _iter_fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int,
 
 
 def _read_varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[int]:
-    """Yield the integers in protobuf fields, each of which has one integer or several packed integers."""
+    """Yield the integers in fields, each of which has one integer or several packed integers."""
     for field in fields:
         offset = field.start
         while offset < field.stop:

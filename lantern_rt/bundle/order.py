@@ -49,12 +49,6 @@ class GroupOrderSpec(FrozenModel):
         return self
 
     def layout(self, codebook_size: int, columns: int) -> ImageLayout:
-        """Return the layout of the tokens of images that are sampled in these groups.
-
-        Args:
-            codebook_size: number of codes; the learned vectors are the tokens after the codes.
-            columns: number of columns of the grid.
-        """
         if self.two_heads:
             return TwoHeadLayout(self.groups, codebook_size, columns)
         return GroupLayout(self.groups, codebook_size)
@@ -63,29 +57,24 @@ class GroupOrderSpec(FrozenModel):
         """Raise ValueError unless the groups contain every cell of the image once.
 
         With two heads, the neighbours of a cell must be in the group before the cell's group.
-
-        Args:
-            num_cells: number of cells of the image.
-            columns: number of columns of the grid.
         """
-        drawn: set[int] = set()
+        seen: set[int] = set()
         for cell in (cell for group in self.groups for cell in group):
             if cell >= num_cells:
                 raise ValueError(f"`order` has cell {cell}, but the image has {num_cells} cells")
-            if cell in drawn:
+            if cell in seen:
                 raise ValueError(f"`order` has cell {cell} twice; expected every cell once")
-            drawn.add(cell)
-        if len(drawn) < num_cells:
-            missing = next(cell for cell in range(num_cells) if cell not in drawn)
+            seen.add(cell)
+        if len(seen) < num_cells:
+            missing = next(cell for cell in range(num_cells) if cell not in seen)
             raise ValueError(f"`order` lacks cell {missing}; expected every cell once")
         for before, group in pairwise(self.groups if self.two_heads else ()):
             for cell in group:
                 for neighbour in list_left_and_upper_neighbors(cell, columns) or [cell]:
                     if neighbour not in before:
-                        problem = f"`order` draws cell {cell} from logits after cell {neighbour}"
+                        problem = f"`order` samples cell {cell} from logits after cell {neighbour}"
                         raise ValueError(f"{problem}, which is not in the previous group")
 
 
 def list_left_and_upper_neighbors(cell: int, columns: int) -> list[int]:
-    """Return the left and the upper neighbour of a cell, without neighbours outside the grid."""
     return [cell - 1] * (cell % columns > 0) + [cell - columns] * (cell >= columns)

@@ -30,17 +30,6 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
     """Add presets to a bundle, and replace presets of the same qualities. The manifest is written atomically.
 
     The bundle's digest changes, so engine folders and recipes of images no longer match the bundle.
-
-    Args:
-        bundle: bundle to change.
-        presets: new preset of each quality.
-
-    Returns:
-        The changed bundle.
-
-    Raises:
-        BundleError: the manifest has changed since the bundle was opened.
-        OutputError: the manifest cannot be written.
     """
     return _rewrite_manifest(
         bundle, {"format_version": FORMAT_VERSION, "presets": {**bundle.manifest.presets, **presets}}
@@ -54,15 +43,7 @@ def write_draft_heads(bundle: Bundle, head_arrays: Mapping[str, NDArray[np.float
     images with other draft heads.
 
     Args:
-        bundle: bundle to change.
         head_arrays: arrays of the draft heads, by the names of the fields of `DraftHeads`.
-
-    Returns:
-        The changed bundle.
-
-    Raises:
-        BundleError: the manifest has changed since the bundle was opened.
-        OutputError: a file cannot be written.
     """
     manifest = bundle.manifest
     spec = DraftHeadsSpec(rank=head_arrays["change"].shape[1], units=head_arrays["left"].shape[1])

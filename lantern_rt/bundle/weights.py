@@ -19,15 +19,9 @@ _STORAGE = re.compile(r"\.(half|bfloat16|int8|int4)$")  # end of a stored weight
 
 
 class StoredWeights(dict[str, StoredTensor]):
-    """Weights of a graph, by their names in the PyTorch module. The values of a weight are read on demand.
+    """Weights of a graph file, by their names in the PyTorch module. Their values are read on demand.
 
     The scales of an integer weight are stored as another weight with the name `<name>.scales`.
-
-    Args:
-        path: graph file. Files with external data of the graph are in the same folder.
-
-    Raises:
-        BundleError: the file is not an ONNX graph, lacks weights or cannot be read, or a weight does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +51,7 @@ class StoredWeights(dict[str, StoredTensor]):
         return numbers
 
     def count_float_elements(self) -> int:
-        """Return the total number of elements of the floating-point weights, scales included."""
+        """Return the number of elements of all floating-point weights, scales included."""
         return sum(math.prod(weight.shape) for weight in self.values() if "float" in weight.dtype)
 
     def _read_weight(self, weight: StoredTensor) -> NDArray[np.float32]:

@@ -34,11 +34,7 @@ _REMEDIES = {"seed": "without it, a seed is drawn and printed", "size": "--scale
 
 
 class _CliCommand(TyperCommand):
-    """Command whose help has a section for each group of options, and whose error messages name options.
-
-    This class replaces typer's help panels. The panels would import the module of every command, and would read square
-    brackets in help texts as markup.
-    """
+    """Command with plain help (typer's panels would import every command), whose errors name options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -83,8 +79,6 @@ class _CliCommand(TyperCommand):
 
 
 class _CliGroup(TyperGroup):
-    """Group of all commands, which imports the module of a command only when the command is used."""
-
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 

@@ -21,17 +21,10 @@ def check_run_options(
     """Check the options of `run` before a published model is downloaded.
 
     Args:
-        name: name of the published model.
-        options: values of the request options that the user gave; `embeddings` and `token_ids` are paths.
-        output: file or folder of the images; None: the current folder.
-        force: whether existing files may be replaced.
-        suffix: ending of the file names.
+        options: the request options that the user gave; `embeddings` and `token_ids` are paths.
 
     Returns:
-        A preliminary path for each image. Only the folder and the ending of the path are final.
-
-    Raises:
-        LanternError: an option does not suit the model, or a file cannot be written.
+        A preliminary path for each image. Only its folder and ending are final.
     """
     model = find_published_model(name)
     present = [subject for subject in INPUT_DESCRIPTIONS if subject in options]
@@ -55,10 +48,13 @@ def check_run_options(
         check_class_ids(subject, model.classes)
     settings = {key: value for key, value in options.items() if key not in (*INPUT_DESCRIPTIONS, "negative_prompt")}
     method = check_options(count, **settings)
-    if method is not None and (
-        method.requirements.order or (method.requirements.drafters and "drafter" not in model.files)
-    ):
-        problem = f"{name} has no drafter" if method.requirements.drafters else f"{name} draws one token after another"
-        raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
+    if method is not None:
+        problem = ""
+        if method.requirements.order:
+            problem = f"{name} generates one token after another"
+        elif method.requirements.drafters and "drafter" not in model.files:
+            problem = f"{name} has no drafter"
+        if problem:
+            raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
     stems = ["image"] * (count * options.get("num_images", 1))
     return [path for path, _ in choose_output_paths(output, stems, force, lambda i, path: True, suffix)]

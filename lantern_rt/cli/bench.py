@@ -31,7 +31,7 @@ from .options import (
 EXAMPLES = """
 lantern-rt bench scenes
 lantern-rt bench scenes --method sjd:window=5 --method sjd:window=11 --count 16
-lantern-rt bench scenes --batch 4 --threads 1 --wide
+lantern-rt bench scenes --batch 4 --threads 1
 """
 COLUMNS = {
     "method": "{method}",
@@ -39,16 +39,6 @@ COLUMNS = {
     "speed-up": "{speed_up:.2f}",
     "tokens per pass": "{tokens_per_forward_pass:.2f}",
     "exact": "{exact_word}",
-}
-WIDE_COLUMNS = {
-    **COLUMNS,
-    "target": "{share[target]:.0%}",
-    "drafter": "{share[drafter]:.0%}",
-    "host": "{share[host]:.0%}",
-    "text, images": "{share[text_and_images]:.0%}",
-    "TVD per token": "{tvd_per_token:.3f}",
-    "NLL per token": "{nll_per_token:.3f}",
-    "NLL against ar": "{nll_ratio:.3f} +- {nll_error:.3f}",
 }
 
 
@@ -59,9 +49,6 @@ def bench(
     count: Annotated[int, typer.Option(help="Minimum number of images per method, in at least three batches.")] = 8,
     batch: Annotated[int, typer.Option(help="Batch size in images.")] = 1,
     prompts: PromptsOption = None,
-    wide: Annotated[
-        bool, typer.Option("--wide", help="Also show shares of time and the likelihood of the tokens.")
-    ] = False,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -71,7 +58,8 @@ def bench(
     """Compare the speed of decoding methods with that of plain decoding (ar).
 
     The methods run in turns, on the same prompts and seeds. Without --method and --quality, all methods that the bundle
-    can run are measured. Other programs on this host should be idle during the measurement.
+    can run are measured. Other programs on this host should be idle during the measurement. --json and --csv also give
+    shares of time and the likelihood of the tokens.
     """
     if json and csv:
         raise RequestError("cannot be combined with --json", field="csv", remedy="give one of them")
@@ -97,13 +85,12 @@ def bench(
     for row in rows:
         row["exact_word"] = "yes" if row["exact"] else "no"
     print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
-    print_table(WIDE_COLUMNS if wide else COLUMNS, rows)
+    print_table(COLUMNS, rows)
     turns = f"{len(runs[0])} turns, batch size {batch}; speed-ups are medians over the turns"
     print_text(turns, describe_fastest_method(rows))
 
 
 def describe_pipeline(pipeline: Pipeline) -> dict[str, Any]:
-    """Return the version, bundle, processor, backends and threads of a measured pipeline, as fields for JSON."""
     return {
         "lantern_rt": __version__,
         "bundle": pipeline.bundle.manifest.name,

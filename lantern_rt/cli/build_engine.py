@@ -40,12 +40,6 @@ def build_engine(
             help="GPU architecture to build for, such as SM89; may be given several times. [default: this host]",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Only write the ONNX graphs, and print the commands that build engines from them."
-        ),
-    ] = False,
     json: JsonOption = False,
     force: ForceOption = False,
 ) -> None:
@@ -58,10 +52,10 @@ def build_engine(
             "take half the memory"
         )
     with show_progress() as progress:
-        manifest, lines = build_engines(opened, bundle, options, output, force, progress, dry_run)
+        manifest, lines = build_engines(opened, bundle, options, output, force, progress)
     if json:
         print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json"), "build_commands": lines})
         return
     for role, graph in manifest.graphs.items():
         print_stderr(f"{role}: {graph.seconds:.1f} s, {graph.bytes / 2**20:,.1f} MiB")
-    print_text("\n".join(lines) if dry_run else output)
+    print_text(output)

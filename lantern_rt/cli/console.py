@@ -46,12 +46,10 @@ def print_text(*parts: object) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object, which must not contain NaN or infinity, to stdout."""
     print_text(json.dumps(value, allow_nan=False))
 
 
 def print_sections(sections: Facts) -> None:
-    """Print each section as a title and a table of names and values."""
     for section, values in sections.items():
         if not values:
             continue
@@ -63,7 +61,7 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -
 
     Args:
         columns: format string of each column, such as `{speed_up:.2f}`, by the heading of the column.
-        rows: rows of the table. A row has the values for the format strings, by name; None is printed as `-`.
+        rows: values for the format strings, by name; None is printed as `-`.
     """
     cells = [[_format_cell(template, row) for template in columns.values()] for row in rows]
     print_text(format_text_table([list(columns), *cells]))
@@ -77,8 +75,6 @@ def _format_cell(template: str, row: Mapping[str, Any]) -> str:
 
 
 class _WarningPrinter(logging.Handler):
-    """Log handler that prints every warning once."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._texts: set[str] = set()
@@ -92,7 +88,7 @@ class _WarningPrinter(logging.Handler):
 
 @contextmanager
 def print_warnings() -> Iterator[None]:
-    """Print the warnings of lantern-rt to stderr while the `with` block runs."""
+    """Print each warning of lantern-rt once to stderr while the `with` block runs."""
     logger = logging.getLogger(__package__.partition(".")[0])
     handler = _WarningPrinter()
     logger.addHandler(handler)
@@ -104,15 +100,10 @@ def print_warnings() -> Iterator[None]:
 
 @contextmanager
 def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
-    """Show the progress of tasks on stderr, with finished and total steps and the remaining time.
-
-    A terminal shows progress bars. If stderr is a file or pipe, a line is printed every five seconds instead.
+    """Show the progress of tasks on stderr: bars in a terminal, else a line every five seconds.
 
     Args:
-        announce_tasks: whether a line is also printed when a task begins; this applies only to files and pipes.
-
-    Yields:
-        The callback to which the `with` block reports progress.
+        announce_tasks: whether a line is also printed when a task begins, unless stderr is a terminal.
     """
     if sys.stderr.isatty():
         with show_progress_bars() as progress:
@@ -122,8 +113,6 @@ def show_progress(announce_tasks: bool = True) -> Iterator[ProgressCallback]:
 
 
 class _ProgressPrinter:
-    """Progress callback that prints lines to stderr, the first line after two seconds."""
-
     def __init__(self, announce_tasks: bool) -> None:
         self._announce_tasks = announce_tasks
         self._next = time.monotonic() + FIRST_LINE_SECONDS
@@ -153,7 +142,6 @@ class _ProgressPrinter:
 
 
 def format_bytes(size: int) -> str:
-    """Format a number of bytes as text, such as `1.20 GB` or `20.5 MB`."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

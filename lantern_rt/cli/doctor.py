@@ -8,16 +8,14 @@ from .. import __version__
 from ..bundle.files import list_embedded_bundle_names
 from ..engines.doctor import make_host_report
 from ..output.tables import format_text_table
-from .console import print_json, print_text
-from .options import JsonOption
+from .console import print_text
 
 EXAMPLES = """
 lantern-rt doctor
-lantern-rt doctor --json
 """
 
 
-def doctor(json: JsonOption = False) -> None:
+def doctor() -> None:
     """Print versions, backends and hardware of this host, and problems.
 
     The line `will use` names the backend and the number of threads for generating images. The exit code is 2 if there
@@ -29,9 +27,6 @@ def doctor(json: JsonOption = False) -> None:
         **report.facts,
         "bundles": ", ".join(list_embedded_bundle_names()) or "none embedded",
     }
-    if json:
-        print_json({"facts": facts, "problems": report.problems})
-    else:
-        print_text(format_text_table([*facts.items(), *(("problem", problem) for problem in report.problems)]))
+    print_text(format_text_table([*facts.items(), *(("problem", problem) for problem in report.problems)]))
     if report.problems:
         raise typer.Exit(2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..inputs import check_int
+from ..inputs import is_number
 from ..output.names import choose_output_paths
 from .console import print_stderr, print_text
 from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 lantern-rt edit scene.png --mask mask.png --prompt "a green cone left of a blue cube on grass"
 lantern-rt edit scene.png --keep-rows 8 --count 4 --output variations/
-lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --tries 4 --output dog.png
+lantern-rt edit cut-out.png bundles/llamagen-b --prompt 207 --seed 3 --output dog.png
 """
 
 ImageArgument = Annotated[
@@ -51,20 +51,11 @@ PromptOption = Annotated[
 SeedOption = Annotated[
     int | None,
     typer.Option(
-        help="Random seed; further images and candidates have the next seeds. [default: random, and printed]",
+        help="Random seed; further images have the next seeds. [default: random, and printed]",
         rich_help_panel=SUBJECTS,
     ),
 ]
-CountOption = Annotated[
-    int, typer.Option(help="Number of images; with --tries at most 1,024 in all.", rich_help_panel=SUBJECTS)
-]
-TriesOption = Annotated[
-    int,
-    typer.Option(
-        help="Candidates per image, 1 .. 64; the candidate that fits the part below best is written.",
-        rich_help_panel=SUBJECTS,
-    ),
-]
+CountOption = Annotated[int, typer.Option(help="Number of images.", rich_help_panel=SUBJECTS)]
 OutputOption = Annotated[
     str | None,
     typer.Option(
@@ -82,7 +73,6 @@ def edit(
     prompt: PromptOption = None,
     seed: SeedOption = None,
     count: CountOption = 1,
-    tries: TriesOption = 1,
     quality: QualityOption = None,
     method: MethodOption = None,
     output: OutputOption = None,
@@ -92,9 +82,8 @@ def edit(
     Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
     from ..edits import check_supports_edits
-    from ..pipeline import MAX_TRIES
     from ..prompts import load_bundle_tokenizer
-    from ..requests import IMAGES_LIMIT, check_request, choose_random_seed
+    from ..requests import check_request, choose_random_seed
     from .replay import png_contains_image
 
     engine = EngineOptions()
@@ -103,29 +92,21 @@ def edit(
     seed = choose_random_seed() if seed is None else seed
     chosen = {"seed": seed, "quality": quality, "method": method, "mask": mask, "keep_rows": keep_rows}
     options: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    if prompt is not None and opened.manifest.condition.kind == "class" and prompt.isdecimal():
+    if prompt is not None and opened.manifest.condition.kind == "class" and is_number(prompt):
         options["class_ids"] = int(prompt)
     else:
         options["prompts"] = prompt
-    tries = check_int("tries", tries, 1, 1, MAX_TRIES)
-    count = check_int("count", count, 1, 1, IMAGES_LIMIT)
-    request = check_request(
-        opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count * tries, **options
-    )
+    request = check_request(opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count, **options)
 
-    def contains_image_of_any_try(image_index: int, path: Path) -> bool:
-        candidates = request.images[image_index * tries : (image_index + 1) * tries]
-        return any(
-            png_contains_image(path, opened, replace(request, images=[candidate]), 1) for candidate in candidates
-        )
+    def contains_image(index: int, path: Path) -> bool:
+        return png_contains_image(path, opened, replace(request, images=[request.images[index]]), 1)
 
-    outputs = choose_output_paths(
-        output, [f"{image.stem}-edit-seed{seed + i * tries}" for i in range(count)], False, contains_image_of_any_try
-    )
+    stems = [f"{image.stem}-edit-seed{seed + i}" for i in range(count)]
+    outputs = choose_output_paths(output, stems, False, contains_image)
     if all(done for _, done in outputs):
         print_stderr("the image exists already" if count == 1 else "the images exist already")
     else:
-        options |= {"tries": tries, "num_images": count, "progress": sys.stderr.isatty()}
+        options |= {"num_images": count, "progress": sys.stderr.isatty()}
         _generate_edits(engine.load_pipeline(opened, request.settings), image, options, outputs)
     print_text(*(path for path, _ in outputs))
 
@@ -133,14 +114,7 @@ def edit(
 def _generate_edits(
     pipeline: Pipeline, image_path: Path, options: dict[str, Any], planned_files: list[tuple[Path, bool]]
 ) -> None:
-    """Generate the images, and write the files that do not exist yet.
-
-    Args:
-        pipeline: pipeline of the bundle.
-        image_path: path of the image to edit.
-        options: keyword arguments of `Pipeline.edit`.
-        planned_files: path of each image, and whether the file exists and already contains the image.
-    """
+    """Generate the images, and write the files that do not exist yet. `planned_files`: path, and whether it exists."""
     from ..output.files import write_output
     from ..output.images import encode_png
 

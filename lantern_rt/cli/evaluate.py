@@ -89,7 +89,7 @@ WritePresetsOption = Annotated[
     bool,
     typer.Option(
         "--write-presets",
-        help="Choose a method for each quality from the results, and write them into the bundle.",
+        help="Store the fastest method within each quality's limits (strict, balanced, fast) in the bundle.",
     ),
 ]
 
@@ -155,16 +155,7 @@ def evaluate(
 
 
 def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:
-    """Open the ONNX graph that computes image features.
-
-    Args:
-        path: path of the graph; None: use the VQ encoder of the bundle.
-        bundle: bundle that is evaluated.
-        threads: number of threads; None: one per core.
-
-    Returns:
-        The model of image features; None if `path` is None and the bundle has no VQ encoder.
-    """
+    """Open the ONNX graph that computes image features; None: the bundle's VQ encoder, if it has one."""
     if path is not None:
         return ImageFeatureModel(path, read_preprocessing(path), threads)
     return EncoderFeatureModel(bundle, threads) if bundle.manifest.can_edit_images else None
@@ -178,7 +169,6 @@ def _open_agreement_model(path: Path, prompts: Prompts, bundle: Bundle, threads:
 
 
 def _compute_reference_features(folder: Path, feature_graph: ImageFeatureModel | None, manifest: Manifest) -> Floats:
-    """Compute the features of the real images in a folder."""
     if feature_graph is None:
         raise RequestError("no features to compare", field="reference", remedy="give --features")
     with show_progress(announce_tasks=False) as progress:
@@ -186,13 +176,11 @@ def _compute_reference_features(folder: Path, feature_graph: ImageFeatureModel |
 
 
 def _choose_new_folder(name: str) -> Path:
-    """Return a path that does not exist: `name`, or `name` with a number at the end."""
     folders = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
 
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
-    """Write presets into the bundle, and print their methods and measurements."""
     if not presets:
         print_text("no method meets the limits of a quality; the bundle is unchanged")
         return
@@ -210,7 +198,6 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
 
 
 def _describe_evaluation(pipeline: Pipeline) -> dict[str, str]:
-    """Return the bundle, backends, hardware and date of an evaluation, as fields of the report."""
     host = make_host_report().facts
     return {
         **{name: str(value) for name, value in describe_pipeline(pipeline).items()},

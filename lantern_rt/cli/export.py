@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engines.host import available_memory
+from ..bundle.hub import find_hub_cache
+from ..engines.host import EXPORT_BYTES, available_memory, check_space
 from ..errors import CheckpointError
 from ..export.registry import (
     FAMILIES,
@@ -17,7 +18,7 @@ from ..export.registry import (
     load_model_family,
     read_family_checkpoints,
 )
-from ..export.space import ExportSizes, check_disk_and_memory, estimate_export_sizes
+from ..export.space import ExportSizes, estimate_export_sizes
 from ..inputs import require_library
 from ..memory import PeakMemoryMonitor
 from ..published import find_published_model
@@ -107,9 +108,6 @@ PrecisionOption = Annotated[
         "int4-weights, or auto (the fastest on this processor). [default: as --compute]"
     ),
 ]
-DrafterPrecisionOption = Annotated[
-    str | None, typer.Option(help="Storage of the drafter's weights. [default: as --precision]")
-]
 VqPrecisionOption = Annotated[
     str, typer.Option(help="Precision of the image decoder: fp32, fp16 (for GPUs) or int8 (for CPUs).")
 ]
@@ -132,7 +130,6 @@ def export(
     lora: LoraOption = None,
     family: FamilyOption = None,
     precision: PrecisionOption = None,
-    drafter_precision: DrafterPrecisionOption = None,
     vq_precision: VqPrecisionOption = "fp32",
     compute: ComputeOption = "float32",
     force: ForceOption = False,
@@ -165,7 +162,7 @@ def export(
 
         family = family or detect_model_family(options["target"])
         check_family_options(family, options)
-    precisions = parse_precisions(precision, drafter_precision, compute, vq_precision)
+    precisions = parse_precisions(precision, compute, vq_precision)
     if precision == "auto":
         print_stderr(f"precision: {precisions.target}, the fastest on this processor")
     check_output_folder(output, force)  # before downloads
@@ -183,7 +180,10 @@ def export(
 def _check_space_for_download(output: Path, sizes: ExportSizes) -> None:
     """Check that there is enough space for a download and its bundle, and print their sizes."""
     if sizes.download_bytes:
-        check_disk_and_memory(output, sizes.bundle_bytes, sizes.download_bytes)
+        check_space(
+            min(EXPORT_BYTES, sizes.bundle_bytes),
+            [(output, sizes.bundle_bytes), (find_hub_cache(), sizes.download_bytes)],
+        )
         free = format_bytes(available_memory())
         needed = f"at least {format_bytes(sizes.bundle_bytes)} on disk, and as much memory to run ({free} free)"
         print_stderr(f"downloads {format_bytes(sizes.download_bytes)} from the hub; the bundle needs {needed}")

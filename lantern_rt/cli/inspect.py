@@ -65,7 +65,6 @@ def _print_prompt_words(bundle: Bundle) -> None:
 
 
 def describe_bundle(bundle: Bundle) -> Facts:
-    """Return facts about a bundle for users: texts by section and name."""
     manifest = bundle.manifest
     classes = manifest.condition.classes
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
@@ -113,7 +112,6 @@ def describe_bundle(bundle: Bundle) -> Facts:
 
 
 def describe_engines(engines: EngineFolder) -> dict[str, str]:
-    """Return facts about an engine folder for users: texts by name."""
     manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
     plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
     graphs = {role: f"{graph.bytes:,} bytes" for role, graph in engines.manifest.graphs.items()}

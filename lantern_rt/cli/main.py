@@ -32,11 +32,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program and exit the process.
-
-    Args:
-        arguments: command line without the name of the program; None: the command line of the process.
-    """
+    """Run the program and exit the process. `arguments` omit the program's name; None: those of the process."""
     signal.signal(signal.SIGTERM, _handle_sigterm)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed; the next file opened must not get its number
@@ -61,14 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _TerminatedExit(SystemExit):
-    """Exception that ends the program after SIGTERM."""
-
     code: int
 
 
 def _handle_sigterm(signal_number: int, _: object) -> None:
-    """Raise `_TerminatedExit`, so that all cleanup runs. A second SIGTERM ends the program at once."""
-    signal.signal(signal_number, signal.SIG_DFL)
+    signal.signal(signal_number, signal.SIG_DFL)  # a second SIGTERM ends the program at once, without cleanup
     raise _TerminatedExit(128 + signal_number)
 
 
@@ -89,7 +82,6 @@ def run_program(arguments: Sequence[str]) -> int:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code. Only usage errors are handled; other errors are raised."""
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")  # file names may contain characters that the terminal cannot print
     command = typer.main.get_command(app)
@@ -107,7 +99,6 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 
 def _print_failure(message: str, exit_code: int = FAILED) -> int:
-    """Print an error message and return the exit code."""
     with suppress(OSError):
         sys.stdout.flush()
     print_stderr(f"lantern-rt: {' '.join(message.split())}")

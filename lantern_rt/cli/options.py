@@ -13,7 +13,7 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
-from ..methods import METHODS, SAMPLING, RequestSettingMarker
+from ..methods import METHODS, SAMPLING, SettableByRequest
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -110,15 +110,13 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 
 
 def make_sampling_option(name: str) -> Any:
-    """Return the command-line option of the sampling setting `name`. The help text is the setting's description."""
     field = SAMPLING[name]
-    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, RequestSettingMarker))
+    (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
     text = f"{field.description} [default: the bundle's]"
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=text, rich_help_panel="Sampling")
 
 
 def _get_sampling_option_type(name: str) -> Any:
-    """Return the type of the values of a sampling option: int, float or str."""
     annotation = SAMPLING[name].annotation
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
@@ -157,7 +155,7 @@ REQUEST_OPTIONS: dict[str, Any] = {
 def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `**options` in the signature of a command by the parameters in `REQUEST_OPTIONS`.
 
-    The new parameters come before the parameter `output`, so that typer lists them there.
+    They come before the parameter `output`, so that typer lists them there.
     """
     parameters: list[inspect.Parameter] = []
     signature = inspect.signature(command, eval_str=True)
@@ -171,7 +169,7 @@ def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Command-line options that choose how graphs are run.
+    """Options that choose how graphs are run.
 
     Args:
         threads: number of threads; None: one per core.
@@ -184,10 +182,7 @@ class EngineOptions:
     provider: list[str] | None = None
 
     def runs_on_cpu(self, bundle: Bundle) -> bool:
-        """Return whether ONNX Runtime runs the bundle's graphs on the CPU.
-
-        If the execution provider is `auto` and a GPU is chosen, print a note to stderr.
-        """
+        """Return whether ONNX Runtime runs the graphs on the CPU. A GPU that `auto` chose is noted on stderr."""
         from ..engines.loader import choose_providers
         from .console import print_stderr
 
@@ -200,11 +195,7 @@ class EngineOptions:
         return main_provider == DEFAULT_PROVIDER
 
     def check(self) -> None:
-        """Check the options without a bundle.
-
-        Raises:
-            EngineError: a provider's name, the number of threads or the engine folder is invalid.
-        """
+        """Check the options before a bundle is downloaded."""
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import choose_thread_count
 
@@ -235,13 +226,13 @@ class EngineOptions:
         """
         from ..engines.engine_folder import open_engine_folder
         from ..engines.host import count_usable_cores
-        from ..memory import check_memory, choose_settings_of_highest_memory
+        from ..memory import check_memory, largest_settings
         from ..pipeline import Pipeline
         from .console import print_stderr, show_progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if self.runs_on_cpu(bundle):
-            check_memory(bundle, settings or choose_settings_of_highest_memory(bundle.manifest), max_prompt_tokens)
+            check_memory(bundle, settings or largest_settings(bundle.manifest), max_prompt_tokens)
         with show_progress(announce_tasks=False) as progress:
             progress("loading graphs")
             pipeline = Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
@@ -251,20 +242,10 @@ class EngineOptions:
 
 
 def download_published_model(name: str, skip_confirmation: bool) -> None:
-    """Download a published model to the cache, after the user has agreed.
-
-    If the model has a finished bundle, the bundle is downloaded. Otherwise the checkpoint is downloaded and exported.
-
-    Args:
-        name: name of a bundle. Nothing is done unless it names a published model that is not in the cache.
-        skip_confirmation: whether to download without asking the user.
-
-    Raises:
-        RequestError: the user does not agree, or there is no terminal to ask in.
-        LanternError: the download or the export fails, as in `published.fetch_published_model`.
-    """
+    """Download a published model to the caches, and if needed export it, after the user has agreed."""
     from ..output.files import find_cache_folder
     from ..published import (
+        PublishedModel,
         check_host_requirements,
         fetch_published_model,
         find_bundle_source,
@@ -280,7 +261,8 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
     check_host_requirements(name, source)
     if old := find_unusable_bundle(name):
         print_stderr(f"{old} is incomplete, damaged or of another release, and is replaced")
-    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if source.bundle_bytes else ""
+    exports = isinstance(source, PublishedModel)
+    bundle = f", and a bundle of at most this size into {find_cache_folder()}" if exports else ""
     print_stderr(
         f"{name}: {format_bytes(source.download_bytes)} from {', '.join(source.repositories)} "
         f"(licence: {find_published_model(name).licence}) into the hub's cache{bundle}"
@@ -297,12 +279,7 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
 
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
-    """Open a bundle, check its files, and show the progress of the check on stderr.
-
-    Args:
-        name: folder, name or hub reference of the bundle.
-        skipped_roles: roles of the files whose SHA-256 is not checked, such as `target`.
-    """
+    """Open a bundle, check its files, and show the progress of the check on stderr."""
     from .. import published
     from .console import show_progress
 

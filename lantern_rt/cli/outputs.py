@@ -16,40 +16,17 @@ if TYPE_CHECKING:
 
 
 class OutputFormat(Protocol):
-    """Format of the output files.
-
-    Attributes:
-        suffix: ending of the file names.
-    """
-
     suffix: str
 
     def contains_image(self, request: Request, image_index: int, path: Path) -> bool:
-        """Return whether a file already contains an image of a request and need not be written again.
-
-        Args:
-            request: request for the images.
-            image_index: index of the image in the request.
-            path: path of the file, which exists.
-        """
+        """Return whether an existing file has image `image_index` of a request, and need not be written again."""
 
     def encode_file(self, request: Request, image_index: int, step: StreamStep) -> bytes:
-        """Return the contents of the file for a complete image.
-
-        Args:
-            request: request for the images.
-            image_index: index of the image in the request.
-            step: decoding step after which the image is complete.
-        """
+        """Return the contents of the file of an image, which is complete after `step`."""
 
 
 class ImageOutputFormat:
-    """Output format that writes images as PNG files.
-
-    Args:
-        bundle: bundle that generates the images.
-        scale: factor by which the images are enlarged.
-    """
+    """PNG files of images, enlarged `scale` times."""
 
     suffix = ".png"
 
@@ -72,12 +49,7 @@ class ImageOutputFormat:
 
 
 class CodeOutputFormat:
-    """Output format that writes codes as .npz files. Existing files are never reused.
-
-    Args:
-        bundle: bundle that generates the codes.
-        scale: must be 1, because codes cannot be enlarged.
-    """
+    """Files `.npz` of codes, which are never reused. `scale` is 1, because codes cannot be enlarged."""
 
     suffix = ".npz"
 
@@ -99,11 +71,9 @@ def choose_output_format(
     """Choose the class of the output format: images or codes.
 
     Args:
-        has_image_decoder: whether the bundle has an image decoder. Without it, the bundle generates only codes.
-        bundle_name: name of the bundle for error messages.
+        bundle_name: for error messages.
         codes_only: whether the user asks for codes.
         scale: factor by which images are enlarged, 1 .. 16.
-        trace_path: path of the trace file; None: no trace.
 
     Raises:
         RequestError: `scale` or `trace_path` is given although only codes are written, or `scale` is out of range.
@@ -118,19 +88,3 @@ def choose_output_format(
     if trace_path is not None or scale != 1:
         raise RequestError(problem, field="scale" if trace_path is None else "trace", remedy="leave it out")
     return CodeOutputFormat
-
-
-def make_output_format(bundle: Bundle, codes_only: bool, scale: int, trace_path: Path | None) -> OutputFormat:
-    """Return the output format for a bundle and the user's options.
-
-    Args:
-        bundle: bundle that generates the images or codes.
-        codes_only: whether the user asks for codes.
-        scale: factor by which images are enlarged.
-        trace_path: path of the trace file; None: no trace.
-
-    Raises:
-        RequestError: the errors of `choose_output_format`.
-    """
-    name = f"bundle {bundle.manifest.name}"
-    return choose_output_format(bundle.manifest.makes_images, name, codes_only, scale, trace_path)(bundle, scale)

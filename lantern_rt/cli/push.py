@@ -64,11 +64,7 @@ def push(
 
 
 def create_repository(repository: str, private: bool) -> None:
-    """Create a repository on the hub unless the repository exists.
-
-    Raises:
-        OutputError: the hub rejects the repository or cannot be reached.
-    """
+    """Create a repository on the hub unless the repository exists."""
     from huggingface_hub import HfApi
 
     with convert_hub_errors(repository, OutputError, "try again"):
@@ -84,15 +80,11 @@ def push_bundle(
     """Upload a bundle with its model card to a repository that exists.
 
     Args:
-        repository: owner/name of the repository.
         sample_images: contents of each PNG file for the card, and the settings that generated the image.
         card_notes: further paragraphs of the card.
 
     Returns:
-        The hub reference of the bundle, `hf:owner/name@commit`, with the commit of this upload.
-
-    Raises:
-        OutputError: the hub rejects the files or cannot be reached.
+        The hub reference of this upload, `hf:owner/name@commit`.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -116,14 +108,7 @@ def _read_sample_image(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, 
 
 
 def _generate_sample_images(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
-    """Generate images of the bundle's example prompts.
-
-    Returns:
-        The contents of each PNG file, and the settings that generated the image.
-
-    Raises:
-        RequestError: the bundle has no example prompts.
-    """
+    """Generate images of the example prompts; return each PNG file, and the settings that generated it."""
     from ..compare.prompts import read_bundle_prompts
     from ..output.images import encode_png
 
@@ -145,13 +130,9 @@ def make_model_card(
     """Create the README.md of a repository.
 
     Args:
-        repository: owner/name of the repository.
         sample_recipes: settings of the images `samples/1.png` and so on. The value of `codes` is the SHA-256 of the
             image's tokens.
         card_notes: further paragraphs of the card.
-
-    Returns:
-        The text of the README.md.
     """
     manifest = bundle.manifest
     provenance = manifest.provenance
@@ -188,7 +169,7 @@ def make_model_card(
         lines += ["Every image records its prompt, seed and settings: `--from` generates it again.", ""]
         again = f"\n    lantern-rt run {name} --from 1.png"
     else:
-        lines += ["It draws codes, from which another program makes images.", ""]
+        lines += ["It generates codes, from which another program makes images.", ""]
     addresses = dict(line.split(", ") for line in metadata("lantern-rt").get_all("Project-URL") or ())
     lines += [
         f"With [lantern-rt]({addresses['Source']}) and its extra `cpu`:",

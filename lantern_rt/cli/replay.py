@@ -35,14 +35,8 @@ def read_recorded_request(
     """Return the bundle and the request that generate the image of a PNG again.
 
     Args:
-        png_path: path of a PNG file that lantern-rt wrote.
-        options: other request options of the user, by name. They must be empty because the PNG records their values.
-        engine_options: options that choose how graphs are run; the bundle is opened for them.
+        options: other request options of the user. They must be empty, because the PNG records their values.
         bundle_name: folder or name of the bundle; None: the embedded or cached bundle that the PNG names.
-
-    Raises:
-        RequestError: the PNG has no recipe, or the bundle rejects the recipe.
-        BundleError: the PNG records a different bundle.
     """
     recipe = read_replay_recipe(png_path, options)
     place: str | Path | None = bundle_name
@@ -60,35 +54,14 @@ def read_recorded_request(
 
 
 def read_replay_recipe(png_path: Path, options: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a PNG file: the prompt, seed, settings and bundle that the file records.
-
-    Args:
-        png_path: path of the PNG file.
-        options: other request options of the user, by name. They must be empty because the PNG records their values.
-
-    Raises:
-        RequestError: the PNG has no recipe, or `options` is not empty.
-    """
+    """Read the recipe of a PNG file, unless the user gave options, whose values it records."""
     for option in options:
-        raise RequestError(
-            f"cannot be combined with --from {png_path}, which records it", field=option, remedy="leave it out"
-        )
+        raise RequestError(f"is recorded in {png_path} already", field=option, remedy="leave it out, or --from")
     return read_recipe(png_path)
 
 
 def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> Request:
-    """Return the request that generates exactly the image of a PNG.
-
-    Args:
-        png_path: path of the PNG, for error messages.
-        recipe: recipe of the PNG.
-        bundle: bundle that generated the image.
-
-    Raises:
-        BundleError: the PNG records a different bundle.
-        RequestError: the image is an edit, the bundle rejects the recipe, or the restored settings differ from the
-            recorded settings.
-    """
+    """Return the request that generates exactly the image of a PNG. An edit is an error: it needs another image."""
     if recipe.edit is not None:
         problem = "records an edit of another image, which it does not contain"
         raise RequestError(problem, field=str(png_path), remedy="give that image to `lantern-rt edit`")
@@ -105,16 +78,11 @@ def restore_recorded_request(png_path: Path, recipe: Recipe, bundle: Bundle) -> 
 
 
 def restore_recorded_settings(png_path: Path, recipe: Recipe, bundle: Bundle) -> GenerationSettings:
-    """Return the settings of a recipe, and check that they equal the recorded settings.
-
-    Args:
-        png_path: path of the PNG, for error messages.
-        recipe: recipe of the PNG.
-        bundle: bundle that generated the image.
+    """Return the settings of a recipe.
 
     Raises:
         BundleError: the PNG records a different bundle.
-        RequestError: the bundle rejects the settings, or the settings differ.
+        RequestError: the bundle rejects the settings, or resolves them to other values than were recorded.
     """
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
@@ -147,9 +115,7 @@ def png_contains_image(path: Path, bundle: Bundle, request: Request, scale: int)
 
     Args:
         path: path of a file, which need not exist.
-        bundle: bundle of the request.
         request: request of a single image.
-        scale: factor by which the image is enlarged.
     """
     try:
         recipe = read_recipe(path)

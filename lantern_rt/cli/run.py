@@ -34,7 +34,7 @@ from .options import (
     add_request_options,
     download_published_model,
 )
-from .outputs import choose_output_format, make_output_format
+from .outputs import choose_output_format
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -172,7 +172,10 @@ def run(
     else:
         bundle, request = read_recorded_request(source, options, engine_options, name)
     stems = _make_file_stems(request, count, embeddings) if source is None else [f"{source.stem}-again"]
-    output_format = make_output_format(bundle, codes, scale, trace)
+    format_class = choose_output_format(
+        bundle.manifest.makes_images, f"bundle {bundle.manifest.name}", codes, scale, trace
+    )
+    output_format = format_class(bundle, scale)
     contains_image = partial(output_format.contains_image, request)
     outputs = choose_output_paths(output, stems, force, contains_image, output_format.suffix)
     paths = [path for path, _ in outputs]
@@ -191,18 +194,10 @@ def run(
 
 
 def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: bool) -> tuple[Path, Path] | None:
-    """Check that the two files of a trace can be written, and return their paths.
-
-    Args:
-        trace_path: path of NAME.npz; None: no trace.
-        image_paths: paths of the images, which must differ from the paths of the trace.
-        force: whether to replace existing files.
+    """Check that the files of a trace can be written, and that none is the path of an image.
 
     Returns:
         The paths NAME.npz (draft trees) and NAME.trace.png (an image of the trees); None without a trace.
-
-    Raises:
-        OutputError: a path is not valid or cannot be written.
     """
     if trace_path is None:
         return None
@@ -234,15 +229,11 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
 
 
 def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
-    """Split the arguments into the bundle and the prompts.
+    """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
 
     Args:
-        arguments: arguments of the user, such as `scenes "a red cube"`.
-        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name
-            of a bundle, even if the bundle does not exist.
-
-    Returns:
-        The bundle, or None if the first argument is not a bundle, and the prompts.
+        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
+            bundle, even if the bundle does not exist.
 
     Raises:
         RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
@@ -276,17 +267,7 @@ def _is_bundle(argument: str) -> bool:
 def _open_bundle_and_request(
     engine_options: EngineOptions, bundle_name: str | None, request_options: dict[str, Any]
 ) -> tuple[Bundle, Request]:
-    """Open the bundle and check the request.
-
-    Args:
-        engine_options: options that choose how graphs are run; the bundle is opened for them.
-        bundle_name: folder, name or hub reference of the bundle; None: the embedded bundle `scenes`.
-        request_options: keyword arguments of the request; `token_ids` and `embeddings` are paths of files.
-
-    Raises:
-        RequestError: an option is invalid, or there is nothing to generate.
-        BundleError: the bundle cannot be opened.
-    """
+    """Open the bundle (None: `scenes`), and check the request, whose `token_ids` and `embeddings` are paths."""
     from ..prompts import load_bundle_tokenizer
     from ..requests import check_request, choose_random_seed
     from ..text.embeddings import read_embeddings
@@ -301,7 +282,7 @@ def _open_bundle_and_request(
     bundle = engine_options.open_bundle(bundle_name or "scenes")
     if "image" in request_options and bundle.manifest.source is None:
         problem = f"bundle {bundle.manifest.name} takes no source image"
-        raise RequestError(problem, field="image", remedy="leave it out; `lantern-rt edit` changes a part of an image")
+        raise RequestError(problem, field="image", remedy="leave it out, or use `lantern-rt edit`")
     request_options = {"seed": choose_random_seed()} | request_options
     return bundle, check_request(bundle.manifest, load_bundle_tokenizer(bundle), **request_options)
 
@@ -351,13 +332,8 @@ def _generate_images(
     """Generate all images, write each file as soon as its image is complete, and print a line of statistics.
 
     Args:
-        engine_options: options that choose how graphs are run.
-        bundle: bundle that generates the images.
-        request: request for the images.
-        output_format: format of the files.
         planned_files: path of each image, and whether the file already contains the image and stays as it is.
-        trace_paths: paths of a trace, from `check_trace_paths`; None: no trace.
-        force: whether to replace existing files.
+        trace_paths: result of `check_trace_paths`.
 
     Returns:
         The last decoding step, which has the codes of all images and the statistics.
@@ -393,13 +369,7 @@ def _generate_images(
 
 
 class _TraceWriter:
-    """Writer of the files of a trace: NAME.npz has all decoding steps, and NAME.trace.png is an image of the steps.
-
-    Args:
-        paths: paths of both files, from `check_trace_paths`.
-        bundle: bundle that generates the images.
-        request: request whose steps are recorded.
-    """
+    """Records decoding steps for `paths`, the result of `check_trace_paths`."""
 
     def __init__(self, paths: tuple[Path, Path], bundle: Bundle, request: Request) -> None:
         from ..output.trace import Trace
@@ -409,7 +379,6 @@ class _TraceWriter:
         self.steps = Trace(grid.rows, grid.columns)
 
     def write(self, force: bool) -> None:
-        """Write both files of the trace. force: whether to replace existing files."""
         from ..output.files import write_output
         from ..output.images import encode_png
 

@@ -90,14 +90,6 @@ MethodsOption = Annotated[
     ),
 ]
 MaxNOption = Annotated[int, typer.Option(help="Maximum number of images per request, 1 .. 10.", rich_help_panel=LIMITS)]
-NamesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--name",
-        help="Name of a model in the API, given once per bundle. [default: the name of the folder that the bundle "
-        "was exported to, which changes with every new folder]",
-    ),
-]
 AliasOption = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=MODEL", help="Additional name of a model; may be given several times."),
@@ -107,14 +99,6 @@ MapSizeOption = Annotated[
     typer.Option(
         metavar="SIZE=SIZE",
         help="Size that clients request, and the model's size that they get, or auto; may be given several times.",
-    ),
-]
-OwnSamplingOption = Annotated[
-    bool,
-    typer.Option(
-        "--own-sampling",
-        help="Ignore sampling settings in POST /generate, which SGLang calls, and use the bundle's settings.",
-        rich_help_panel=LIMITS,
     ),
 ]
 LogLevelOption = Annotated[
@@ -137,10 +121,8 @@ def serve(
     deadline: DeadlineOption = 600.0,
     methods: MethodsOption = None,
     max_n: MaxNOption = 10,
-    names: NamesOption = None,
     alias: AliasOption = None,
     map_size: MapSizeOption = None,
-    own_sampling: OwnSamplingOption = False,
     log_level: LogLevelOption = "info",
     log_format: LogFormatOption = "json",
     threads: ThreadsOption = None,
@@ -168,7 +150,7 @@ def serve(
     options = EngineOptions(threads, engines, provider)
     _check_limit_options(api_key_file, cors or (), batch, waiting)
     texts = bundles or ["scenes"]
-    opened = _open_available_bundles(texts, names or (), options)
+    opened = _open_available_bundles(texts, options)
     aliases = _parse_aliases(alias or (), [*opened])
     missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]
     _parse_size_mappings(map_size or (), [bundle for bundle in opened.values() if bundle], missing)
@@ -181,7 +163,7 @@ def serve(
     sizes = _parse_size_mappings(map_size or (), [*models.values()])
     limits: dict[str, Any] = {"max_images_per_pass": batch, "max_queued_images": waiting, **asdict(options)}
     loaders = {name: partial(AsyncPipeline.from_bundle, bundle, **limits) for name, bundle in models.items()}
-    rules: dict[str, Any] = {"methods": methods or (), "max_n": max_n, "own_sampling": own_sampling}
+    rules: dict[str, Any] = {"methods": methods or (), "max_n": max_n}
     access = ServerLimits(deadline, api_key_file=api_key_file, aliases=aliases, mapped_sizes=sizes, **rules)
     server = Server(loaders, host, port, access, cors or ())
     with log_to_stderr(log_level, log_format):
@@ -189,7 +171,6 @@ def serve(
 
 
 def _check_choice_options(methods: Sequence[str], log_level: str, log_format: str) -> None:
-    """Check that each option has one of its allowed values."""
     from ..serve.log import FORMATS, LEVELS
 
     selected = [("methods", name, METHODS) for name in methods]
@@ -201,11 +182,7 @@ def _check_choice_options(methods: Sequence[str], log_level: str, log_format: st
 def _check_limit_options(
     api_key_file: Path | None, allowed_origins: Sequence[str], max_images_per_pass: int | None, max_queued_images: int
 ) -> None:
-    """Check options that the server uses only after it has opened the bundles.
-
-    Raises:
-        RequestError: an option is invalid.
-    """
+    """Check options that the server uses only after it has opened the bundles."""
     from ..serve.app import normalize_origin
     from ..serve.state import read_api_keys
 
@@ -232,18 +209,10 @@ def _parse_aliases(alias_options: Sequence[str], model_names: Sequence[str]) -> 
 def _parse_size_mappings(
     size_options: Sequence[str], bundles: Sequence[Bundle], missing_models: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Parse the values of `--map-size`.
+    """Return the size of the images by the size in a request, from options such as `1024x1024=256x256`.
 
     Args:
-        size_options: values such as `1024x1024=256x256`: the size in a request, and the size of the images.
-        bundles: open bundles, whose sizes are all known.
         missing_models: names of published models that are not in the cache. Their sizes come from the table of models.
-
-    Returns:
-        The size of the images by the size in a request.
-
-    Raises:
-        RequestError: a value has the wrong form, or no model has the size of the images.
     """
     from ..published import find_published_model
 
@@ -262,17 +231,11 @@ def _parse_size_mappings(
     return sizes
 
 
-def _open_available_bundles(
-    bundle_names: Sequence[str], model_names: Sequence[str], engine_options: EngineOptions
-) -> dict[str, Bundle | None]:
+def _open_available_bundles(bundle_names: Sequence[str], engine_options: EngineOptions) -> dict[str, Bundle | None]:
     """Open bundles that are on this host, and check that the names of all models differ.
 
-    Args:
-        bundle_names: folders or names of bundles.
-        model_names: name of each model; empty: the names of the bundles.
-
     Returns:
-        The open bundle of each model, by the name of the model; None for a published model that is not in the cache.
+        The bundle of each model, by the name of the model; None for a published model that is not in the cache.
     """
     from ..published import is_missing_from_cache
 
@@ -280,31 +243,22 @@ def _open_available_bundles(
     if engine_options.engines is not None and len(bundle_names) > 1:
         expected = "one bundle, from which the engines were built"
         raise RequestError(field="engines", found=f"{len(bundle_names)} bundles", expected=expected)
-    if model_names and (len(model_names) != len(bundle_names) or "" in model_names):
-        raise RequestError(field="names", found=", ".join(map(repr, model_names)), expected="a name for each bundle")
     models: dict[str, Bundle | None] = {}
-    for i, text in enumerate(bundle_names):
+    for text in bundle_names:
         bundle = None if is_missing_from_cache(text) else engine_options.open_bundle(text)
-        name = model_names[i] if model_names else bundle.manifest.name if bundle else text
+        name = bundle.manifest.name if bundle else text
         if name in models:
             problem = f"two bundles named {name}"
-            remedy = "give each bundle a --name"
+            remedy = "export one of them to a folder of another name"
             raise RequestError(field="bundles", found=problem, expected="different names", remedy=remedy)
         models[name] = bundle
     return models
 
 
 def _open_bundle_and_check_memory(name: str, bundle: Bundle | None, engine_options: EngineOptions) -> Bundle:
-    """Open a bundle unless it is already open, and check that there is enough memory for it.
-
-    Args:
-        name: folder, name or hub reference of the bundle.
-        bundle: the open bundle; None: open the bundle.
-        engine_options: options that choose how graphs are run.
-    """
-    from ..memory import check_memory, choose_settings_of_highest_memory
+    from ..memory import check_memory, largest_settings
 
     bundle = bundle or engine_options.open_bundle(name)
     if engine_options.runs_on_cpu(bundle):
-        check_memory(bundle, choose_settings_of_highest_memory(bundle.manifest))
+        check_memory(bundle, largest_settings(bundle.manifest))
     return bundle

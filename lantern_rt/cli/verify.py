@@ -102,13 +102,7 @@ def verify(
 
 
 def _compare_with_export(name: str) -> None:
-    """Compare the bundle of a published model with a new export, byte by byte.
-
-    Raises:
-        RequestError: `name` is not the name of a published model.
-        BundleError: the bundle is not in the cache.
-        ParityError: files differ.
-    """
+    """Compare the bundle of a published model with a new export, byte by byte."""
     model = find_published_model(name)
     opened = open_named_bundle(name)
     check_host_requirements(name, model)
@@ -129,14 +123,7 @@ def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[st
     """Return the export options with which the checkpoints are read.
 
     Args:
-        manifest: manifest of the bundle.
         checkpoints: checkpoints in the order of the sources in the manifest, or one folder that has them all.
-
-    Returns:
-        The options by name, such as `target`.
-
-    Raises:
-        CheckpointError: bundles of this family cannot be exported, or the number of checkpoints is wrong.
     """
     from ..export.registry import CHECKPOINTS, FAMILIES, load_model_family
 
@@ -163,15 +150,7 @@ def _match_export_options(manifest: Manifest, checkpoints: list[str]) -> dict[st
 
 
 def _append_lora_scale(adapter: str, scale: str) -> str:
-    """Return `FOLDER:scale` for a LoRA adapter, with the scale that the bundle records.
-
-    Args:
-        adapter: `FOLDER`, or `FOLDER:scale`, as the user gave it.
-        scale: scale that the bundle records.
-
-    Raises:
-        CheckpointError: the user gave a different scale.
-    """
+    """Return `FOLDER:scale` with the scale that the bundle records; `adapter` may state it as well."""
     from ..export.checkpoints.lora import split_folder_and_scale
 
     folder, user_scale = split_folder_and_scale(adapter)

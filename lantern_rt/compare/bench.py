@@ -21,7 +21,6 @@ METHODS = ("ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"
 
 
 def list_default_methods(manifest: Manifest) -> list[str]:
-    """Return the method strings, such as `eagle:tree=chain-3`, of all compared methods that a bundle supports."""
     return list_supported_methods(manifest, METHODS)
 
 
@@ -36,9 +35,7 @@ def run_bench(
     """Run decoding methods in turns, after a warm-up turn that is discarded.
 
     Args:
-        pipeline: pipeline of the bundle.
         methods: methods to compare, plain decoding first.
-        prompts: prompts of the images.
         batch_size: number of images per request.
         min_images: minimum number of images per method; every method runs at least three times.
 
@@ -57,14 +54,10 @@ def run_bench(
 
 
 def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]) -> dict[str, Any]:
-    """Summarize runs relative to plain decoding, as a JSON object.
+    """Summarize the runs of a method relative to those of plain decoding in the same turns, as a JSON object.
 
     The speed-up is the median of the speed-ups of all turns, because the two runs of a turn share the load of the host.
     Times and shares refer to whole pipeline calls.
-
-    Args:
-        runs: the runs of one method.
-        baseline_runs: the runs of plain decoding in the same turns.
     """
     stats = [run.statistics for run in runs]
     total = sum(run.seconds for run in runs)
@@ -100,7 +93,6 @@ def summarize_runs(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
 
 
 def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line that names the fastest exact method of a report, and the option that selects this method."""
     best = max((row for row in report_rows if row["exact"]), key=lambda row: row["speed_up"])
     label = best["method"]
     option = "quality" if label in get_args(Quality) else "method"
@@ -108,14 +100,10 @@ def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Estimate the ratio between the scores of a method and of plain decoding on the same images.
-
-    Args:
-        scores: score of each image that the method generated, for at least two images.
-        baseline_scores: score of each image that plain decoding generated.
+    """Estimate the ratio between the scores of a method and of plain decoding, on the same two or more images.
 
     Returns:
-        The sum of `scores` divided by the sum of `baseline_scores`, and the standard error of this ratio.
+        The ratio of the sums, and its standard error.
     """
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(

@@ -57,21 +57,16 @@ def evaluate_methods(
     """Generate images with all methods and compare them with plain decoding.
 
     Args:
-        prompts: prompts of the images. Image n of every method has seed n.
+        prompts: image n of every method has seed n.
         num_seeds: number of images per prompt.
         methods: the methods, plain decoding first.
-        feature_model: graph that computes image features; None: the report has no Frechet distances.
-        agreement_model: graph that computes prompt agreement; None: the report has no agreement.
-        real_features: features `[n, width]` of real images, which replace the reference set; None: plain decoding
-            generates the reference set.
+        feature_model: None: the report has no Frechet distances.
+        agreement_model: None: the report has no agreement.
+        real_features: features `[n, width]` of real images; None: plain decoding generates the reference set.
 
     Returns:
-        The report as a JSON object, and lists of images by method label. The lists are of plain decoding, of every
-        method with other images, and last of the reference set if it was generated. Without an image decoder there are
-        no lists.
-
-    Raises:
-        RequestError: there are too few prompts, or a graph fails.
+        The report as a JSON object, and lists of images by method label: of plain decoding, of every method with other
+        images, and last of the reference set if it was generated. Without an image decoder there are no lists.
     """
     labels = prompts.labels
     count = len(labels) * num_seeds
@@ -89,9 +84,9 @@ def evaluate_methods(
         run_methods_in_turns(pipeline, methods, requests, with_likelihoods=False, progress=progress, total_images=count)
     )
     runs_by_method = {method.label: [turn[i] for turn in turns] for i, method in enumerate(methods)}
-    compared_runs = _compute_likelihoods_of_differing_runs(pipeline, runs_by_method, requests, progress)
-    drawn = compared_runs if manifest.makes_images else {}
-    images = {label: [image for run in method_runs for image in run.images] for label, method_runs in drawn.items()}
+    compared_runs = _score_differing_runs(pipeline, runs_by_method, requests, progress)
+    pictured = compared_runs if manifest.makes_images else {}
+    images = {label: [image for run in method_runs for image in run.images] for label, method_runs in pictured.items()}
     metrics = _estimate_metrics(list(compared_runs.values()), num_seeds)
     if agreement_model is not None:
         metrics["agreement"] = _estimate_agreement(agreement_model, labels, num_seeds, images, progress)
@@ -129,7 +124,6 @@ def _run_models_once(
 def _compute_features(
     feature_model: ImageFeatureModel, images: Mapping[str, list[Image]], progress: Progress
 ) -> list[Floats]:
-    """Return the features `[images, features]` of every method's images."""
     sets: list[Floats] = []
     for method_images in images.values():
         progress("features", len(sets), len(images))
@@ -137,13 +131,13 @@ def _compute_features(
     return sets
 
 
-def _compute_likelihoods_of_differing_runs(
+def _score_differing_runs(
     pipeline: Pipeline,
     runs_by_method: Mapping[str, list[MethodRun]],
     requests: Sequence[dict[str, Any]],
     progress: Progress,
 ) -> dict[str, list[MethodRun]]:
-    """Compute likelihoods for plain decoding and for methods with other images; return the runs of both by label."""
+    """Return the runs of plain decoding and of methods with other images, by label, with likelihoods."""
     baseline_runs, *_ = runs_by_method.values()
     compared_runs = {
         label: method_runs
@@ -166,9 +160,8 @@ def _make_method_reports(
 
     Args:
         runs_by_method: runs by label, plain decoding first.
-        compared_runs: result of `_compute_likelihoods_of_differing_runs`.
+        compared_runs: result of `_score_differing_runs`.
         metrics: for each metric, the estimates of all methods in `compared_runs`.
-        num_seeds: number of images per prompt.
     """
     plain, *_ = runs_by_method
     passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs_by_method.values()], num_seeds)
@@ -191,7 +184,6 @@ def _make_method_reports(
 def _generate_reference_images(
     pipeline: Pipeline, baseline_method: ComparedMethod, prompts: Prompts, num_seeds: int, progress: Progress
 ) -> list[Image]:
-    """Generate the reference set: images of plain decoding, on the same prompts with other seeds."""
     count = len(prompts.items) * num_seeds
 
     def report_reference_progress(_: str, done: int, total: int) -> None:
@@ -210,7 +202,6 @@ def _generate_reference_images(
 
 
 def has_same_codes(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]) -> bool:
-    """Return whether the method of `runs` is exact and generated the same codes as plain decoding."""
     return runs[0].settings.method.exact and np.array_equal(_stack_codes(runs), _stack_codes(baseline_runs))
 
 
@@ -225,7 +216,6 @@ def _estimate_agreement(
     images: Mapping[str, Sequence[Image]],
     progress: Progress,
 ) -> MethodEstimates:
-    """Estimate the mean agreement of every method's images with their prompts."""
     prompts = [label for label in prompt_labels for _ in range(num_seeds)]
     values: list[Floats] = []
     for method_images in images.values():
@@ -262,7 +252,6 @@ def estimate_frechet_distances(
     Args:
         feature_sets: features `[prompts x num_seeds, width]` of every method.
         reference_features: features `[n, width]` of the reference images.
-        num_seeds: number of images per prompt.
         paired_reference: whether the reference has the same prompts and number of seeds as the methods. The reference
             is then resampled together with the methods.
     """
@@ -279,20 +268,13 @@ def estimate_frechet_distances(
         target = fit_gaussian(reference_features[images]) if paired_reference else whole
         return [compute_frechet_distance(fit_gaussian(features[images]), target) for features in feature_sets]
 
-    return estimate_interval(compute_distances, len(by_prompt), resamples, recenter=True)
+    return estimate_interval(compute_distances, len(by_prompt), resamples, correct_bias=True)
 
 
 def _make_reliability_notes(
     num_prompts: int, num_images: int, num_features: int | None, compared_runs: Mapping[str, Sequence[MethodRun]]
 ) -> list[str]:
-    """Return remarks about the reliability of the metrics, for example that there are too few prompts.
-
-    Args:
-        num_prompts: number of prompts.
-        num_images: number of images per method.
-        num_features: number of features per image; None: no features were computed.
-        compared_runs: result of `_compute_likelihoods_of_differing_runs`.
-    """
+    """Return remarks about the reliability of the metrics, for example that there are too few prompts."""
     notes = []
     if num_prompts < ENOUGH_PROMPTS:
         notes.append(f"{num_prompts} prompts: intervals from fewer than {ENOUGH_PROMPTS} prompts are too narrow.")

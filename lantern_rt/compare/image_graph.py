@@ -47,8 +47,6 @@ class Preprocessing(BaseModel):
     Args:
         size: height and width to which images are resized (bicubic, without cropping). None: images keep their size.
         do_normalize: whether each RGB value in 0 .. 1 is replaced by (value - mean) / std of its channel.
-        image_mean: mean of every channel.
-        image_std: standard deviation of every channel.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -71,11 +69,7 @@ class Preprocessing(BaseModel):
 
 
 def read_preprocessing(graph_path: Path) -> Preprocessing:
-    """Read the `preprocessor_config.json` in a graph's folder; return the defaults if the file is missing.
-
-    Raises:
-        RequestError: the file is invalid.
-    """
+    """Read the `preprocessor_config.json` in a graph's folder; return the defaults if the file is missing."""
     path = graph_path.parent / PREPROCESSING_FILE
     with convert_read_errors(
         path, f"a {PREPROCESSING_FILE}", RequestError, "correct it, or move it away from the graph"
@@ -95,13 +89,7 @@ class OnnxImageModel(ABC):
     """ONNX graph that evaluates images. One input of the graph has the images, float32 `[n, 3, height, width]`.
 
     Args:
-        path: the graph file.
         option_name: command-line option that names the graph file, `features` or `agreement`, for error messages.
-        preprocessing: settings for preparing images.
-        threads: number of threads; None: one per core.
-
-    Raises:
-        RequestError: the file is not an ONNX graph with an input of images.
     """
 
     def __init__(self, path: Path, option_name: str, preprocessing: Preprocessing, threads: int | None = None) -> None:
@@ -145,12 +133,11 @@ class OnnxImageModel(ABC):
     def _run_batches(
         self, images: Sequence[Image], extra_inputs: Mapping[str, Ints] | None = None, output_name: str | None = None
     ) -> Floats:
-        """Run the graph on images in batches, and return one row of an output per image.
+        """Run the graph on images of one size in batches, and return one row of an output per image.
 
         Args:
-            images: images of one size.
             extra_inputs: values `[images, length]` of the other inputs by name, such as token ids.
-            output_name: name of the output; None: the first output.
+            output_name: None: the first output.
         """
         parts = []
         for start in range(0, len(images), BATCH):
@@ -174,11 +161,7 @@ class OnnxImageModel(ABC):
 
     @abstractmethod
     def _extract_vector_per_image(self, values: Floats, num_images: int) -> Floats:
-        """Return one row per image from the graph's output for `num_images` images.
-
-        Raises:
-            RequestError: the output has an unexpected shape.
-        """
+        """Return one row per image from the graph's output; RequestError if the output has another shape."""
 
     def _preprocess_image(self, image: Image) -> NDArray[Any]:
         size = (self.width or image.width, self.height or image.height)
@@ -197,9 +180,6 @@ class ImageFeatureModel(OnnxImageModel):
 
     The output has the shape `[n, features]`, `[n, tokens, features]` or `[n, features, h, w]`. Features of tokens or
     cells are averaged.
-
-    Raises:
-        RequestError: the graph has other inputs, or its output has another shape.
     """
 
     output_name: str | None = None
@@ -223,19 +203,10 @@ class ImageFeatureModel(OnnxImageModel):
 def compute_folder_features(
     feature_model: ImageFeatureModel, folder: Path, image_size: tuple[int, int], progress: Progress
 ) -> Floats:
-    """Compute the features of all images in a folder.
+    """Compute the features of all images in a folder, float64 `[images, features]`.
 
     Args:
-        feature_model: graph that computes the features.
-        folder: folder of PNG, JPEG or WebP files.
         image_size: width and height in pixels to which images are cropped and resized.
-        progress: progress callback.
-
-    Returns:
-        Features of each image, float64 `[images, features]`.
-
-    Raises:
-        RequestError: the folder has fewer than two images, or an image cannot be read.
     """
     suffixes = (".png", ".jpg", ".jpeg", ".webp")
     files = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() in suffixes)  # no hidden files
@@ -256,8 +227,8 @@ def compute_folder_features(
 class EncoderFeatureModel(ImageFeatureModel):
     """Graph `vq_encoder` of a bundle, from whose output image features are computed.
 
-    Each channel of the vectors before quantisation gives five features. Four features are its means in the quarters of
-    the image, and the fifth is its standard deviation over the image. So few features need only a few hundred images.
+    Each channel of the vectors before quantisation gives five features: its means in the quarters of the image, and its
+    standard deviation over the image. So few features need only a few hundred images.
     """
 
     output_name = "pre_quant"
@@ -285,15 +256,7 @@ class PromptAgreementModel(OnnxImageModel):
     first output is `[n]`, or `[n, n]` with a row per image and a column per prompt. Only the diagonal of `[n, n]` is
     used. Only prompts of equal length are in the same batch, because padding could change the result.
 
-    Args:
-        path: the graph file. A `tokenizer.json` in the same folder tokenizes prompts. Without this file, the word list
-            of the bundle is used.
-        preprocessing: settings for preparing images.
-        bundle: bundle that generates the images.
-        threads: number of threads; None: one per core.
-
-    Raises:
-        RequestError: the file is not an ONNX graph with these inputs, or there is no tokenizer.
+    A `tokenizer.json` in the graph's folder tokenizes prompts. Without this file, the word list of the bundle is used.
     """
 
     def __init__(self, path: Path, preprocessing: Preprocessing, bundle: Bundle, threads: int | None = None) -> None:

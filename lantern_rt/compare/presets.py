@@ -41,15 +41,11 @@ def list_candidate_methods(manifest: Manifest) -> list[str]:
 def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
     """Choose a method for each quality: the fastest method within the quality's limit.
 
-    For `strict`, this is the fastest exact method except `ar`. Methods are compared by seconds, not by tokens per
-    forward pass, because the time of a forward pass differs between methods.
+    For `strict`, this is the fastest exact method except `ar`. Methods are compared by seconds, because the time of a
+    forward pass differs between methods. A quality is left out if no method is within its limit.
 
     Args:
         report: report of `evaluate_methods` with the bundle's default sampling.
-        manifest: manifest of the bundle.
-
-    Returns:
-        Presets by quality. A quality is left out if no method is within its limit.
     """
     exact = [entry for entry in report["methods"] if entry["exact"] and entry["method"] not in ("ar", "strict")]
     relaxed = [entry for entry in report["methods"] if not entry["exact"] and entry["method"] not in LIMITS]
@@ -67,7 +63,6 @@ def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Qualit
 
 
 def is_within_limit(metrics: Mapping[str, Any], limit: QualityLimit) -> bool:
-    """Return whether a method's metrics are within the limit of a quality."""
     excess = metrics["excess_nll"]["difference_to_ar"]
     if max(-excess["low"], excess["high"]) > limit.max_excess_nll:
         return False
@@ -75,7 +70,6 @@ def is_within_limit(metrics: Mapping[str, Any], limit: QualityLimit) -> bool:
 
 
 def _make_preset(method: MethodConfig, report_entry: Mapping[str, Any], images: int) -> Preset:
-    """Return a preset with the measurements in a method's report; `images` is the number of images."""
     figures = report_entry["figures"] or {}  # None if an exact method generated the images of `ar`.
     agreement = figures.get("agreement")
     measured = PresetMeasurements(

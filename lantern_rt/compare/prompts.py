@@ -35,31 +35,19 @@ class Prompts:
 
     @property
     def labels(self) -> list[str]:
-        """Description of each item for reports."""
         if self.input_kind == "embeddings":
             return [f"embedding {i}" for i in range(len(self.items))]
         return [item if isinstance(item, str) else f"class {item}" for item in self.items]
 
     def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
-        """Return the keyword arguments of the pipeline call that generates one batch.
+        """Return the keyword arguments of the pipeline call that generates batch `batch_index`.
 
-        After the last prompt, the first prompt follows again, with new seeds.
-
-        Args:
-            batch_index: number of the batch, from 0.
-            batch_size: number of images per batch.
-            first_seed: seed of the first image of batch 0.
+        After the last prompt, the first prompt follows again, with new seeds. `first_seed` is that of batch 0.
         """
         return self._make_call_arguments(range(batch_index * batch_size, (batch_index + 1) * batch_size), 1, first_seed)
 
     def requests(self, batch_size: int, num_seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
-        """Yield keyword arguments of the pipeline calls that generate `num_seeds` images of every prompt.
-
-        Args:
-            batch_size: maximum number of images per call.
-            num_seeds: number of images per prompt.
-            first_seed: seed of the first image.
-        """
+        """Yield keyword arguments of the pipeline calls that generate `num_seeds` images of every prompt."""
         count = len(self.items) * num_seeds
         for start in range(0, count, batch_size):
             yield self._make_call_arguments(range(start, min(start + batch_size, count)), num_seeds, first_seed)
@@ -75,7 +63,6 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     """Read and check prompts, class ids or text embeddings, on which methods of a bundle are compared.
 
     Args:
-        bundle: bundle, whose condition determines the kind: prompts, class ids or embeddings.
         path: text file with one prompt per line, or .npz file of text embeddings. None: the bundle's example prompts.
         count: maximum number of prompts. Class ids are spread over all classes. None: all prompts, or 64 classes.
 
@@ -116,14 +103,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """Read the prompts in a text file, one per nonempty line.
-
-    Returns:
-        Pairs of line number and prompt.
-
-    Raises:
-        RequestError: the file cannot be read or has no prompt.
-    """
+    """Read the prompts in a text file, one per nonempty line, with their line numbers."""
     with convert_read_errors(path, "a text file of prompts", RequestError, "give one prompt per line, in UTF-8"):
         lines = [line.strip().strip("\0") for line in split_lines(read_regular_file(path, _PROMPTS_LIMIT).decode())]
         if any("\0" in line for line in lines):

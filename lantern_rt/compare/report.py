@@ -19,14 +19,6 @@ _MAX_SIDE = 256  # Maximum width and height of an image in the page, in pixels.
 
 
 class ReportColumn(NamedTuple):
-    """Column of the report.
-
-    Args:
-        heading: heading of the column.
-        num_decimals: number of decimals of the numbers.
-        hint: explanation of the numbers, such as `more is faster`.
-    """
-
     heading: str
     num_decimals: int
     hint: str
@@ -46,9 +38,7 @@ _ESSENTIAL = ("excess_nll", "agreement")
 def format_text_report(report: Mapping[str, Any], show_frechet: bool = False) -> str:
     """Format a report as text: the speed of every method, and its deviation from plain decoding (`ar`).
 
-    Args:
-        report: report of `evaluate_methods`.
-        show_frechet: whether to show Frechet distances; set if the user gave real images.
+    Frechet distances are shown if the user gave real images.
     """
     wanted = (*_ESSENTIAL, "frechet") if show_frechet else _ESSENTIAL
     columns = {name: column for name, column in _choose_columns(report).items() if name in wanted}
@@ -74,13 +64,11 @@ def _format_text_cell(estimate: Mapping[str, Any], metric_name: str) -> str:
 
 
 def _format_exact_cell(method_entry: Mapping[str, Any]) -> str:
-    """Format the cell of an exact method, which has no metrics because its images equal the images of `ar`."""
     passes = {"value": method_entry["tokens_per_forward_pass"], **method_entry["tokens_per_forward_pass_interval"]}
     return f"exact: same images, {_format_interval(passes, '.2f')} tokens per pass"
 
 
 def _choose_columns(report: Mapping[str, Any]) -> dict[str, ReportColumn]:
-    """Return the columns of the metrics that the report has, by name of the metric."""
     return {name: column for name, column in COLUMNS.items() if name in report["methods"][0]["figures"]}
 
 
@@ -102,14 +90,7 @@ def _format_interval(estimate: Mapping[str, float], number_format: str) -> str:
 def format_html_report(
     report: Mapping[str, Any], images_by_method: Mapping[str, list[Image]], setup_facts: Mapping[str, str], title: str
 ) -> str:
-    """Format a report as an HTML page.
-
-    Args:
-        report: report of `evaluate_methods`.
-        images_by_method: images by method label, the second result of `evaluate_methods`.
-        setup_facts: descriptions of bundle and host, by name.
-        title: heading of the page.
-    """
+    """Format a report as an HTML page with `setup_facts`: descriptions of bundle and host, by name."""
     columns = _choose_columns(report)
     figures: list[tuple[str, ...]] = []
     for method in report["methods"]:

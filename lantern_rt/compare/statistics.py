@@ -19,14 +19,10 @@ RESAMPLES = 1000
 
 
 def fit_gaussian(features: Floats) -> Gaussian:
-    """Fit a Gaussian to feature vectors.
-
-    Args:
-        features: feature vectors `[n, width]`, with n >= 2.
+    """Fit a Gaussian to feature vectors `[n, width]`, n >= 2.
 
     Returns:
-        The mean `[width]`, and a matrix X `[min(n, width), width]` with X' X equal to the covariance
-        (X' is the transpose of X).
+        The mean `[width]`, and a matrix X `[min(n, width), width]` whose X' X is the covariance.
     """
     centred = (features - features.mean(0)) / np.sqrt(len(features) - 1)
     root = np.linalg.qr(centred, mode="r") if len(centred) > centred.shape[1] else centred
@@ -49,36 +45,32 @@ def compute_frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
 
 def estimate_interval(
-    statistic: Statistic, num_prompts: int, num_resamples: int = RESAMPLES, recenter: bool = False
+    statistic: Statistic, num_prompts: int, num_resamples: int = RESAMPLES, correct_bias: bool = False
 ) -> MethodEstimates:
     """Estimate a metric of every method, with 95 % bootstrap intervals over prompts.
 
     All methods use the same resampled prompts, so their differences are paired.
 
     Args:
-        statistic: function that takes the indices of prompts, and returns the metric of every method on these prompts.
-            `ar` is the first method.
+        statistic: returns the metric of every method, `ar` first, on the prompts of some indices.
         num_prompts: number of prompts, at least 2.
-        num_resamples: number of bootstrap resamples.
-        recenter: whether to shift the resampled values so that their mean is the estimate, and clip them at 0. Frechet
-            distances need the shift, because repeated images in a resample increase the distances.
+        correct_bias: whether to shift the resampled values so that their mean is the estimate, and clip them at 0.
+            Frechet distances need it, because repeated images in a resample increase them.
 
     Returns:
-        A dictionary for every method: estimate `value`, bounds `low` and `high` of the interval, and
-        `difference_to_ar`, a dictionary with the same three keys.
+        For every method, estimate `value` and bounds `low` and `high`, also of `difference_to_ar`.
     """
     values = np.array(statistic(np.arange(num_prompts)), np.float64)  # [methods]
     resampled = np.random.default_rng(0).integers(0, num_prompts, (num_resamples, num_prompts))
     resampled_values = np.array([statistic(sample) for sample in resampled], np.float64).T  # [methods, resamples]
-    if recenter:
+    if correct_bias:
         resampled_values += (values - resampled_values.mean(1))[:, None]
-    figures = _compute_intervals(values, np.maximum(resampled_values, 0) if recenter else resampled_values)
+    figures = _compute_intervals(values, np.maximum(resampled_values, 0) if correct_bias else resampled_values)
     differences = _compute_intervals(values - values[0], resampled_values - resampled_values[0])
     return [{**figure, "difference_to_ar": entry} for figure, entry in zip(figures, differences, strict=True)]
 
 
 def _compute_intervals(values: Floats, resampled_values: Floats) -> list[dict[str, Any]]:
-    """Return, for every method, the value and the bounds of its 95 % interval: `value`, `low` and `high`."""
     tail = (1 - CONFIDENCE) / 2
     rows = np.stack([values, *np.quantile(resampled_values, [tail, 1 - tail], axis=1)], 1)
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]

@@ -49,10 +49,6 @@ def parse_methods(
         labels: method strings such as `lantern++:lambda=3:tree=chain-4`.
         sampling_options: sampling settings of every method: guidance, temperature and filters.
         bundle: bundle that must support the methods.
-        qualities: names of qualities, whose presets are compared.
-
-    Raises:
-        RequestError: a method string is invalid or occurs twice.
     """
     names = [*(label.strip() for label in labels), *qualities]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -73,11 +69,9 @@ class MethodRun:
     """Result of one pipeline call with one method.
 
     Args:
-        method: decoding method.
         settings: complete settings of the call, including defaults.
         codes: codes of each image, `[cells]`.
-        images: decoded images; empty if codes were not decoded or the bundle has no image decoder.
-        statistics: statistics of the call.
+        images: empty if codes were not decoded or the bundle has no image decoder.
         seconds: duration of the call, including the decoding of images.
         likelihoods: likelihood of each image's codes; empty before `add_likelihoods`.
     """
@@ -92,7 +86,7 @@ class MethodRun:
 
     @property
     def tvd_per_token(self) -> float:
-        """Mean total variation distance per token between the distribution of samples and the target's distribution."""
+        """Total variation distance between the distribution of samples and the target's, mean per token."""
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
@@ -105,14 +99,7 @@ def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
 def run_method(
     pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True
 ) -> MethodRun:
-    """Run one method on one request, and measure the time of the pipeline call.
-
-    Args:
-        pipeline: pipeline of the bundle.
-        method: method to run.
-        request: keyword arguments that give prompts and seeds.
-        make_images: whether to decode the codes to images.
-    """
+    """Run one method on the prompts and seeds of a request, and measure the time of the pipeline call."""
     began = time.perf_counter()
     (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
     make_images = make_images and pipeline.bundle.manifest.makes_images
@@ -123,13 +110,7 @@ def run_method(
 
 
 def add_likelihoods(pipeline: Pipeline, run: MethodRun, request: Mapping[str, Any]) -> MethodRun:
-    """Return a copy of a run, with the likelihoods of the run's codes under the target model.
-
-    Args:
-        pipeline: pipeline that made the run.
-        run: run of one method.
-        request: keyword arguments of the pipeline call that made the run.
-    """
+    """Return a copy of the run of a request, with the likelihoods of its codes under the target model."""
     sampling = {name: getattr(run.settings.sampling, name) for name in SAMPLING}
     return replace(run, likelihoods=pipeline.likelihoods(run.codes, **request, **sampling, method=PLAIN))
 
@@ -146,12 +127,7 @@ def run_methods_in_turns(
     """Run all methods on each request in turn.
 
     Args:
-        pipeline: pipeline of the bundle.
-        methods: the methods to run on every request.
         requests: keyword arguments of pipeline calls.
-        make_images: whether to decode the codes to images.
-        with_likelihoods: whether to compute likelihoods after each turn.
-        progress: progress callback.
         total_images: number of images per method, for `progress`.
 
     Yields:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,11 +29,7 @@ _OTHER_NAME = "give another name, or --force to replace it"
 
 
 def find_cache_folder() -> Path:
-    """Return the folder for exported bundles and compiled kernels: `LANTERN_RT_CACHE`, or a default folder of the user.
-
-    Raises:
-        OutputError: the user has no home folder.
-    """
+    """Return the folder for exported bundles and compiled kernels: `LANTERN_RT_CACHE`, or one of the user."""
     if folder := os.environ.get("LANTERN_RT_CACHE"):
         return Path(folder)
     home = Path(os.path.expanduser("~"))  # Stays `~` if the user has no home folder.
@@ -49,11 +45,7 @@ def find_cache_folder() -> Path:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Create the parent folders of a file, and write the file atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Create the parent folders of a file, and write the file atomically; OSError if it cannot be written."""
     partial = path.with_name(f".{path.name[:50]}.{os.getpid()}.{threading.get_ident()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -78,61 +70,24 @@ def check_output_path(path: Path, force: bool) -> None:
 
 
 def check_new_folder(output: Path, force: bool, marker_file: str) -> None:
-    """Check that an output folder can be created, or replaced if `force` is set.
-
-    Args:
-        output: path of the folder.
-        force: whether an existing folder with the marker file may be replaced.
-        marker_file: file name, such as `bundle.json`, that identifies folders of the same kind.
-
-    Raises:
-        OutputError: the folder exists and may not be replaced, or cannot be created.
-    """
-    if os.path.lexists(output):
-        if not force:
-            raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
-        if output.is_mount():
-            problem = "is a mount point, which cannot be replaced"
-            raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
-        replaceable = output.is_dir() and not output.is_symlink()
-        if not replaceable or (any(output.iterdir()) and not (output / marker_file).is_file()):
-            problem = f"has no {marker_file}, so --force does not replace it"
-            raise OutputError(problem, field=str(output), remedy="give another name")
-    with convert_output_errors(output), tempfile.TemporaryFile(dir=find_existing_ancestor(output.absolute().parent)):
-        pass
-
-
-def check_disk_space(required_bytes: Sequence[tuple[Path, int]], remedy: str) -> None:
-    """Check that there is enough free disk space for several folders, which may be on the same disk.
-
-    Args:
-        required_bytes: pairs of a folder, which need not exist, and the number of bytes to write into this folder.
-        remedy: instruction in the error message, such as to use another disk.
-
-    Raises:
-        OutputError: a disk is too full.
-    """
-    places = [find_existing_ancestor(folder) for folder, _ in required_bytes]
-    disks = [place.stat().st_dev for place in places]
-    for (folder, _), place, disk in zip(required_bytes, places, disks, strict=True):
-        size = sum(size for (_, size), other in zip(required_bytes, disks, strict=True) if other == disk)
-        free = shutil.disk_usage(place).free
-        if free < size:
-            actual = f"{free / 1e9:.2f} GB free on the disk"
-            raise OutputError(field=str(folder), found=actual, expected=f"{size / 1e9:.2f} GB", remedy=remedy)
+    """Raise OutputError if a folder cannot be created, or replaced: with `force`, if it has the marker file."""
+    with convert_output_errors(output):
+        if os.path.lexists(output):
+            if not force:
+                raise OutputError("already exists", field=str(output), remedy=_OTHER_NAME)
+            if output.is_mount():
+                problem = "is a mount point, which cannot be replaced"
+                raise OutputError(problem, field=str(output), remedy=f"give a folder in it, such as {output / 'new'}")
+            replaceable = output.is_dir() and not output.is_symlink()
+            if not replaceable or (any(output.iterdir()) and not (output / marker_file).is_file()):
+                problem = f"has no {marker_file}, so --force does not replace it"
+                raise OutputError(problem, field=str(output), remedy="give another name")
+        with tempfile.TemporaryFile(dir=find_existing_ancestor(output.absolute().parent)):
+            pass
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Create the folder of an output file, and write the file atomically. After an error, nothing has changed.
-
-    Args:
-        path: path of the output file.
-        data: contents of the file.
-        force: whether an existing file may be replaced.
-
-    Raises:
-        OutputError: the file exists or cannot be written.
-    """
+    """Create the folder of an output file, and write the file atomically. After an error, nothing has changed."""
     with convert_output_errors(path), _make_parent_folders(path):
         if not force and os.path.lexists(path):
             raise OutputError("was created by another program meanwhile", field=str(path), remedy=_OTHER_NAME)
@@ -143,18 +98,11 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
 def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iterator[Path]:
     """Create a hidden folder for the `with` block, and rename it to `output` at the end of the block.
 
-    If the block raises an error, the hidden folder and new parent folders are removed.
-
-    Args:
-        output: path of the folder.
-        force: whether an existing folder with the marker file may be replaced.
-        marker_file: file name, such as `bundle.json`, that identifies folders of the same kind.
+    If the block raises an error, the hidden folder and new parent folders are removed. With `force`, an existing folder
+    is replaced if it has the marker file.
 
     Yields:
         The hidden folder to write to.
-
-    Raises:
-        OutputError: the folder cannot be written or replaced.
     """
     output = output.resolve()
     with convert_output_errors(output, (OSError,)), _make_parent_folders(output), _create_hidden_folder(output) as work:
@@ -174,14 +122,14 @@ def write_folder_atomically(output: Path, force: bool, marker_file: str) -> Iter
 
 
 def find_existing_ancestor(path: Path) -> Path:
-    """Return `path` if it exists, even as a broken link; otherwise return the innermost existing folder above."""
+    """Return `path` if it exists, even as a broken link; otherwise the innermost existing folder above."""
     path = path.resolve()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 @contextmanager
 def _make_parent_folders(path: Path) -> Iterator[None]:
-    """Create the parent folders of `path`, and remove the new folders if `path` does not exist after the block."""
+    """Create the parent folders of `path`, and remove the new ones if `path` does not exist after the block."""
     new = [folder for folder in path.parents if not folder.exists()]  # Innermost first.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -209,14 +157,7 @@ def _create_hidden_folder(output_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[bool]:
-    """Try to lock a folder. The system releases the lock when the program ends.
-
-    Yields:
-        Whether this user owns the folder and the lock was acquired.
-
-    Raises:
-        OSError: the path is not a folder, or cannot be opened.
-    """
+    """Try to lock a folder until the program ends. Yield whether this user owns it and the lock was acquired."""
     if fcntl is None:
         yield False
         return
@@ -241,7 +182,8 @@ def wait_for_folder(folder: Path, report_wait: Callable[[], None]) -> Iterator[N
     if fcntl is None:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with convert_output_errors(folder, (OSError,)):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,14 +198,7 @@ def wait_for_folder(folder: Path, report_wait: Callable[[], None]) -> Iterator[N
 
 
 def check_parent_writable(path: Path) -> None:
-    """Check that files can be created in the folder of `path`, by creating a test file.
-
-    The permissions of the folder alone do not show whether files can be created.
-
-    Raises:
-        OutputError: the folder does not exist.
-        OSError: the folder is not writable.
-    """
+    """Check that files can be created in the folder of `path`, by creating one: its permissions do not show it."""
     if not path.parent.is_dir():
         actual = f"no folder {path.parent}"
         raise OutputError(field=str(path), found=actual, expected="an existing folder", remedy="create it first")

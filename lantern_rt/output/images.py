@@ -17,30 +17,23 @@ GREY = (128, 128, 128)  # Colour of cells that are not decoded yet.
 
 
 class ImageWithRecipe(Image.Image):
-    """Image whose `info` holds the recipe, a record of how the image was generated. PNG files also get the recipe."""
+    """Image whose `info` holds its recipe, a record of how it was generated. PNG files get the recipe, too."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """Save the image like Pillow, with the recipe in a PNG file. With `pnginfo=None` the recipe is not written."""
         super().save(fp, format, **{"pnginfo": _make_text_chunks(self.info), **params})
 
 
-def attach_recipe(image: Image.Image, text_chunks: Mapping[Any, str]) -> ImageWithRecipe:
-    """Return a copy of an image with a recipe. `text_chunks` has the names and texts of the recipe's PNG chunks."""
+def attach_recipe(image: Image.Image, recipe_texts: Mapping[Any, str]) -> ImageWithRecipe:
+    """Return a copy of an image with a recipe: the names and texts of PNG chunks."""
     copy = ImageWithRecipe()
     copy.__setstate__(image.__getstate__())
-    copy.info = {**text_chunks}
+    copy.info = {**recipe_texts}
     return copy
 
 
 def convert_pixels_to_image(pixels: NDArray[np.float32]) -> Image.Image:
-    """Convert decoder output to an image.
-
-    Args:
-        pixels: values `[3, height, width]` from -1 (black) to 1. Values outside this range are clamped.
-
-    Raises:
-        BundleError: a value is not finite.
-    """
+    """Convert decoder output `[3, height, width]`, from -1 (black) to 1, to an image. Other values are clamped."""
     if not np.isfinite(pixels).all():
         remedy = "its weights are damaged, export the bundle again"
         raise BundleError(field="image decoder", found="NaN or infinity", remedy=remedy)
@@ -49,7 +42,6 @@ def convert_pixels_to_image(pixels: NDArray[np.float32]) -> Image.Image:
 
 
 def make_blank_image(width: int, height: int) -> Image.Image:
-    """Return a grey image, to show before any cell of an image is decoded."""
     return Image.new("RGB", (width, height), GREY)
 
 
@@ -64,38 +56,28 @@ def grey_out_undecoded_cells(image: Image.Image, decoded_cells: NDArray[np.bool_
 
 
 def enlarge(image: Image.Image, scale: int) -> Image.Image:
-    """Return an image of `scale` times the width and height, by bicubic interpolation."""
     if scale == 1:
         return image
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
-def encode_png(image: Image.Image, text_chunks: Mapping[Any, Any]) -> bytes:
-    """Encode an image as a PNG file, with one text chunk per string in `text_chunks`.
-
-    Equal images and texts give equal bytes.
-    """
+def encode_png(image: Image.Image, recipe_texts: Mapping[Any, Any]) -> bytes:
+    """Encode an image as a PNG file with a text chunk per string in `recipe_texts`. Equal inputs give equal bytes."""
     buffer = BytesIO()
-    image.save(buffer, "PNG", pnginfo=_make_text_chunks(text_chunks))
+    image.save(buffer, "PNG", pnginfo=_make_text_chunks(recipe_texts))
     return buffer.getvalue()
 
 
-def _make_text_chunks(text_chunks: Mapping[Any, Any]) -> PngInfo:
+def _make_text_chunks(recipe_texts: Mapping[Any, Any]) -> PngInfo:
     info = PngInfo()
-    for key, text in text_chunks.items():
+    for key, text in recipe_texts.items():
         if isinstance(key, str) and isinstance(text, str):
             info.add_text(key, text)  # Pillow writes iTXt if Latin-1 does not suffice.
     return info
 
 
 def encode_image(image: Image.Image, file_format: str, compression: int | None) -> bytes:
-    """Encode an image as a file.
-
-    Args:
-        image: image to encode. A PNG file also has the recipe in the image's `info`.
-        file_format: png, jpeg or webp.
-        compression: quality of jpeg and webp, 0 .. 100; None: 90.
-    """
+    """Encode an image as png (with the recipe in its `info`), jpeg or webp, of quality 0 .. 100; None: 90."""
     if file_format == "png":
         return encode_png(image, image.info)
     buffer = BytesIO()

@@ -32,19 +32,14 @@ def choose_output_paths(
     """Choose the output file of each image, and check that the file can be written.
 
     Args:
-        output: path of a folder or, for a single image, of a file with the suffix. A new folder must be inside an
-            existing folder. None: the current folder.
+        output: folder or, for a single image, file with the suffix. A new folder must be inside an existing one.
+            None: the current folder.
         file_stems: file name of each image, without suffix. If another file has the name, -2, -3, ... is appended.
         force: whether existing files may be replaced.
-        holds_image: function that takes the index of an image and the path of an existing file, and returns whether the
-            file holds this image.
-        suffix: ending of the file names.
+        holds_image: whether an existing file holds the image of an index.
 
     Returns:
         For each image, the path of the file, and whether the file exists and already holds the image.
-
-    Raises:
-        OutputError: a file cannot be written, or `output` is a file that holds another image.
     """
     folder = Path(output or ".")
     with convert_output_errors(folder):
@@ -79,7 +74,6 @@ def choose_output_paths(
 def _choose_single_path(
     path: Path, file_stems: Sequence[str], force: bool, holds_image: Callable[[int, Path], bool]
 ) -> tuple[Path, bool]:
-    """Check the path of a single image, and return it with whether the file already holds the image."""
     if len(file_stems) > 1:
         raise OutputError(field=str(path), found=f"one file name for {len(file_stems)} images", expected="a folder")
     if path.is_file() and not force and holds_image(0, path):

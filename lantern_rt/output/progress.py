@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TextIO, cast
 
 from ..errors import escape_unprintable
 
@@ -15,18 +16,36 @@ class ProgressCallback(Protocol):
     def __call__(self, task: str, done: int = 0, total: int = 0) -> None: ...
 
 
+class _OptionalOutput:
+    """Text stream that drops what cannot be written, as no image may be lost with its progress bar."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(AttributeError, OSError, ValueError):  # no stream, a full one, a closed one
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(AttributeError, OSError, ValueError):
+            self._stream.flush()
+
+
 @contextmanager
 def show_progress_bars() -> Iterator[ProgressCallback]:
     """Show a progress bar for each task, on stderr or below a notebook's cell.
 
-    If stderr is not a terminal, only the last state of the bars is written.
+    If stderr is not a terminal, only the last state of the bars is written. If stderr is closed or full, nothing is.
     """
     from rich import progress as rich
     from rich.console import Console
 
     words = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn())
     numbers = (rich.TextColumn("{task.fields[amount]}", markup=False), rich.TimeRemainingColumn(compact=True))
-    with rich.Progress(*words, *numbers, console=Console(stderr=True)) as bars:
+    with rich.Progress(*words, *numbers, console=Console(file=cast(TextIO, _OptionalOutput(sys.stderr)))) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
         def progress(task: str, done: int = 0, total: int = 0) -> None:

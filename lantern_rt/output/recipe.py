@@ -23,9 +23,9 @@ from ..inputs import (
 )
 from ..methods import FrozenModel, MethodName
 
-TEXTS_LIMIT = 1 << 16  # Maximum size of all relevant text chunks in bytes.
+TEXTS_LIMIT = 1 << 18  # Maximum size of all relevant text chunks in bytes.
 CHUNKS_LIMIT = 1 << 17  # Maximum number of chunks; most of them contain pixels.
-TEXT_LIMIT = 1 << 14  # Maximum number of characters of a decompressed text.
+TEXT_LIMIT = 1 << 16  # Maximum number of characters of a decompressed text, more than any prompt has.
 PIXELS_LIMIT = 1 << 28  # For example 1,024 x 1,024, enlarged 16 times.
 REMEDY = "give a PNG that `lantern-rt run` wrote"
 
@@ -34,20 +34,18 @@ class Recipe(FrozenModel, strict=True):
     """Record of how an image was generated, with one field per text chunk of the PNG file.
 
     Args:
-        prompt: prompt, if the image was generated from text.
-        negative_prompt: negative prompt; None: no negative prompt.
         class_id: class id, if the image was generated from a class.
         token_ids: token ids of the prompt, if the image was generated from token ids.
         embedding: hash of the text embeddings, if the image was generated from embeddings.
         edit: hash of the source image and its mask, if the image was edited.
         noise: version of the noise function.
-        settings: settings in the form of `GenerationSettings.as_dict`. No check tests whether a bundle supports them.
+        settings: settings in the form of `GenerationSettings.as_dict`, which no bundle has checked.
     """
 
     prompt: str | None = None
     negative_prompt: str | None = None
     class_id: int | None = None
-    token_ids: Annotated[str | None, Field(pattern=r"^[0-9]+( [0-9]+)*$")] = None
+    token_ids: Annotated[str | None, Field(pattern=r"^[0-9]{1,10}( [0-9]{1,10})*$")] = None
     embedding: str | None = None
     edit: str | None = None
     seed: int
@@ -68,11 +66,7 @@ class Recipe(FrozenModel, strict=True):
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read the recipe in a PNG file.
-
-    Raises:
-        RequestError: the file is not a PNG, is too large, or contains no recipe.
-    """
+    """Read the recipe in a PNG file; RequestError if there is none, or the file is too large."""
     texts = {name: text for name, text in _read_text_chunks(path).items() if name in Recipe.model_fields}
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
@@ -89,10 +83,9 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_text_chunks(path: Path) -> dict[str, str]:
-    """Read the text chunks of a PNG file, whose decompressed size Pillow limits to 64 MiB."""
     try:
         with open_regular_file(path) as file:
-            image = PngImageFile(BytesIO(_strip_pixel_chunks(file)))
+            image = PngImageFile(BytesIO(_strip_pixel_chunks(file)))  # Pillow limits decompressed texts to 64 MiB
     except Exception as error:  # Pillow may raise any exception for a damaged file.
         reraise_error_of_signal_handler(error)
         problem = f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts ({format_error(error)})"
@@ -104,10 +97,7 @@ def _read_text_chunks(path: Path) -> dict[str, str]:
 
 
 def _strip_pixel_chunks(file: BinaryIO) -> bytes:
-    """Return a PNG file without pixels: its header and the text chunks of the recipe.
-
-    Some programs write text chunks after the pixels, so the whole file is searched.
-    """
+    """Return the header and the recipe's text chunks, as a PNG file. Some programs write them after the pixels."""
     data = file.read(33)  # Signature and header.
     for head in islice(iter(lambda: file.read(88), b""), CHUNKS_LIMIT):  # Length, type, and name of a text.
         file.seek(-len(head), SEEK_CUR)

@@ -18,7 +18,7 @@ _STYLE = (
 
 
 def format_text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table as indented lines of text with aligned columns. Control characters are escaped."""
+    """Format a table as indented lines with aligned columns. Control characters are escaped."""
     rows = [[escape_unprintable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
@@ -47,7 +47,7 @@ def _flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def format_html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Return an HTML table. The cells in `rows` and `header` are HTML, which is not escaped."""
+    """Return an HTML table. The cells are HTML, which is not escaped."""
     lines = ["".join(f"<th>{cell}</th>" for cell in header)] if header else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

@@ -53,13 +53,9 @@ _PAPER = (255, 255, 255)
 
 
 class TraceStep(NamedTuple):
-    """Effect of one decoding step on one image.
-
-    `tree_tokens`, `tree_parents` and `accepted_path` are empty if the step had no draft.
+    """Effect of one decoding step on one image. Tree and path are empty if the step had no draft.
 
     Args:
-        step_index: number of the step.
-        image_index: number of the image.
         codes: tokens that the step added to the image.
         tree_tokens: token of each node of the draft tree.
         tree_parents: parent of each node; -1 for the root.
@@ -67,7 +63,6 @@ class TraceStep(NamedTuple):
         relaxed_flags: for each accepted node, whether exact acceptance would have rejected it.
         target_probs: the target's probability of each accepted node's token.
         draft_probs: the drafter's probability of each accepted node's token.
-        seconds: duration of the step.
     """
 
     step_index: int
@@ -84,14 +79,7 @@ class TraceStep(NamedTuple):
 
 @dataclass
 class Trace:
-    """Collection of the steps of decoding.
-
-    Args:
-        grid_rows: number of grid rows.
-        grid_columns: number of grid columns.
-        trace_steps: collected effects of decoding steps on images.
-        num_steps: number of collected steps.
-    """
+    """Collection of the steps of decoding, `trace_steps`, of images with the same grid."""
 
     grid_rows: int
     grid_columns: int
@@ -207,11 +195,7 @@ class Trace:
         return image
 
     def _fill_cells(self, get_value: Callable[[TraceStep], Ints | int]) -> Ints:
-        """Return an array `[images, cells]` with the value of each step in the cells that the step filled, else -1.
-
-        Args:
-            get_value: function that returns one value for all cells of a step, or one value per cell.
-        """
+        """Return `[images, cells]` with the value (or values) of each step in the cells that it filled, else -1."""
         images = 1 + max((part.image_index for part in self.trace_steps), default=-1)
         cells = np.full((images, self.grid_rows * self.grid_columns), -1, np.int64)
         committed = [0] * images

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import cached_property
 from importlib.metadata import version
 from importlib.resources import files
 from ipaddress import ip_address
@@ -58,11 +59,9 @@ def make_app(
     """Create the application.
 
     Args:
-        state: state that requests share.
         lifespan: context manager that creates the backends at the start and closes them at the end.
         allowed_origins: sites whose pages may send requests (CORS), such as `https://ui.example`.
-        allowed_hosts: names of the server that the header `Host` may have; empty: all names. IP addresses are always
-            allowed.
+        allowed_hosts: names of the server that the header `Host` may have, beside IP addresses; empty: all names.
 
     Raises:
         RequestError: an origin is invalid.
@@ -102,13 +101,7 @@ def make_app(
 
 
 def normalize_origin(text: str) -> str:
-    """Return an origin such as `https://ui.example` in the form that browsers send.
-
-    The result is in lower case, without default port and without final slash.
-
-    Raises:
-        RequestError: the text is not an origin.
-    """
+    """Return an origin as browsers send it: in lower case, without default port and final slash."""
     with suppress(ValidationError):
         origin = str(AnyUrl(text)).removesuffix("/")
         if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*,;]+", origin):
@@ -119,8 +112,6 @@ def normalize_origin(text: str) -> str:
 
 
 class _InfoEndpoints:
-    """Endpoints that do not generate images: models, health checks, metrics, API documentation and web page."""
-
     def __init__(self, state: ServerState) -> None:
         self._state = state
 
@@ -136,7 +127,6 @@ class _InfoEndpoints:
         return JSONResponse(self._describe_model(http_request.path_params["name"]))
 
     def _describe_model(self, name: str) -> dict[str, Any]:
-        """Return the entry of a model or alias in the response of `/v1/models`."""
         backend = self._state.find_backend(name)
         server_limits = self._state.server_limits
         entry = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
@@ -159,11 +149,15 @@ class _InfoEndpoints:
         )
 
     async def get_openapi_document(self, http_request: HttpRequest) -> Response:
+        return Response(self._openapi_document, media_type="application/json")
+
+    @cached_property
+    def _openapi_document(self) -> bytes:
         document = json.loads((PAGE_FOLDER / "openapi.json").read_text("utf-8"))
         document["info"]["version"] = version("lantern-rt")
         schemas = {model.__name__: model.model_json_schema() for model in (ImagesRequest, EditRequest, CodesRequest)}
         document["components"]["schemas"] |= {**schemas, "Figures": TypeAdapter(GenerationStats).json_schema()}
-        return JSONResponse(document)
+        return json.dumps(document).encode()
 
     async def get_api_docs_page(self, http_request: HttpRequest) -> Response:
         return FileResponse(PAGE_FOLDER / "docs.html")
@@ -175,9 +169,8 @@ class _InfoEndpoints:
 class _RequestGuardMiddleware:
     """Middleware that rejects requests from pages of other sites, and adds request ids and security headers.
 
-    The middleware logs and counts requests for images and rejected requests. Health checks with status 503 are not
-    logged. If the response was sent before the whole body of the request was read, the middleware closes the
-    connection. The client first gets a few seconds to read the response.
+    It logs and counts requests for images, and rejected requests but health checks with status 503. If the response was
+    sent before the whole body was read, it closes the connection, after a few seconds in which the client can read.
     """
 
     def __init__(
@@ -237,7 +230,6 @@ class _RequestGuardMiddleware:
             await send({"type": "http.response.body"})
 
     def _check_headers(self, method: str, headers: Headers) -> HttpError | None:
-        """Return the error of a request that must be rejected; None if the request is allowed."""
         if "content-length" in headers and "transfer-encoding" in headers:  # proxies disagree about the end of the body
             return HttpError(400, "two lengths of the body", field="content-length", remedy="omit content-length")
         remedy = "allow a site with `lantern-rt serve --cors ORIGIN`"
@@ -258,7 +250,6 @@ class _RequestGuardMiddleware:
         return None
 
     def _is_own_host(self, host: str) -> bool:
-        """Return whether the header `Host` names this server: an allowed name, localhost or an IP address."""
         with suppress(ValueError):
             name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
             return name in self._allowed_hosts or name.endswith(".localhost") or bool(ip_address(name))
@@ -271,7 +262,6 @@ async def _respond_to_error(http_request: HttpRequest, error: Exception) -> Resp
 
 
 async def _respond_to_routing_error(http_request: HttpRequest, error: Exception) -> Response:
-    """Return the response to a request with an unknown path or a wrong HTTP method."""
     assert isinstance(error, HTTPException)
     route = f"{http_request.method} {http_request.url.path}"
     if error.status_code == 405:

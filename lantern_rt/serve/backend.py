@@ -1,7 +1,4 @@
-"""Backends of the server, which generate images: their interface, and the backend with a pipeline in this process.
-
-The module `ray` has the backend that forwards requests to replicas in other processes.
-"""
+"""Backends of the server, which generate images: their interface, and the backend with a pipeline in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from .. import __version__
 from ..asynchronous import AsyncPipeline
@@ -28,23 +27,14 @@ ADMITTED: Event = {"type": "admitted"}  # the request is queued; not sent to cli
 
 
 class BackendLoad(NamedTuple):
-    """Load of a backend.
-
-    Args:
-        num_running: number of images that are being generated.
-        num_queued: number of images that wait in the queue.
-    """
+    """Numbers of images that are being generated, and that are queued."""
 
     num_running: int
     num_queued: int
 
 
 class ImageBackend(Protocol):
-    """Model that generates images for the server.
-
-    Attributes:
-        name: name of the model in the API.
-    """
+    """Model that generates images for the server. `ray` has the implementation with replicas in other processes."""
 
     name: str
 
@@ -53,10 +43,9 @@ class ImageBackend(Protocol):
         """Whether the model can generate images."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the model's entry in the response of `/v1/models`, as a dict that can be written as JSON."""
+        """Return the JSON object `lantern` of the model's entry in `/v1/models`."""
 
-    def measure_load(self) -> BackendLoad:
-        """Return how many images are being generated and how many are queued."""
+    def measure_load(self) -> BackendLoad: ...
 
     def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Generate the images of a request within its deadline. Closing the generator cancels the request.
@@ -69,18 +58,12 @@ class ImageBackend(Protocol):
             `ADMITTED` when the request is queued, then the events that the request asks for, then a `Completion`.
 
         Raises:
-            LanternError: the request is invalid, the queue is full, or the model fails, as in
-                `AsyncPipeline.generate`.
+            LanternError: as `AsyncPipeline.generate`.
         """
 
 
 class LocalBackend:
-    """Backend with a pipeline in this process.
-
-    Args:
-        pipeline: pipeline that generates the images.
-        name: name of the model in the API; empty: the name of the pipeline's bundle.
-    """
+    """Backend with a pipeline in this process. Without a name, the model has the name of its bundle."""
 
     def __init__(self, pipeline: AsyncPipeline, name: str = "") -> None:
         self.pipeline = pipeline
@@ -96,7 +79,6 @@ class LocalBackend:
         return self._description
 
     def _make_description(self) -> dict[str, Any]:
-        """Return the fields of the model in the response of `/v1/models`."""
         manifest = self.manifest
         tokenizer = load_bundle_tokenizer(self.pipeline.pipeline.bundle)
         size = manifest.size().name
@@ -124,11 +106,7 @@ class LocalBackend:
         }
 
     def _find_accepted_method(self, **options: str) -> MethodConfig | None:
-        """Return the decoding method of a request with the given options; None if the request would be rejected.
-
-        Args:
-            options: option `method` or `quality` of a request.
-        """
+        """Return the method of a request with an option `method` or `quality`; None if it would be rejected."""
         try:
             method = self.pipeline.pipeline.adapt_settings_to_engines(resolve_settings(self.manifest, options)).method
             self.pipeline.service.check_node_limit(method)
@@ -144,45 +122,43 @@ class LocalBackend:
     async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         began = time.perf_counter()
         request = request.adapt_to_bundle(self.pipeline.pipeline.bundle)
+        num_partial_images = request.num_partial_images
+        updates = self.pipeline.stream_updates(
+            **request.make_pipeline_options(),
+            wants_all_steps=bool(request.steps or num_partial_images),
+            caller=caller,
+            deadline=math.inf if request.deadline is None else request.deadline,
+        )
         image_seconds = 0.0  # time to decode and encode partial images
         num_sent = 0  # partial images sent, spaced evenly by tokens
-        num_partial_images = request.num_partial_images
-        every_step = bool(request.steps or num_partial_images)
-        deadline = math.inf if request.deadline is None else request.deadline
-        updates = self.pipeline.stream_updates(
-            **request.make_pipeline_options(), wants_all_steps=every_step, caller=caller, deadline=deadline
-        )
         async with aclosing(updates):
             queued, _ = await anext(updates)
             yield ADMITTED
-            prepared_request = queued.prepared_request
-            images = prepared_request.images
+            prepared = queued.prepared_request
+            images = prepared.images
+            size = prepared.settings.image_size(self.manifest)
             edit = images[0].edit
-            preserved_codes = None if edit is None else edit.preserved_codes
-            preserved_mask = None if preserved_codes is None else preserved_codes >= 0  # [cells]
+            preserved = np.zeros(prepared.plan.layout.num_codes, np.bool_)  # cells that an edit preserves
+            if edit is not None and edit.preserved_codes is not None:
+                preserved = edit.preserved_codes >= 0
             async for _, step in updates:
                 assert step is not None
                 last = step
-                size = step.settings.image_size(self.manifest)
                 if request.steps:
-                    yield make_step_event(step, size, preserved_mask)
-                done = step.done
-                total = step.total
-                if preserved_mask is not None:
-                    done = int((step.cells[0] >= 0)[~preserved_mask].sum())
-                    total = int((~preserved_mask).sum())
-                due = min(num_partial_images, done * (num_partial_images + 1) // total)
+                    yield make_step_event(step, size, preserved)
+                is_new = step.cells[0][~preserved] >= 0
+                due = min(num_partial_images, int(is_new.sum()) * (num_partial_images + 1) // len(is_new))
                 if due > num_sent and step.stats is None:
                     num_sent = due
                     before = time.perf_counter()
-                    file_bytes = await request.encode_file(self.pipeline, prepared_request, step, 0)
+                    file_bytes = await request.encode_file(self.pipeline, prepared, step, 0)
                     image_event = request.make_image_event("partial_image", size, step.codes[0], file_bytes)
                     image_seconds += time.perf_counter() - before
                     yield image_event | {"partial_image_index": num_sent - 1}
             before = time.perf_counter()
-            files = [await request.encode_file(self.pipeline, prepared_request, last, i) for i in range(len(images))]
+            files = [await request.encode_file(self.pipeline, prepared, last, i) for i in range(len(images))]
             now = time.perf_counter()
-            num_preserved = 0 if preserved_mask is None else int(preserved_mask.sum()) * len(images)
+            num_preserved = int(preserved.sum()) * len(images)
             new_tokens = last.total - num_preserved
             stats = last.stats
             assert stats is not None
@@ -203,24 +179,21 @@ class LocalBackend:
             yield Completion(files, last.codes, size, prompt_tokens, new_tokens, generation_stats, num_preserved)
 
 
-def make_step_event(step: StreamStep, size: Size, preserved_mask: Bools | None = None) -> Event:
+def make_step_event(step: StreamStep, size: Size, preserved: Bools) -> Event:
     """Create the stream event of one decoding step, for the first image of a request.
 
     The field `kinds` has one letter per new token: `k` for a token that an edit preserves, else the letter of
-    `classify_new_tokens`. The field `done` is the number of tokens after the step. From `done`, a client knows the
-    positions of the new tokens, even if another replica has started the image again.
+    `classify_new_tokens`. From `done`, the number of tokens after the step, a client knows the positions of the new
+    tokens, even if another replica has started the image again.
 
     Args:
-        step: state of the request after the decoding step.
-        size: size of the image. Some models generate a smaller grid before the image. The tokens of the smaller grid
-            then come before the tokens of the image.
-        preserved_mask: tokens that an edit preserves, as bool `[cells]`; None without an edit.
+        preserved: tokens that an edit preserves, bool `[cells]`.
     """
     part = step.parts[0]
     kinds = classify_new_tokens(part)
-    if preserved_mask is not None:
-        new = preserved_mask[len(step.codes[0]) - len(kinds) : len(step.codes[0])]
-        kinds = "".join("k" if is_preserved else kind for kind, is_preserved in zip(kinds, new, strict=True))
+    num_codes = len(step.codes[0])
+    is_preserved = preserved[num_codes - len(kinds) : num_codes]
+    kinds = "".join("k" if kept else kind for kind, kept in zip(kinds, is_preserved, strict=True))
     return {
         "type": "lantern.step",
         "done": step.done,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,54 +11,39 @@ from starlette.datastructures import Headers
 
 from .codes import NPZ, CodesFileRequest, CodesRequest
 from .forms import FORM, FormBodyParser
-from .protocol import EditRequest, ImagesRequest, ParsedBody, VariationRequest, parse_json_body
+from .protocol import EditRequest, HttpError, ImagesRequest, ParsedBody, VariationRequest, parse_json_body
 from .sglang import parse_sglang_body
 from .state import ServerLimits
 
+# Field with an image in base64. In base64, a JSON string has no escapes but these.
+_IMAGE_FIELD = re.compile(rb'"image"\s*+:\s*+"[^"\\]*+(?:\\[/nr][^"\\]*+)*+"')
+
 
 class BodyParser(Protocol):
-    """Incremental parser of one request body. Its methods raise `HttpError` if the body is malformed or too large."""
+    """Incremental parser of one request body, which raises `HttpError` if the body is malformed or too large."""
 
-    def write(self, data: bytes) -> None:
-        """Parse the next bytes of the body, or store them for `parse_request`."""
+    def write(self, data: bytes) -> None: ...
 
     def parse_request(self) -> ParsedBody:
-        """Return the requests in the body. All bytes of the body must have been written before."""
+        """Return the requests in the body, of which all bytes have been written."""
 
     def close(self) -> None:
         """Free the received bytes."""
 
 
 class BodyFormat(Protocol):
-    """Format of the request bodies of an endpoint.
-
-    Attributes:
-        media_type: content type of the bodies.
-    """
+    """Format of the request bodies of an endpoint, such as JSON."""
 
     media_type: str
 
-    def max_bytes(self, server_limits: ServerLimits) -> int:
-        """Return the maximum size of a body in bytes."""
+    def max_bytes(self, server_limits: ServerLimits) -> int: ...
 
-    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        """Return a new parser for one body.
-
-        Args:
-            headers: HTTP headers of the request.
-            server_limits: limits of the server, such as the maximum size of a text field.
-        """
+    def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser: ...
 
 
 @dataclass(frozen=True)
 class JsonBodyFormat:
-    """Format of bodies that are JSON.
-
-    Args:
-        parse: function that parses a body, from its bytes, the headers and the limits of the server.
-        allows_batch: whether a body may contain several prompts, up to the maximum number of images per request.
-        may_contain_image: whether a body may contain an image.
-    """
+    """Format of JSON bodies, of one request, of a batch (up to `max_n` images), or with an image in base64."""
 
     parse: Callable[[bytes, Headers, ServerLimits], ParsedBody]
     allows_batch: bool = False
@@ -70,25 +56,19 @@ class JsonBodyFormat:
         return server_limits.max_body_bytes * (server_limits.max_n if self.allows_batch else 1)
 
     def make_parser(self, headers: Headers, server_limits: ServerLimits) -> BodyParser:
-        return _JsonParser(self.parse, headers, server_limits)
+        return _JsonParser(lambda body: self.parse(body, headers, server_limits))
 
 
 class _JsonParser:
-    """Parser that collects all bytes of a JSON body and parses them at the end."""
-
-    def __init__(
-        self, parse: Callable[[bytes, Headers, ServerLimits], ParsedBody], headers: Headers, server_limits: ServerLimits
-    ) -> None:
+    def __init__(self, parse: Callable[[bytes], ParsedBody]) -> None:
         self._parse = parse
-        self._headers = headers
-        self._server_limits = server_limits
         self._data = bytearray()
 
     def write(self, data: bytes) -> None:
         self._data += data
 
     def parse_request(self) -> ParsedBody:
-        return self._parse(bytes(self._data), self._headers, self._server_limits)
+        return self._parse(bytes(self._data))
 
     def close(self) -> None:
         self._data.clear()
@@ -96,12 +76,6 @@ class _JsonParser:
 
 @dataclass(frozen=True)
 class FormBodyFormat:
-    """Format of bodies that are forms with files.
-
-    Args:
-        request_class: class of the requests that forms are converted to.
-    """
-
     request_class: type[EditRequest]
     media_type = FORM
 
@@ -114,8 +88,25 @@ class FormBodyFormat:
 
 def _parse_codes_body(body: bytes, headers: Headers, server_limits: ServerLimits) -> ParsedBody:
     """Parse a request for codes. The header `Accept` selects JSON or an .npz file as the response."""
-    accepted = [part.partition(";")[0].strip() for part in headers.get("accept", "").split(",")]
-    return parse_json_body(CodesFileRequest if NPZ in accepted else CodesRequest, body)
+    image = _IMAGE_FIELD.search(body)
+    size = len(body) - len(image[0] if image else b"")
+    if size > server_limits.max_body_bytes:  # before parsing, as many small fields take long to parse
+        expected = f"at most {server_limits.max_body_bytes:,} bytes beside the image"
+        raise HttpError(413, field="body", found=f"{size:,} bytes", expected=expected)
+    accept = ",".join(headers.getlist("accept")).lower()
+    file_weight = _find_weight(accept, NPZ)
+    wants_file = file_weight > 0 and file_weight >= _find_weight(accept, JsonBodyFormat.media_type)
+    return parse_json_body(CodesFileRequest if wants_file else CodesRequest, body)
+
+
+def _find_weight(accept: str, media_type: str) -> float:
+    """Return the weight `q` of a media type in a header `Accept`; 0 if the header does not name the type."""
+    for part in accept.split(","):
+        name, *parameters = [item.strip() for item in part.split(";")]
+        if name == media_type:
+            weights = [re.fullmatch(r"q=([01](?:\.[0-9]{0,3})?)", parameter) for parameter in parameters]
+            return next((float(weight[1]) for weight in weights if weight), 1.0)
+    return 0.0
 
 
 # Format of the request bodies of each endpoint, by the last part of the endpoint's path.
@@ -124,7 +115,5 @@ BODY_FORMATS: dict[str, BodyFormat] = {
     "edits": FormBodyFormat(EditRequest),
     "variations": FormBodyFormat(VariationRequest),
     "codes": JsonBodyFormat(_parse_codes_body, may_contain_image=True),
-    "generate": JsonBodyFormat(
-        lambda body, headers, server_limits: parse_sglang_body(body, server_limits.own_sampling), allows_batch=True
-    ),
+    "generate": JsonBodyFormat(lambda body, headers, server_limits: parse_sglang_body(body), allows_batch=True),
 }

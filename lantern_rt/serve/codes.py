@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Base64Bytes
+from pydantic import BeforeValidator, WithJsonSchema
 from starlette.responses import Response
 
 from ..results import encode_codes_npz, split_codes_by_grid
@@ -20,16 +22,29 @@ if TYPE_CHECKING:
     from .protocol import Completion
 
 NPZ = "application/x-npz"
+_DATA_URL = re.compile("data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
+_BASE64 = WithJsonSchema({"type": "string", "format": "base64"})
+
+
+def _decode_image(value: Any) -> Any:
+    """Decode base64, which may have line breaks and the prefix of a data URL."""
+    if not isinstance(value, str):
+        return value
+    prefix = _DATA_URL.match(value)
+    try:
+        return base64.b64decode("".join(value[prefix.end() if prefix else 0 :].split()), validate=True)
+    except ValueError as error:
+        raise ValueError("expected a PNG, JPEG or WebP file in base64") from error
 
 
 class CodesRequest(GenerationRequest):
     """Body of `POST /v1/images/codes`, for bundles with and without an image decoder.
 
     Args:
-        image: file of a source image, in base64.
+        image: file of a source image, in base64 or as a data URL.
     """
 
-    image: Base64Bytes | None = None
+    image: Annotated[bytes, BeforeValidator(_decode_image), _BASE64] | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
 

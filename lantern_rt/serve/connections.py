@@ -1,15 +1,18 @@
-"""Limits on the number of HTTP connections, on their idle time, and on the chunks of bodies."""
+"""Limits on the number of HTTP connections, on the time without progress, and on the chunks of bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import suppress
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 20.0  # timeout for the headers of a request
+STALL_SECONDS = 20.0  # time in which the headers of a request must arrive, and the client must read some of a response
+FLUSH_SECONDS = 1.0  # time in which clients must read their responses when the server stops
 # Bodies in many small chunks are rejected. Parsing a chunk takes as much time as parsing thousands of bytes, and the
 # server may read tens of thousands of chunks at once.
 MAX_CHUNKS = 1000  # number of chunks that a body of any size may have
@@ -23,13 +26,11 @@ try:
     _MAX_FILES = getrlimit(RLIMIT_NOFILE)[0]
 except ImportError:  # Windows does not limit open files
     _MAX_FILES = 1 << 13
-MAX_CONNECTIONS = max(8, min(4096, _MAX_FILES // 2))
+MAX_CONNECTIONS = max(8, min(4096, _MAX_FILES // 3))  # a response may be an open file
 BACKLOG = max(8, min(2048, _MAX_FILES // 8))  # connections accepted before the first of them can be closed
 
 
 class _ChunkLimitedParser(h11.Connection):
-    """HTTP parser that rejects bodies in many small chunks, because parsing many chunks takes long."""
-
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
@@ -44,9 +45,10 @@ class _ChunkLimitedParser(h11.Connection):
 
 
 class LimitedConnection(H11Protocol):
-    """HTTP connection of a server with a maximum number of connections.
+    """HTTP connection that is closed if its client neither sends a request nor reads the response.
 
-    If there are more connections, the connection that was idle longest is closed. So health checks can still connect.
+    If there are too many connections, the one without progress for longest is closed, but none for which an image is
+    being generated. So health checks can still connect.
     """
 
     has_warned = False  # whether the log mentions the limit
@@ -57,24 +59,26 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle_since = self.loop.time()
-        self._check_header_timeout()
+        # Otherwise the kernel holds megabytes for a slow reader, who then seems to make no progress for a minute.
+        with suppress(AttributeError, OSError):  # not on every system
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 16)
+        self._waiting_since = self.loop.time()
+        self._unsent_bytes = 0
+        self._close_if_stalled()
         if len(self.connections) > MAX_CONNECTIONS:
             if not LimitedConnection.has_warned:
                 _LOG.warning("more than %d connections: closing idle connections", MAX_CONNECTIONS)
             LimitedConnection.has_warned = True
-            idle = [
+            others = [
                 connection
-                for connection in self.connections
-                if isinstance(connection, LimitedConnection)
-                and not connection.transport.is_closing()
-                and (connection._is_idle or connection.cycle.more_body)
+                for connection in self.connections - {self}
+                if isinstance(connection, LimitedConnection) and connection._may_be_closed()
             ]
-            min(idle, key=lambda connection: connection._idle_since).transport.abort()
+            min(others, key=lambda connection: connection._waiting_since, default=self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_idle and not self.conn.trailing_data[0]:
-            self._idle_since = self.loop.time()  # the first bytes of a request
+            self._waiting_since = self.loop.time()  # the first bytes of a request
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
@@ -82,6 +86,11 @@ class LimitedConnection(H11Protocol):
             super().send_400_response(msg)
         else:  # the response has begun
             self.transport.abort()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        # Without this, uvicorn would cancel the tasks of slow readers, and log a traceback for each.
+        self.loop.call_later(FLUSH_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -91,12 +100,24 @@ class LimitedConnection(H11Protocol):
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _check_header_timeout(self) -> None:
-        """Close the connection if the headers of a request do not arrive in time, and repeat this check regularly.
+    def _may_be_closed(self) -> bool:
+        """Return whether no image is being generated for the client, or the client must first read something."""
+        self._update_waiting_time()
+        if self._unsent_bytes or self.transport.is_closing():
+            return self._unsent_bytes > 0
+        return self._is_idle or self.cycle.more_body or self.scope["method"] != "POST"
 
-        Uvicorn itself has a timeout only between requests.
-        """
-        self._timer = self.loop.call_later(HEADER_SECONDS / 4, self._check_header_timeout)
+    def _update_waiting_time(self) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        has_read = unsent_bytes < self._unsent_bytes
+        has_more_to_read = unsent_bytes > 0 and self._unsent_bytes == 0
+        if has_read or has_more_to_read:
+            self._waiting_since = self.loop.time()
+        self._unsent_bytes = unsent_bytes
+
+    def _close_if_stalled(self) -> None:
+        self._timer = self.loop.call_later(STALL_SECONDS / 4, self._close_if_stalled)
+        self._update_waiting_time()
         awaits_headers = self._is_idle and (self.cycle is None or self.conn.trailing_data[0])
-        if awaits_headers and self._idle_since + HEADER_SECONDS < self.loop.time():
+        if (awaits_headers or self._unsent_bytes) and self._waiting_since + STALL_SECONDS < self.loop.time():
             self.transport.abort()

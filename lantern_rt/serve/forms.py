@@ -23,16 +23,11 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # our log has one
 
 
 class FormBodyParser:
-    """Incremental parser of one form. Its methods raise `HttpError` if the form is malformed or too large.
-
-    Args:
-        content_type: header `Content-Type` of the request, which contains the boundary between parts.
-        max_text_bytes: maximum number of bytes of a text field.
-        request_class: class of the request that the form is converted to.
-    """
+    """Parser of one form that arrives in pieces, with at most `max_text_bytes` in all text fields; see `BodyParser`."""
 
     def __init__(self, content_type: str, max_text_bytes: int, request_class: type[EditRequest] = EditRequest) -> None:
         self._max_text_bytes = max_text_bytes
+        self._remaining_text_bytes = max_text_bytes
         self._request_class = request_class
         self._values: dict[str, bytes] = {}
         self._complete = False
@@ -50,7 +45,6 @@ class FormBodyParser:
             raise _make_malformed_error(format_error(error)) from error
 
     def write(self, data: bytes) -> None:
-        """Parse the next bytes of the form."""
         window = self._tail + data
         self._tail = window[-len(self._delimiter) - 1 :]
         if self._misplaced.search(window):
@@ -61,7 +55,6 @@ class FormBodyParser:
             raise _make_malformed_error(format_error(error)) from error
 
     def parse_request(self) -> EditRequest:
-        """Return the request in the form. All bytes of the form must have been written before."""
         if not self._complete:
             raise _make_malformed_error("an incomplete form")
         # Browsers send an empty part for every input that was not filled.
@@ -77,7 +70,6 @@ class FormBodyParser:
             raise HttpError(400, **fields) from error
 
     def close(self) -> None:
-        """Free the received bytes at once. The reference cycle of the parser and its callbacks would keep them."""
         self._values.clear()
         self._parser.parser = None
 
@@ -90,13 +82,14 @@ class FormBodyParser:
         content = part.file_object if isinstance(part, File) else BytesIO(part.value or b"")
         assert isinstance(content, BytesIO)
         self._values[name] = content.getvalue()
-        if name not in FILES and len(self._values[name]) > self._max_text_bytes:
-            raise HttpError(413, field=name, expected=f"at most {self._max_text_bytes:,} bytes")
+        if name not in FILES:
+            self._remaining_text_bytes -= len(self._values[name])
+        if self._remaining_text_bytes < 0:
+            raise HttpError(413, field=name, expected=f"at most {self._max_text_bytes:,} bytes of text in all")
 
     def _mark_complete(self) -> None:
         self._complete = True
 
 
 def _make_malformed_error(problem: str) -> HttpError:
-    """Return the error of a malformed form. problem: noun phrase that follows `found` in the message."""
     return HttpError(400, field="body", found=problem, expected=f"{FORM} with its boundary")

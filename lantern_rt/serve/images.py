@@ -13,7 +13,6 @@ from traceback import clear_frames
 from typing import TypeVar
 
 from sse_starlette import EventSourceResponse
-from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -22,23 +21,18 @@ from starlette.types import Receive, Scope, Send
 from .backend import ImageBackend
 from .bodies import BODY_FORMATS, BodyFormat
 from .log import RequestRecord
+from .metrics import DISCONNECTED
 from .protocol import Completion, Event, GenerationRequest, HttpError, ParsedBody
-from .state import DISCONNECTED, ServerState
+from .state import ServerState
 
 PING_SECONDS = 15  # interval of comments that keep a silent stream open
-SEND_SECONDS = 60.0  # timeout for a client that stops reading a stream
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
 
 class ImagesEndpoint:
-    """ASGI application of one endpoint.
-
-    Args:
-        state: state that all requests of the server share.
-        endpoint_name: name of the endpoint in `BODY_FORMATS`.
-    """
+    """ASGI application of one endpoint, whose name is a key of `BODY_FORMATS`."""
 
     def __init__(self, state: ServerState, endpoint_name: str = "generations") -> None:
         self._state = state
@@ -53,8 +47,6 @@ class ImagesEndpoint:
 
 
 class _RequestHandler:
-    """Handler of one HTTP request for images or codes."""
-
     def __init__(self, state: ServerState, http_request: HttpRequest, send: Send, body_format: BodyFormat) -> None:
         self._state = state
         self._body_format = body_format
@@ -80,7 +72,7 @@ class _RequestHandler:
                 "queue_seconds": round(max(each.queue_seconds for each in generation_stats), 4),
                 "tokens_per_forward_pass": round(fmean(each.tokens_per_forward_pass for each in generation_stats), 3),
             }
-        except (ClientDisconnect, ConnectionError, SendTimeoutError):
+        except (ClientDisconnect, ConnectionError):
             pass
         except Exception as error:
             http_error = HttpError.from_exception(error)
@@ -114,12 +106,11 @@ class _RequestHandler:
         content_type = headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != kind:
             raise HttpError(415, field="content-type", found=repr(content_type[:80]), expected=kind)
-        size = int(headers.get("content-length", max_size))
-        if size > max_size:
+        if int(headers.get("content-length", 0)) > max_size:
             raise _make_too_large_error(max_size)
-        with state.body_memory.reserve((record.key_name or record.client, kind), size):
-            parsed_body = await self._read_body(max_size)
-            requests = state.adapt_requests_to_bundles(parsed_body.generation_requests)
+        with state.body_memory.open_account(record.caller) as reserve:
+            parsed_body = await self._read_body(max_size, reserve)
+            requests = state.apply_limits(parsed_body.generation_requests)
             request = requests[0]
             self._quality = request.quality or ""
             backend = state.find_backend(request.model)
@@ -140,25 +131,22 @@ class _RequestHandler:
         await self._send_response(parsed_body.make_response(completions))
         return completions
 
-    async def _read_body(self, max_bytes: int) -> ParsedBody:
-        """Read and parse the body of the request."""
-        with closing(self._body_format.make_parser(self._http_request.headers, self._state.server_limits)) as parser:
-            await self._receive_chunks(parser.write, max_bytes)
-            return parser.parse_request()
-
-    async def _receive_chunks(self, write_chunk: Callable[[bytes], None], max_bytes: int) -> None:
-        """Read the body of the request within the time limit, and call `write_chunk` with each piece."""
-        timeout = self._state.server_limits.body_timeout
+    async def _read_body(self, max_bytes: int, reserve: Callable[[int], None]) -> ParsedBody:
+        limits = self._state.server_limits
+        timeout = limits.body_timeout
         size = 0
-        try:
-            async with asyncio.timeout(timeout):
-                async for chunk in self._http_request.stream():
-                    size += len(chunk)
-                    if size > max_bytes:
-                        raise _make_too_large_error(max_bytes)
-                    write_chunk(chunk)
-        except TimeoutError as error:
-            raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
+        with closing(self._body_format.make_parser(self._http_request.headers, limits)) as parser:
+            try:
+                async with asyncio.timeout(timeout):
+                    async for chunk in self._http_request.stream():
+                        size += len(chunk)
+                        if size > max_bytes:
+                            raise _make_too_large_error(max_bytes)
+                        reserve(min(len(chunk), max(0, size - limits.max_body_bytes)))
+                        parser.write(chunk)
+            except TimeoutError as error:
+                raise HttpError(408, f"incomplete after {timeout:g} s", field="body") from error
+            return parser.parse_request()
 
     async def _generate_updates(
         self, backend: ImageBackend, request: GenerationRequest
@@ -168,7 +156,7 @@ class _RequestHandler:
         remaining = request.deadline - (time.perf_counter() - self._record.start_time)
         end = asyncio.get_running_loop().time() + remaining
         timed_request = request.model_copy(update={"deadline": remaining})
-        async with aclosing(backend.generate(timed_request, self._record.key_name or self._record.client)) as updates:
+        async with aclosing(backend.generate(timed_request, self._record.caller)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -183,9 +171,8 @@ class _RequestHandler:
     async def _send_event_stream(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> Completion:
-        """Send server-sent events until the images are finished, and return the finished images."""
         events = self._format_stream_events(request, updates)
-        response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
+        response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n")
         await response(self._http_request.scope, self._http_request.receive, self._send)
         if self._failure is not None:
             raise self._failure
@@ -196,10 +183,7 @@ class _RequestHandler:
     async def _format_stream_events(
         self, request: GenerationRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
-        """Yield server-sent events. If generating fails, the last event is the error.
-
-        The event of an error has no name, as OpenAI's client expects.
-        """
+        """Yield server-sent events. The last event is an error, without a name, if generating fails."""
         try:
             async for update in updates:
                 event = request.make_final_event(update) if isinstance(update, Completion) else update
@@ -211,10 +195,7 @@ class _RequestHandler:
             yield {"data": json.dumps(HttpError.from_exception(error).body())}
 
     async def _run_until_disconnect(self, awaitable: Awaitable[T]) -> T:
-        """Return the result of `awaitable`.
-
-        If the client disconnects first, cancel `awaitable` and raise ClientDisconnect.
-        """
+        """Return the result of `awaitable`; if the client disconnects first, cancel it and raise ClientDisconnect."""
         result = asyncio.ensure_future(awaitable)
         disconnect = asyncio.create_task(_wait_for_disconnect(self._http_request.receive))
         try:
@@ -236,7 +217,7 @@ def _make_too_large_error(max_bytes: int) -> HttpError:
 
 
 async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Run awaitables at the same time and return their results. If one fails, cancel the others and raise its error."""
+    """Run awaitables at the same time. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -247,7 +228,6 @@ async def _gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
 
 
 async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
-    """Wait until the images are finished and return them; all events are dropped."""
     async for update in updates:
         last = update
     assert isinstance(last, Completion)
@@ -255,6 +235,5 @@ async def _await_completion(updates: AsyncGenerator[Event | Completion, None]) -
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. The body of the client's request must have been received before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -71,7 +71,7 @@ class GenerationRequest(SamplingFields):
 
     @property
     def generation_requests(self) -> list[GenerationRequest]:
-        """Requests whose images are generated at the same time. The default is only this request."""
+        """Requests whose images are generated at the same time."""
         return [self]
 
     @property
@@ -111,24 +111,13 @@ class GenerationRequest(SamplingFields):
             )
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
-        """Return the request with all values that the bundle needs.
-
-        Raises:
-            LanternError: the bundle cannot generate images or codes for this request.
-        """
+        """Return the request with all values that the bundle needs, or raise an error if it cannot generate them."""
         return self
 
     async def encode_file(
         self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
     ) -> bytes:
-        """Return the contents of the file for an image; empty if the response needs no file.
-
-        Args:
-            pipeline: pipeline that generated the image.
-            prepared_request: request that the pipeline prepared.
-            step: decoding step with the codes of the image.
-            image_index: index of the image in the request.
-        """
+        """Return the contents of the file for an image; empty if the response needs no file."""
         return b""
 
     @abstractmethod
@@ -136,7 +125,6 @@ class GenerationRequest(SamplingFields):
         """Return the fields of a response that describe one image.
 
         Args:
-            size: size of the image.
             codes: codes of the image, `[cells]`.
             file_bytes: contents of the file that `encode_file` returned.
         """
@@ -146,31 +134,18 @@ class GenerationRequest(SamplingFields):
         return {"size": size.name}
 
     def make_image_event(self, kind: str, size: Size, codes: Ints, file_bytes: bytes) -> Event:
-        """Create a stream event that contains an image.
-
-        Args:
-            kind: `completed` or `partial_image`.
-            size: size of the image.
-            codes: codes of the image, `[cells]`.
-            file_bytes: contents of the file that `encode_file` returned.
-        """
+        """Create a stream event that contains an image: `completed` or `partial_image`."""
         image_fields = self.make_image_fields(size, codes, file_bytes)
         fields = {"created_at": int(time.time()), **self.make_response_fields(size)}
         return {"type": f"{self.EVENT_PREFIX}.{kind}", **image_fields, **fields}
 
     def make_final_event(self, completion: Completion) -> Event:
-        """Return the last event of a stream, which contains the finished image and the costs of the request."""
         return (
             self.make_image_event("completed", completion.size, completion.codes[0], completion.encoded_files[0])
             | completion.make_usage_fields()
         )
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response to a request that does not stream events.
-
-        Args:
-            completions: finished images of each request in `generation_requests`.
-        """
         (completion,) = completions
         images = zip(completion.codes, completion.encoded_files, strict=True)
         data = [self.make_image_fields(completion.size, *image) for image in images]
@@ -199,7 +174,6 @@ class ImagesRequest(GenerationRequest):
 
     @property
     def image_format(self) -> str:
-        """File format of the images: png, jpeg or webp."""
         return self.output_format or "png"
 
     @property
@@ -269,33 +243,21 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class ParsedBody(Protocol):
-    """Content of a request body: requests, and the method that converts their finished images to a response."""
+    """Content of a request body: requests, and how their finished images become a response."""
 
     @property
     def generation_requests(self) -> Sequence[GenerationRequest]:
         """Requests whose images are generated at the same time."""
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response to a body whose requests do not stream events.
-
-        Args:
-            completions: finished images of each request in `generation_requests`.
-        """
+        """Return the response to a body whose requests do not stream events, from the images of each request."""
 
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def parse_json_body(model_class: type[M], body: bytes) -> M:
-    """Parse a JSON body, and check its fields as far as this is possible without a bundle.
-
-    Args:
-        model_class: Pydantic model of the body.
-        body: JSON text.
-
-    Raises:
-        HttpError: a field is invalid.
-    """
+    """Parse a JSON body, and check its fields as far as this is possible without a bundle."""
     try:
         return model_class.model_validate_json(body)
     except ValidationError as error:
@@ -305,15 +267,7 @@ def parse_json_body(model_class: type[M], body: bytes) -> M:
 
 
 def check_and_set_defaults(request: R, max_deadline: float) -> R:
-    """Check a request, and return the request with a seed and a deadline.
-
-    Args:
-        request: request, perhaps without seed and deadline. A missing seed is drawn at random.
-        max_deadline: maximum deadline in seconds, which is also the default deadline.
-
-    Raises:
-        HttpError: fields contradict each other, or the deadline is too long.
-    """
+    """Check a request, and return it with a seed and a deadline, which is at most and by default `max_deadline`."""
     request.check_fields()
     if request.deadline is not None and request.deadline > max_deadline:
         expected = f"at most {max_deadline:g} s, the server's limit"
@@ -355,25 +309,15 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Completion:
-    """Finished images of a request.
+    """Finished images of a request."""
 
-    Args:
-        encoded_files: contents of one file per image, from `GenerationRequest.encode_file`.
-        codes: codes of each image, int64 `[cells]`.
-        size: size of every image.
-        input_tokens: number of prompt tokens of all images.
-        output_tokens: number of tokens sampled for all images.
-        generation_stats: method, seeds and costs.
-        preserved_tokens: number of tokens of all images that an edit preserved.
-    """
-
-    encoded_files: list[bytes]
-    codes: list[Ints]
+    encoded_files: list[bytes]  # from `GenerationRequest.encode_file`, one per image
+    codes: list[Ints]  # [cells] of each image
     size: Size
-    input_tokens: int
-    output_tokens: int
+    input_tokens: int  # of the prompts of all images
+    output_tokens: int  # sampled for all images
     generation_stats: GenerationStats
-    preserved_tokens: int = 0
+    preserved_tokens: int = 0  # of all images, by an edit
 
     def make_usage_fields(self) -> dict[str, Any]:
         """Return the response fields `usage` (numbers of tokens) and `lantern` (method and costs)."""
@@ -390,12 +334,9 @@ class HttpError(LanternError):
     """Error of an HTTP request, in the form that OpenAI's clients expect.
 
     Args:
-        status: HTTP status.
-        problem: problem, as in `LanternError`.
         code: OpenAI's error code; `invalid_value` for status 400.
         retry_after: seconds after which to try again; None if that does not help.
-        fields: `field`, `found`, `expected` and `remedy`, as in `LanternError`; `field` is a field of `ImagesRequest`
-            or another part of the HTTP request.
+        fields: fields of `LanternError`; `field` is a field of `ImagesRequest` or another part of the HTTP request.
     """
 
     def __init__(
@@ -430,10 +371,7 @@ class HttpError(LanternError):
         return cls(500, "internal server error", remedy="see the server's log")
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the error in OpenAI's form.
-
-        The field `suggestions` has valid prompts to try instead, if there are any.
-        """
+        """Return the JSON body of the error in OpenAI's form, with valid prompts in `suggestions` if there are any."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         is_field = self.param.isidentifier() and self.param not in ("authorization", "body")
@@ -443,6 +381,5 @@ class HttpError(LanternError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of the response."""
         challenge = {"www-authenticate": "Bearer"} if self.status == 401 else {}
         return challenge if self.retry_after is None else {"retry-after": str(self.retry_after)}

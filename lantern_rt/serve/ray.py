@@ -1,8 +1,7 @@
 """Server with several replicas on Ray Serve: `serve run lantern_rt.serve.ray:app`.
 
-Each replica is a process with a pipeline. The ingress is the web application of `lantern-rt serve`. The ingress
-receives all requests and forwards them to the replicas. An image depends only on bundle, seed and settings. So if a
-replica dies, another replica can repeat the request with the same result.
+The ingress is the web application of `lantern-rt serve`, and forwards requests to replicas, which are processes with a
+pipeline. An image depends only on bundle, seed and settings, so another replica can repeat the request of a dead one.
 """
 
 # Without `from __future__ import annotations`: Ray reads the annotation of `app`'s argument.
@@ -59,7 +58,6 @@ class DeploymentSettings(BaseModel):
         max_n: maximum number of images per request.
         aliases: name of a model by its alias, an additional name that requests may use.
         mapped_sizes: size of the images, or `auto`, by the size in a request.
-        own_sampling: whether `POST /generate` ignores a request's sampling settings.
         cors: sites whose pages may send requests.
     """
 
@@ -79,7 +77,6 @@ class DeploymentSettings(BaseModel):
     max_n: int = Field(default=10, ge=1, le=10)
     aliases: dict[str, str] = {}
     mapped_sizes: dict[str, str] = {}
-    own_sampling: bool = False
     cors: list[str] = []
 
 
@@ -123,8 +120,6 @@ def app(settings: DeploymentSettings) -> serve.Application:
 
 
 class Replica:
-    """Process with the pipeline of one bundle."""
-
     def __init__(
         self,
         bundle: str,
@@ -138,7 +133,6 @@ class Replica:
         self._backend = LocalBackend(AsyncPipeline(pipeline, max_images_per_pass, max_queued_images), model_name)
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of the model, and its fields in the response of `/v1/models`."""
         return self._backend.name, self._backend.describe()
 
     async def generate(
@@ -169,7 +163,7 @@ class Ingress:
     """Web application of `lantern-rt serve` that forwards requests to replicas."""
 
     def __init__(self, settings: DeploymentSettings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
-        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes", "own_sampling"}
+        names = {"deadline", "api_key_file", "methods", "max_n", "aliases", "mapped_sizes"}
         limits = settings.model_dump(include=names)
         self._state = ServerState(ServerLimits(**limits))
         self._replicas = replicas
@@ -185,7 +179,7 @@ class Ingress:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Create the backends when the ingress starts. Ray sends no requests before the backends exist."""
+        """Create the backends. Ray sends no requests before."""
         backends: dict[str, ImageBackend] = {}
         for replicas in self._replicas:
             name, description = await replicas.describe.remote()
@@ -197,8 +191,6 @@ class Ingress:
 
 
 class RayBackend:
-    """Backend that forwards requests to the replicas of one bundle."""
-
     def __init__(self, name: str, description: dict[str, Any], replicas: DeploymentHandle[Replica]) -> None:
         self.name = name
         self.is_alive = True  # Ray replaces dead replicas
@@ -215,17 +207,7 @@ class RayBackend:
         return BackendLoad(self._running, self._waiting)
 
     async def generate(self, request: GenerationRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
-        """Generate the images of a request. If a replica dies, another replica generates the images again.
-
-        The other replica repeats the events, and generates the same images because the request has a seed.
-
-        Args:
-            request: request with all defaults set.
-            caller: API key or address of the client. A replica divides its capacity fairly between clients.
-
-        Raises:
-            BusyError: the queues of all replicas are full.
-        """
+        """Generate the images of a request. If a replica dies, another one repeats its events and images."""
         began = time.perf_counter()
         queue_seconds: float | None = None  # time until a replica admitted the request
         replicas_lost = 0
@@ -276,7 +258,6 @@ class RayBackend:
                 self._running -= 1
 
     def _make_busy_error(self, error: BackPressureError | BusyError) -> BusyError:
-        """Return the error for the client, with the number of seconds after which to try again."""
         retry_seconds = (
             error.retry_seconds if isinstance(error, BusyError) else math.ceil(self._duration * random.uniform(1, 3))
         )

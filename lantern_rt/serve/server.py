@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,21 +20,18 @@ from ..errors import RequestError
 from ..inputs import format_error, format_value
 from .app import make_app, normalize_origin
 from .backend import LocalBackend
-from .connections import BACKLOG, LimitedConnection
+from .connections import BACKLOG, FLUSH_SECONDS, LimitedConnection
 from .state import ServerLimits, ServerState
 
 _LOG = logging.getLogger(__name__)
 HANGUP = [item for item in signal.Signals if item.name == "SIGHUP"]  # Windows lacks SIGHUP
-FLUSH_SECONDS = 1  # timeout for the last bytes of open connections
 
 
 class Server:
     """Server that runs in the main thread of its process.
 
     Args:
-        model_loaders: function that loads the pipeline of a model, by the name of the model. The functions are called
-            in sequence.
-        host: address to listen on.
+        model_loaders: function that loads the pipeline of a model, by the name of the model; called in sequence.
         port: port to listen on; 0: a free port.
         server_limits: limits of requests. When the server stops, running requests have `deadline` seconds to finish.
         allowed_origins: sites whose pages may send requests.
@@ -75,21 +73,17 @@ class Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
+            timeout_graceful_shutdown=math.ceil(FLUSH_SECONDS) + 2,  # until then, connections close themselves
         )
         self._uvicorn = uvicorn.Server(config)
 
     @property
     def url(self) -> str:
-        """URL of the server, such as `http://127.0.0.1:8000`."""
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serve requests until a signal stops the server.
-
-        If loading a model fails, the server stops and this method raises the exception.
-        """
+        """Serve requests until a signal stops the server, or raise the error of a model that cannot be loaded."""
         _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
         self._uvicorn.run([self._socket])
         if self.failure is not None:
@@ -117,7 +111,6 @@ class Server:
             await self._close_backends()
 
     async def _load_models(self) -> None:
-        """Load all models and make them available to requests. If a model cannot be loaded, stop the server."""
         loop = asyncio.get_running_loop()
         try:
             for name, load in self._model_loaders.items():
@@ -151,7 +144,6 @@ class Server:
             _LOG.warning("keys were not reloaded: %s", error)
 
     async def _drain_and_stop(self) -> None:
-        """Stop accepting requests, wait for running requests, and cancel requests that run beyond the deadline."""
         self.state.draining = True
         _LOG.info("draining: %d requests", self.state.active_requests)
         loop = asyncio.get_running_loop()
@@ -167,15 +159,7 @@ class Server:
 
 
 def open_listening_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0: a free port.
-
-    Raises:
-        RequestError: the port is in use, or the address does not belong to this host.
-    """
+    """Open a listening socket, or raise RequestError; port 0 is a free port."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)

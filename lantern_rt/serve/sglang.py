@@ -1,8 +1,7 @@
 """Endpoint `POST /generate`, at which SGLang requests the codes (image tokens) of GLM-Image from another server.
 
-A request has a prompt as token ids, two grids and sampling settings. A batch request has a list of each. GLM-Image
-generates a small grid of codes before the grid of the image, so a request gives the shapes of both grids. The response
-has the codes of the small grid, then the codes of the image.
+A request has a prompt as token ids, two grids and sampling settings; a batch has a list of each. GLM-Image generates a
+small grid of codes before the grid of the image, and the response has the codes in this order.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from ..inputs import format_value
@@ -24,21 +23,15 @@ if TYPE_CHECKING:
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 _Grid = Annotated[list[int], Field(min_length=3, max_length=3)]  # frames (1), rows, columns
-_Ids = Annotated[list[int], Field(min_length=1)]
+_Ids = Annotated[list[int], Field(min_length=1), FailFast()]
 
 
 class TokenPromptRequest(CodesRequest):
-    """Request for the codes of one image, with a prompt that is already tokenized.
+    """Request for the codes of one image, with a prompt that is already tokenized."""
 
-    Args:
-        token_ids: token ids of the prompt, including the ids of the prompt template.
-        grid_shapes: shape of the grid of the image, then shape of the small grid, each as `[1, rows, columns]`.
-        max_tokens: maximum number of codes in the response; must not be below the number of codes of both grids.
-    """
-
-    token_ids: list[int]
-    grid_shapes: list[list[int]]
-    max_tokens: int
+    token_ids: list[int]  # with the ids of the prompt template
+    grid_shapes: list[list[int]]  # [1, rows, columns] of the image, then of the small grid
+    max_tokens: int  # at least the codes of both grids
 
     def make_pipeline_options(self) -> dict[str, Any]:
         return super().make_pipeline_options() | {"token_ids": self.token_ids}
@@ -46,7 +39,7 @@ class TokenPromptRequest(CodesRequest):
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         sizes = [size for size in bundle.manifest.all_sizes if size.first_grid is not None]
         if not sizes:
-            problem = f"model {bundle.manifest.name} does not draw a small grid before its image"
+            problem = f"model {bundle.manifest.name} does not generate a small grid before its image"
             raise HttpError(
                 400, problem, field="image_data", remedy="make a bundle of GLM-Image the first model of the server"
             )
@@ -61,8 +54,6 @@ class TokenPromptRequest(CodesRequest):
 
 
 class _SamplingParameters(SamplingFields):
-    """Field `sampling_params` of a request."""
-
     model_config = _STRICT
 
     max_new_tokens: Annotated[int, Field(ge=1)]
@@ -71,8 +62,6 @@ class _SamplingParameters(SamplingFields):
 
 
 class _ImageData(BaseModel):
-    """Element of the field `image_data`: the shapes of the two grids."""
-
     model_config = _STRICT
 
     image_grid_thw: Annotated[list[_Grid], Field(min_length=1, max_length=8)]
@@ -82,24 +71,20 @@ _Images = Annotated[list[_ImageData], Field(min_length=1, max_length=1)]
 
 
 class _SingleRequestBody(BaseModel):
-    """Body of a request for one image."""
-
     model_config = _STRICT
 
     input_ids: _Ids
     image_data: _Images
     sampling_params: _SamplingParameters
 
-    def make_request(self, use_bundle_sampling: bool) -> TokenPromptRequest:
-        """Convert the body to a request, without its sampling settings if the bundle's settings replace them."""
+    def make_request(self) -> TokenPromptRequest:
         parameters = self.sampling_params
-        sampling = {} if use_bundle_sampling else {name: getattr(parameters, name) for name in SAMPLING}
         return TokenPromptRequest(
             token_ids=self.input_ids,
             grid_shapes=self.image_data[0].image_grid_thw,
             max_tokens=parameters.max_new_tokens,
             seed=parameters.sampling_seed,
-            **sampling,
+            **{name: getattr(parameters, name) for name in SAMPLING},
         )
 
 
@@ -108,7 +93,7 @@ class _BatchRequestBody(BaseModel):
 
     model_config = _STRICT
 
-    input_ids: Annotated[list[_Ids], Field(min_length=1)]
+    input_ids: Annotated[list[_Ids], Field(min_length=1), FailFast()]
     image_data: list[_Images]
     sampling_params: list[_SamplingParameters]
 
@@ -121,24 +106,17 @@ class _BatchRequestBody(BaseModel):
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """Parsed request of SGLang.
-
-    Args:
-        generation_requests: one request per image.
-        is_batch: whether the request is a batch request. The response is then a list.
-    """
+    """Parsed request of SGLang; the response to a batch is a list."""
 
     generation_requests: Sequence[TokenPromptRequest]
     is_batch: bool
 
     def make_response(self, completions: Sequence[Completion]) -> Response:
-        """Return the response: for each image its codes in `output_ids` and its costs in `meta_info`."""
         images = [_make_image_result(completion) for completion in completions]
         return JSONResponse(images if self.is_batch else images[0])
 
 
 def _make_image_result(completion: Completion) -> dict[str, Any]:
-    """Return the part of the response about one image: its codes and its costs."""
     generation_stats = completion.generation_stats
     counts = {"prompt_tokens": completion.input_tokens, "completion_tokens": completion.output_tokens}
     meta_info = {
@@ -150,30 +128,18 @@ def _make_image_result(completion: Completion) -> dict[str, Any]:
     return {"output_ids": completion.codes[0].tolist(), "meta_info": meta_info}
 
 
-def parse_sglang_body(body: bytes, use_bundle_sampling: bool) -> SGLangRequest:
-    """Parse the body of a single request or of a batch request.
-
-    Args:
-        body: JSON text.
-        use_bundle_sampling: whether the sampling settings of the bundle replace the settings in the body.
-
-    Raises:
-        HttpError: a field is invalid.
-    """
+def parse_sglang_body(body: bytes) -> SGLangRequest:
+    """Parse the body of a single request or of a batch."""
     head = parse_json_body(_InputIdsBody, body)
     if not isinstance(head.input_ids, list) or not head.input_ids or not isinstance(head.input_ids[0], list):
-        return SGLangRequest(
-            [parse_json_body(_SingleRequestBody, body).make_request(use_bundle_sampling)], is_batch=False
-        )
+        return SGLangRequest([parse_json_body(_SingleRequestBody, body).make_request()], is_batch=False)
     batch = parse_json_body(_BatchRequestBody, body)
     columns = zip(batch.input_ids, batch.image_data, batch.sampling_params, strict=True)
     singles = [
         _SingleRequestBody(input_ids=ids, image_data=data, sampling_params=values) for ids, data, values in columns
     ]
-    return SGLangRequest([single.make_request(use_bundle_sampling) for single in singles], is_batch=True)
+    return SGLangRequest([single.make_request() for single in singles], is_batch=True)
 
 
 class _InputIdsBody(BaseModel):
-    """Part of a body that shows whether the request is a batch request. Other fields are ignored."""
-
     input_ids: Any

@@ -1,4 +1,4 @@
-"""State that all requests of a server share: models, limits, API keys, status and metrics."""
+"""State that all requests of a server share: models, limits, API keys, status and memory of bodies."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import hashlib
 import os
 import time
 from collections import Counter as Tally
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-    values,
-)
 from starlette.requests import Request as HttpRequest
 
 from .. import __version__
@@ -29,74 +19,41 @@ from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
 from .backend import ImageBackend
-from .log import RequestRecord
-from .protocol import Completion, GenerationRequest, HttpError, check_and_set_defaults
+from .metrics import Metrics
+from .protocol import GenerationRequest, HttpError, check_and_set_defaults
 
 MAX_KEY_FILE_BYTES = 1 << 20
-DISCONNECTED = 499  # status in logs and metrics if the client disconnected
 KEY_VARIABLE = "LANTERN_RT_API_KEY"  # environment variable of the API key
-BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # bounds of histograms in seconds
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of requests and access rules.
+    """Limits of requests and access rules."""
 
-    Args:
-        deadline: maximum duration of a request in seconds.
-        max_body_bytes: maximum size of a JSON body.
-        max_form_bytes: maximum size of a body that may contain images.
-        body_timeout: maximum time in seconds to receive a body.
-        max_total_body_bytes: maximum size of the bodies of all requests together.
-        api_key_file: file of valid API keys; None: the environment variable `LANTERN_RT_API_KEY`. If neither is
-            set, no key is needed.
-        methods: names of the decoding methods that requests may select; empty: all. Qualities are always allowed.
-        max_n: maximum number of images per request.
-        aliases: name of a model by its alias, an additional name that requests may use.
-        mapped_sizes: size of the images, or `auto`, by the size in a request.
-        own_sampling: whether `POST /generate` ignores a request's sampling settings.
-    """
-
-    deadline: float = 600.0
-    max_body_bytes: int = 64 << 10
-    max_form_bytes: int = BYTES_LIMIT
-    body_timeout: float = 20.0
-    max_total_body_bytes: int = 1 << 27
-    api_key_file: Path | None = None
-    methods: Sequence[str] = ()
-    max_n: int = 10
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    mapped_sizes: Mapping[str, str] = field(default_factory=dict)
-    own_sampling: bool = False
+    deadline: float = 600.0  # maximum duration of a request in seconds
+    max_body_bytes: int = 64 << 10  # of a body without its images
+    max_form_bytes: int = BYTES_LIMIT  # of a body with images
+    body_timeout: float = 20.0  # maximum time in seconds to receive a body
+    max_total_body_bytes: int = 1 << 27  # of what all bodies have beyond `max_body_bytes`
+    api_key_file: Path | None = None  # None: the environment variable; without it, no key is needed
+    methods: Sequence[str] = ()  # methods that requests may select, besides qualities; empty: all
+    max_n: int = 10  # images per request
+    aliases: Mapping[str, str] = field(default_factory=dict)  # additional name -> name of a model
+    mapped_sizes: Mapping[str, str] = field(default_factory=dict)  # size in a request -> size of the images, or `auto`
 
 
 def read_api_keys(path: Path) -> dict[bytes, str]:
-    """Read API keys from a file. The format and the returned dict are the same as in `parse_api_keys`.
-
-    Raises:
-        RequestError: the file cannot be read, has no key, or has an invalid key.
-    """
+    """Read API keys from a file, as `parse_api_keys` does."""
     with convert_read_errors(path, "a file of API keys, one per line", RequestError, "give another file"):
         text = read_regular_file(path, MAX_KEY_FILE_BYTES).decode("utf-8-sig")
     return parse_api_keys(text, "api_key_file", str(path))
 
 
 def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
-    """Parse API keys. Each line has a key, or a name and a key.
-
-    Empty lines and lines that begin with # are ignored.
-
-    Args:
-        text: lines with the keys.
-        field: parameter or environment variable that gave the keys, for the error message.
-        source_name: place of the keys, for the error message.
+    """Parse API keys: one per line, perhaps after a name. Empty lines and lines that begin with # are ignored.
 
     Returns:
-        The name of each key, by the hash of the key. If a line has no name, the name is `key` and the first digits of
-        the hash.
-
-    Raises:
-        RequestError: there is no key, or a key has non-ASCII characters.
+        The name of each key, by the hash of the key. A key without a name is named by the first digits of its hash.
     """
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
@@ -109,118 +66,44 @@ def parse_api_keys(text: str, field: str, source_name: str) -> dict[bytes, str]:
 
 
 class BodyMemoryBudget:
-    """Memory budget for request bodies.
+    """Memory budget for the large bodies of all requests, of which every caller may use as much as remains free.
 
-    A body is rejected if its client would then use more memory than remains free. So memory always remains for other
-    clients.
-
-    Args:
-        max_bytes: maximum size of all bodies together.
+    So memory always remains for other callers. Small bodies need no budget, as the number of connections is limited.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._free = max_bytes
-        self._held = Tally[Hashable]()
+        self._held = Tally[str]()
 
     @contextmanager
-    def reserve(self, caller: Hashable, num_bytes: int) -> Iterator[None]:
-        """Allocate memory in the budget for a body while the `with` block runs.
+    def open_account(self, caller: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves a number of bytes until the `with` block ends.
 
-        Args:
-            caller: client that sends the body.
-            num_bytes: size of the body.
-
-        Raises:
-            HttpError: the client uses too much memory.
+        The function raises `HttpError` if the caller would use too much memory.
         """
-        if self._held[caller] + num_bytes > self._free - num_bytes:
-            remedy = "try again when other requests are finished"
-            raise HttpError(
-                429, "no memory for the body", "busy", 5, field="body", found=f"{num_bytes:,} bytes", remedy=remedy
-            )
-        self._adjust_usage(caller, num_bytes)
-        try:
-            yield
-        finally:
-            self._adjust_usage(caller, -num_bytes)
+        reserved = 0
 
-    def _adjust_usage(self, caller: Hashable, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative, to the memory that a client uses."""
+        def reserve(num_bytes: int) -> None:
+            nonlocal reserved
+            if self._held[caller] + num_bytes > self._free - num_bytes:
+                remedy = "try again when other requests are finished"
+                raise HttpError(429, "no memory for the body", "busy", 5, field="body", remedy=remedy)
+            self._adjust_usage(caller, num_bytes)
+            reserved += num_bytes
+
+        try:
+            yield reserve
+        finally:
+            self._adjust_usage(caller, -reserved)
+
+    def _adjust_usage(self, caller: str, num_bytes: int) -> None:
         self._free -= num_bytes
         self._held[caller] += num_bytes
         self._held = +self._held
 
 
-class Metrics:
-    """Prometheus metrics of one server."""
-
-    def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps that no dashboard shows
-        values.ValueClass = values.MutexValue  # not files in PROMETHEUS_MULTIPROC_DIR: one process serves
-        registry = self.registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-
-        def make_counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(f"lantern_{name}", help_text, ("model", *labels), registry=registry)
-
-        def make_histogram(name: str, help_text: str) -> Histogram:
-            return Histogram(f"lantern_{name}_seconds", help_text, ("model",), buckets=BUCKETS, registry=registry)
-
-        self.requests = make_counter("requests", "Finished requests, by HTTP status.", "code")
-        self.images = make_counter("images", "Generated images, by method.", "method")
-        self.aborted = make_counter(
-            "aborted", "Requests that ended early, by reason: disconnected, deadline.", "reason"
-        )
-        self.tokens = make_counter("tokens", "Sampled tokens.")
-        self.passes = make_counter("target_passes", "Target passes, each counted once for every image in it.")
-        self.tvd = make_counter(
-            "realised_tvd", "Total variation distance caused by relaxed acceptance, summed over tokens."
-        )
-        self.queue = make_histogram("queue", "Seconds before the first forward pass of a request.")
-        self.request = make_histogram("request", "Seconds of a whole request.")
-        self.picture = make_histogram("picture", "Seconds to decode and encode the images of a request.")
-        self._running = Gauge("lantern_images_running", "Images being generated.", ("model",), registry=registry)
-        self._waiting = Gauge("lantern_images_waiting", "Queued images.", ("model",), registry=registry)
-        labels = ("model", "bundle", "digest", "version")
-        self._models = Gauge("lantern_model_info", "Models, each with the value 1.", labels, registry=registry)
-
-    def count_request(self, record: RequestRecord) -> None:
-        """Add a request that has ended to the metrics."""
-        self.requests.labels(record.model, str(record.status)).inc()
-        if record.status in (DISCONNECTED, 504):
-            self.aborted.labels(record.model, "deadline" if record.status == 504 else "disconnected").inc()
-
-    def count_completion(self, completion: Completion) -> None:
-        """Add the images of a finished request and their costs to the metrics."""
-        generation_stats = completion.generation_stats
-        model = generation_stats.model
-        # The label is only the method's name, because parameters would create an unlimited number of labels.
-        self.images.labels(model, generation_stats.method.partition(":")[0]).inc(len(generation_stats.seeds))
-        self.tokens.labels(model).inc(completion.output_tokens)
-        self.passes.labels(model).inc(generation_stats.target_passes)
-        self.tvd.labels(model).inc(generation_stats.realised_tvd_per_token * completion.output_tokens)
-        self.queue.labels(model).observe(generation_stats.queue_seconds)
-        self.request.labels(model).observe(generation_stats.seconds)
-        self.picture.labels(model).observe(generation_stats.picture_seconds)
-
-    def format_prometheus_text(self, backends: Iterable[ImageBackend]) -> bytes:
-        """Return all metrics in Prometheus' text format, after the load of the backends is measured."""
-        for backend in backends:
-            facts = backend.describe()
-            self._models.labels(backend.name, facts["bundle"], facts["digest"], facts["version"]).set(1)
-            for gauge, value in zip((self._running, self._waiting), backend.measure_load(), strict=True):
-                gauge.labels(backend.name).set(value)
-        return generate_latest(self.registry)
-
-
 class ServerState:
-    """State of one server.
-
-    Attributes:
-        backends: backend of each model, by the name of the model; empty until all models are loaded.
-        active_requests: number of requests for images that are being handled.
-        draining: whether the server is stopping.
-    """
+    """State of one server."""
 
     def __init__(self, server_limits: ServerLimits) -> None:
         self.server_limits = server_limits
@@ -228,8 +111,8 @@ class ServerState:
         self.load_api_keys()
         self.body_memory = BodyMemoryBudget(server_limits.max_total_body_bytes)
         self.metrics = Metrics()
-        self.backends: dict[str, ImageBackend] = {}
-        self.active_requests = 0
+        self.backends: dict[str, ImageBackend] = {}  # by the name of the model; empty until all models are loaded
+        self.active_requests = 0  # requests for images that are being handled
         self.draining = False
         self.started = int(time.time())
 
@@ -244,7 +127,6 @@ class ServerState:
 
     @property
     def version_info(self) -> dict[str, Any]:
-        """Version of the program, and digest of each model's bundle."""
         digests = {name: backend.describe()["digest"] for name, backend in self.backends.items()}
         return {"version": __version__, "models": digests}
 
@@ -256,22 +138,14 @@ class ServerState:
             raise HttpError(503, "models are loading", "loading", 2, remedy="try again in a few seconds")
 
     def load_api_keys(self) -> None:
-        """Read the API keys from the file, or from the environment variable if there is no file.
-
-        Raises:
-            RequestError: the keys cannot be read. The keys that were read before stay valid.
-        """
+        """Read the API keys from the file or the environment variable. After an error, the old keys stay valid."""
         if self.server_limits.api_key_file is not None:
             self.keys = read_api_keys(self.server_limits.api_key_file)
         elif KEY_VARIABLE in os.environ:  # an empty variable is an error, as a server without keys is open to all
             self.keys = parse_api_keys(os.environ[KEY_VARIABLE], KEY_VARIABLE, "the environment variable")
 
     def check_api_key(self, http_request: HttpRequest) -> str:
-        """Check the API key of a request and return its name; an empty text if the server needs no key.
-
-        Raises:
-            HttpError: the key is missing or invalid.
-        """
+        """Return the name of a request's API key, empty if the server needs none; raise `HttpError` for a wrong key."""
         if not self.keys:
             return ""
         scheme, _, key = http_request.headers.get("authorization", "").partition(" ")
@@ -280,13 +154,10 @@ class ServerState:
             raise HttpError(401, "invalid API key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
         return self.keys[digest]
 
-    def adapt_requests_to_bundles(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
-        """Check requests, and return them with all defaults set.
+    def apply_limits(self, raw_requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+        """Check requests against the server's limits, and return them with all defaults set.
 
-        If `ServerLimits.mapped_sizes` contains the size in a request, the mapped size replaces it.
-
-        Raises:
-            HttpError: the server's limits do not allow the requests.
+        `ServerLimits.mapped_sizes` replaces sizes that clients send by habit.
         """
         server_limits = self.server_limits
         requests = [check_and_set_defaults(request, server_limits.deadline) for request in raw_requests]
@@ -302,14 +173,7 @@ class ServerState:
         return [request.model_copy(update={"size": size}) for request, size in zip(requests, sizes, strict=True)]
 
     def find_backend(self, name: str | None) -> ImageBackend:
-        """Return the backend of a model.
-
-        Args:
-            name: name or alias of the model; None: the first model.
-
-        Raises:
-            HttpError: there is no model of this name.
-        """
+        """Return the backend of a model by its name or alias, or raise `HttpError`; None: the first model."""
         if name is None:
             return next(iter(self.backends.values()))
         name = self.server_limits.aliases.get(name, name)

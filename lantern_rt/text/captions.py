@@ -95,8 +95,6 @@ def _apply_replacements(replacements: Replacements, text: str) -> str:
 
 
 class _VisibleTextParser(HTMLParser):
-    """Parser that collects the visible text of HTML in `parts`."""
-
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)  # Otherwise a truncated last entity would be decoded.
         self.parts: list[str] = []

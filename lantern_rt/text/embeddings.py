@@ -17,16 +17,11 @@ _REMEDY = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
 
 
 def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Read a file of text embeddings.
-
-    Whether the values are finite and the sizes fit the bundle is checked later, with the request.
+    """Read a file of text embeddings. The request checks later whether they are finite and fit the bundle.
 
     Returns:
         Embeddings `[prompts, tokens, dim]`, padded on the right, and the mask `[prompts, tokens]`, which is True for
-        real tokens. All values are True if the file has no mask.
-
-    Raises:
-        RequestError: the file cannot be read, or its arrays are not embeddings and a mask.
+        real tokens, or everywhere if the file has no mask.
     """
     with (
         convert_read_errors(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY),
@@ -58,7 +53,6 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
 def _check_array(
     path: Path, name: str, array: NDArray[Any], is_valid: bool, expected_values: str, num_axes: int
 ) -> None:
-    """Raise RequestError unless an array is valid, has `num_axes` axes and is not empty."""
     if not is_valid or array.ndim != num_axes or not array.size:
         shape = ["prompts", "tokens", "dim"][:num_axes]
         actual = f"{name} {array.dtype} {list(array.shape)}"

@@ -23,34 +23,16 @@ _FILE_LIMIT = 1 << 26  # Maximum size of a tokenizer file in bytes.
 
 @dataclass(frozen=True)
 class CaptionTokenizer:
-    """Tokenizer of prompts for conditions of kind `text`, which truncates long prompts.
-
-    Args:
-        hf_tokenizer: tokenizer of the `tokenizers` library.
-        cleaning: rules by which prompts are cleaned before tokenization; None: no cleaning.
-    """
+    """Tokenizer of prompts for conditions of kind `text`, which truncates long prompts. `cleaning`: rules, or None."""
 
     hf_tokenizer: Tokenizer
     cleaning: Literal["llamagen"] | None
 
     def has_id(self, token_id: int) -> bool:
-        """Return whether the vocabulary has a token id from 0."""
         return self.hf_tokenizer.id_to_token(token_id) is not None
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
-        """Tokenize a prompt.
-
-        Args:
-            prompt: text of the user.
-            max_tokens: maximum number of tokens, special tokens included; further tokens are dropped.
-
-        Returns:
-            Token ids int64 `[n]`, 1 <= n <= `max_tokens`.
-
-        Raises:
-            RequestError: nothing remains of the prompt after cleaning.
-            BundleError: the tokenizer is damaged.
-        """
+        """Return the token ids of a prompt, int64 `[n]`, 1 <= n <= `max_tokens`; further tokens are dropped."""
         text = prompt if self.cleaning is None else clean_caption(prompt)
         if not text.strip():
             actual = "only text that this model ignores (such as links, symbols and Chinese characters)"
@@ -71,7 +53,6 @@ class TemplateTokenizer:
     """Tokenizer of prompts for conditions of kind `tokens`, which raises an error for long prompts.
 
     Args:
-        hf_tokenizer: tokenizer of the `tokenizers` library.
         template: text in which the prompt replaces `{prompt}`. `fill_size` replaces `{size}` by the image size.
     """
 
@@ -79,26 +60,13 @@ class TemplateTokenizer:
     template: str = "{prompt}"
 
     def fill_size(self, size_name: str) -> TemplateTokenizer:
-        """Return a copy of the tokenizer for an image size, whose name replaces `{size}` in the template."""
         return replace(self, template=self.template.replace("{size}", size_name))
 
     def has_id(self, token_id: int) -> bool:
-        """Return whether the vocabulary has a token id from 0."""
         return self.hf_tokenizer.id_to_token(token_id) is not None
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
-        """Insert a prompt into the template, and tokenize the result.
-
-        Args:
-            prompt: text of the user.
-            max_tokens: maximum number of tokens.
-
-        Returns:
-            Token ids int64 `[n]`, 1 <= n <= `max_tokens`.
-
-        Raises:
-            RequestError: the prompt has no tokens, or too many.
-        """
+        """Insert a prompt into the template, and return the token ids, int64 `[n]`, 1 <= n <= `max_tokens`."""
         with _convert_tokenizer_errors():
             ids = self.hf_tokenizer.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
         if not ids:
@@ -113,10 +81,7 @@ def _convert_tokenizer_errors() -> AbstractContextManager[None]:
 
 
 def _check_post_processor(text: str) -> None:
-    """Raise ValueError if the post-processor of a tokenizer inserts an undefined token.
-
-    An undefined token would crash the library.
-    """
+    """Raise ValueError if the post-processor inserts an undefined token, which would crash the library."""
     processor = json.loads(text).get("post_processor") or {}
     for step in processor.get("processors", [processor]):
         pieces = [*step.get("single", []), *step.get("pair", [])]
@@ -131,7 +96,6 @@ def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokeni
     These settings are for training, and would change the tokens of prompts.
 
     Args:
-        json_bytes: content of `tokenizer.json`.
         keeps_truncation: whether to keep the settings of the file for truncating long texts.
     """
     from tokenizers import Tokenizer
@@ -148,10 +112,5 @@ def parse_tokenizer(json_bytes: bytes, keeps_truncation: bool = False) -> Tokeni
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a bundle.
-
-    Raises:
-        BundleError: the file is not a valid tokenizer.
-    """
     with convert_read_errors(path, "a tokenizer", BundleError, "export the bundle again"):
         return parse_tokenizer(read_regular_file(path, _FILE_LIMIT))

@@ -33,29 +33,17 @@ _MAX_NAMED = 3  # Maximum number of unknown words in an error message.
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    """Tokenizer of prompts that have only known words.
-
-    Args:
-        word_ids: id of every word and special token.
-        example_prompts: prompts of known words.
-    """
+    """Tokenizer of prompts that have only known words. `word_ids`: id of every word and special token."""
 
     word_ids: dict[str, int]
     example_prompts: tuple[str, ...] = ()
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Words that prompts may use, in alphabetical order."""
         return tuple(sorted(self.word_ids.keys() - {PAD, UNKNOWN}))
 
     def encode(self, prompt: str, max_tokens: int) -> NDArray[np.int64]:
-        """Convert a prompt to word ids, int64 `[max_tokens]`, padded with 0 on the right.
-
-        Upper case and punctuation are ignored.
-
-        Raises:
-            RequestError: the prompt has no word, more than `max_tokens` words, or an unknown word.
-        """
+        """Convert a prompt to word ids, int64 `[max_tokens]`, padded with 0. Upper case and punctuation are ignored."""
         words = _WORD.findall(prompt.lower())
         if not words:
             expected = f"1 to {max_tokens} words such as {', '.join(self.words[:3])}"
@@ -70,7 +58,6 @@ class WordTokenizer:
         return np.array([self.word_ids[word] for word in words] + [0] * -extra, np.int64)
 
     def has_id(self, token_id: int) -> bool:
-        """Return whether the word list has a token id from 0."""
         return token_id < len(self.word_ids)
 
     def find_nearest_examples(self, prompt: object) -> list[str]:
@@ -118,13 +105,7 @@ class _TokenizerFile(BaseModel):
 
 
 def read_word_tokenizer(path: Path) -> WordTokenizer:
-    """Read and check the word list in a `tokenizer.json`.
-
-    The `tokenizers` library is not used, because it would take 5 MB of memory.
-
-    Raises:
-        BundleError: the file is not a valid word list.
-    """
     with convert_read_errors(path, "a tokenizer of known words", BundleError, "export the bundle again"):
         text = read_regular_file(path, _FILE_LIMIT)
+        # not with the library `tokenizers`, which would take 5 MB of memory
         return WordTokenizer(_TokenizerFile.model_validate_json(text).model.vocab)

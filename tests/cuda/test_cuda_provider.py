@@ -66,7 +66,7 @@ def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
 
     def run_pass(nodes: int = 16, num_appended: int = 3, length: int = PAST_LENGTH) -> None:
         past_length = int(cache.lengths[0])
-        mask = np.zeros((2, nodes, target.compute_padded_past_length(cache, nodes) + nodes), bool)
+        mask = np.zeros((2, nodes, target.past_columns(cache, nodes) + nodes), bool)
         mask[:, :, :past_length] = True
         mask[:, :, -nodes:] = np.tri(nodes, dtype=bool)
         tokens = np.zeros((2, nodes), np.int64)

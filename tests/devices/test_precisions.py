@@ -30,7 +30,7 @@ def test_logits_on_a_device_agree_with_the_logits_on_the_cpu_up_to_rounding(
         try:
             engine = Pipeline.from_bundle(folder, provider=name).engines.target
             cache = engine.make_cache(2, 32)
-            mask = np.zeros((2, nodes, engine.compute_padded_past_length(cache, nodes) + nodes), bool)
+            mask = np.zeros((2, nodes, engine.past_columns(cache, nodes) + nodes), bool)
             mask[:, :, -nodes:] = np.tri(nodes)
             output = engine.run(PassInput(np.tile(np.arange(nodes), (2, 1)), mask, tokens), cache)
         except EngineError as error:

@@ -115,7 +115,7 @@ def test_logits_and_hidden_states_on_a_device_agree_with_the_cpu_up_to_rounding(
     outputs = []
     for engine in (device_pipe.engines.target, cpu_pipe.engines.target):
         cache = engine.make_cache(2, 32)
-        mask = np.zeros((2, 6, engine.compute_padded_past_length(cache, 6) + 6), bool)
+        mask = np.zeros((2, 6, engine.past_columns(cache, 6) + 6), bool)
         mask[:, :, -6:] = np.tri(6)
         output = engine.run(PassInput(np.tile(np.arange(6), (2, 1)), mask, embeds=embeds), cache)
         outputs.append((output.logits[:, :6], output.hidden[:, :6]))

@@ -164,7 +164,7 @@ def test_a_bundle_with_a_changed_file_on_the_hub_is_rejected(host: EmptyCacheHos
     process = host("run", NAME, "--class-id", 3, "--yes")
     assert (process.returncode, process.stderr.count("\n")) == (2, 2)
     assert f"{name}: found " in process.stderr
-    assert process.stderr.endswith(f"; `lantern-rt export {NAME}` exports it from its checkpoint\n")
+    assert process.stderr.endswith(f"; `lantern-rt export {NAME} --output FOLDER` exports it from its checkpoint\n")
     assert not host.cache.exists()
 
 

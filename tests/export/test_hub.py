@@ -207,7 +207,7 @@ def test_a_checkpoint_that_exceeds_the_free_disk_space_is_rejected_before_the_do
     assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
     # The download has 4 bytes per weight. The bundle, with int4 weights, has 0.625 bytes.
     needed_gigabytes = len(sizes) * 1e8 * (1 + 0.625 / 4)
-    assert f"GB free on the disk, expected {needed_gigabytes:.2f} GB; free some, choose" in process.stderr
+    assert f"GB free on the disk, expected {needed_gigabytes:.2f} GB; free some, or use another disk" in process.stderr
     assert not [*(tmp_path / "home").rglob("*.safetensors")]
 
 
@@ -414,7 +414,7 @@ def test_a_bundle_without_an_image_decoder_is_pushed_without_sample_images(
     pushed_files = REPOSITORIES["owner/pushed"]
     assert not [name for name in pushed_files if name.startswith("samples/")]
     card = pushed_files["README.md"].decode()
-    assert "draws codes" in card
+    assert "generates codes" in card
     assert ("--from" in card, 'lantern-rt run hf:owner/pushed "a prompt"' in card) == (False, True)
     code, out = program("run", "hf:owner/pushed@v1", "a fox", "--size", "64x64", "--output", tmp_path / "fox.npz")
     assert (code, out) == (0, str(tmp_path / "fox.npz"))

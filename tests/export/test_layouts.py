@@ -211,8 +211,8 @@ def test_verify_passes_for_a_float16_bundle(t2i_half_bundle: Path, capsys: pytes
             "precision: found int8 with compute float16, expected fp16, int8-weights, int4-weights",
         ),
         (
-            {"drafter": "fp32", "compute": "bfloat16"},
-            "drafter_precision: found fp32 with compute bfloat16, expected bf16, int8-weights, int4-weights",
+            {"target": "fp32", "compute": "bfloat16"},
+            "precision: found fp32 with compute bfloat16, expected bf16, int8-weights, int4-weights",
         ),
         ({"target": "bf16"}, "precision: found bf16 with compute float32, expected compute bfloat16"),
     ],

@@ -6,8 +6,10 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from published_host import NAME, EmptyCacheHost
+from published_host import NAME, SMALL_CHECKPOINTS, EmptyCacheHost
 from stand_in_hub import COMMIT, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
 
 from lantern_rt import published
@@ -209,6 +211,53 @@ def test_every_published_model_generates_an_image_by_name(hub: str, tmp_path: Pa
     assert manifest.sampling.cfg_scale == (model.cfg_scale or manifest.sampling.cfg_scale)
     for reference in model.files.values():
         REPOSITORIES.pop(parse_hub_reference(reference, CheckpointError)[0], None)
+
+
+# Program that runs Python code with another table of models. Arguments: path of the table, code.
+TABLE_PROGRAM = """
+import sys
+from pathlib import Path
+from lantern_rt import published
+published.TABLE = Path(sys.argv[1])
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SMALL_CHECKPOINTS)
+def test_the_commands_that_models_name_prints_run_on_small_weights(hub: str, tmp_path: Path, family: str) -> None:
+    models = published.load_published_models()
+    name_part = "t2i" if family == "text" else ""
+    name = next(name for name, model in models.items() if name_part in name and family in (model.family, "text"))
+    host = EmptyCacheHost(hub, tmp_path, name)
+    # The small class-conditional model has no class 207.
+    command, code, *server = host("models", name).stdout.replace("207", "7").split("\n\n")[1:]
+    process = host(*shlex.split(command)[1:], "--yes", "--output", tmp_path / "out")
+    assert process.returncode == 0, process.stderr
+    code = code.replace("image.png", str(tmp_path / "image.png"))
+    variables = {"LANTERN_RT_CACHE": str(host.cache)}
+    process = run(hub, tmp_path / "home", "-c", TABLE_PROGRAM, str(tmp_path / "models.json"), code, **variables)
+    assert process.returncode == 0, process.stderr
+    assert bool(server) == models[name].makes_images
+    if not server:
+        return
+    with Image.open(tmp_path / "image.png") as image:
+        assert image.info["bundle"] == name
+    if not shutil.which("curl"):
+        pytest.skip("no curl")
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        port = free_socket.getsockname()[1]
+    command, request = server[0].splitlines()
+    program = host.start(*shlex.split(command)[1:], "--port", port, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    try:
+        request = request.replace("localhost:8000", f"127.0.0.1:{port}").replace("curl", "curl --retry-connrefused", 1)
+        command = f"{request} --fail --retry 60 --retry-delay 1"
+        response = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+        assert "b64_json" in json.loads(response)["data"][0], response
+    finally:
+        program.terminate()
+        program.wait()
 
 
 def _wait_until(condition: Any, seconds: float = 60) -> None:

@@ -14,11 +14,9 @@ import pytest
 import torch
 from engine_backends import SINGLE_THREAD, SMALL_CONFIG, SmallModel
 from refusals import expect_error
-from tiny_bundle import make_tiny_bundle
 from tiny_graphs import TINY_CONFIG
 from tiny_rig import make_target_spec
 
-from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.graph_writer import GraphWriter
@@ -315,14 +313,6 @@ def test_a_missing_file_or_a_file_without_an_onnx_graph_is_rejected(tmp_path: Pa
     path.unlink()
     with expect_error(BundleError, "target.onnx: ", "export the bundle again"):
         load_device_engine(path, make_target_spec(TINY_CONFIG), CODE_EMBEDDINGS)
-
-
-def test_decoders_without_an_architecture_in_the_manifest_are_rejected(tmp_path: Path) -> None:
-    bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
-    for role, spec in (("target", bundle.manifest.target), ("drafter", bundle.manifest.drafter)):
-        assert spec is not None
-        with expect_error(BundleError, f"{role}.onnx: found no `architecture` in bundle.json; export the bundle again"):
-            load_device_engine(bundle.path(role), spec, CODE_EMBEDDINGS if role == "target" else None)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

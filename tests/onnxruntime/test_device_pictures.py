@@ -138,7 +138,7 @@ def test_the_manifest_of_the_embedded_bundle_has_the_architecture_that_export_wr
     float_scenes_bundle: Path, role: str
 ) -> None:
     embedded, exported = (getattr(open_bundle(name).manifest, role) for name in ("scenes", float_scenes_bundle))
-    assert embedded.architecture == exported.architecture is not None
+    assert embedded.architecture == exported.architecture
 
 
 def test_likelihoods_on_a_device_agree_with_likelihoods_on_a_cpu() -> None:

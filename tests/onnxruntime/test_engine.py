@@ -62,7 +62,7 @@ def test_rows_with_kv_caches_of_different_lengths_agree_with_full_forward_passes
     cache = harness.prefill(4)
     harness.append_codes(cache, codes)
     assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert harness.engine.compute_padded_past_length(cache, 2) == 128
+    assert harness.engine.past_columns(cache, 2) == 128
     logits = compute_next_logits(harness, cache, [5, 6, 7, 8])
     for row, last_code in enumerate([5, 6, 7, 8]):
         assert_close(logits[row], harness.compute_reference_logits(row, [*codes[row], last_code])[-1])
@@ -158,10 +158,10 @@ def test_the_kv_cache_is_passed_to_onnx_runtime_without_a_copy(
 
 def test_the_padded_length_of_the_kv_cache_is_a_multiple_of_64_and_never_0(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.engine.make_cache(2, 130)
-    assert tiny_harness.engine.compute_padded_past_length(cache, 2) == 64  # ONNX Runtime crashes with an empty past
+    assert tiny_harness.engine.past_columns(cache, 2) == 64  # ONNX Runtime crashes with an empty past
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
-        assert tiny_harness.engine.compute_padded_past_length(cache, 5) == past_length
+        assert tiny_harness.engine.past_columns(cache, 5) == past_length
         assert cache.view_past_columns(past_length)[0].shape[0] == past_length
 
 
@@ -272,7 +272,7 @@ def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Pat
     cache = engine.make_cache(2, 20)
     logits = []
     for start in (0, 3):
-        past_length = engine.compute_padded_past_length(cache, 3)
+        past_length = engine.past_columns(cache, 3)
         attention_mask = np.zeros((2, 3, past_length + 3), bool)
         attention_mask[:, :, :start] = True
         attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
@@ -386,7 +386,7 @@ def test_a_longer_prefix_in_the_batch_changes_no_bit_of_the_outputs_of_a_short_p
             np.random.default_rng(3).normal(size=(6, 130, WIDE_CONFIG.hidden_size)).astype(np.float32)[:rows, :nodes]
         )
         cache = wide_harness.engine.make_cache(rows, 200)
-        past_length = wide_harness.engine.compute_padded_past_length(cache, nodes)
+        past_length = wide_harness.engine.past_columns(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))

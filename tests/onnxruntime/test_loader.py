@@ -16,6 +16,7 @@ from tiny_graphs import TINY_CONFIG, ClassEmbedding, TinyImageDecoder, export_gr
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.manifest import FORMAT_VERSION
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.graph_writer import GraphWriter
 from lantern_rt.engines.loader import BundleEngines
@@ -30,6 +31,7 @@ DECODER_SIZES = {
     "num_layers": TINY_CONFIG.num_layers,
     "num_kv_heads": TINY_CONFIG.num_kv_heads,
     "head_dim": TINY_CONFIG.head_dim,
+    "architecture": TINY_CONFIG.architecture.model_dump(),
 }
 
 
@@ -65,7 +67,7 @@ def bundle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file_names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}
     file_names["code_embeddings"] = "code_embeddings.npy"
     manifest: dict[str, Any] = {
-        "format_version": "3.6",
+        "format_version": FORMAT_VERSION,
         "name": "tiny",
         "family": "test",
         "grid_rows": TINY_CONFIG.grid,

@@ -202,9 +202,7 @@ def test_the_error_for_sizes_beyond_the_profiles_names_the_build_option_to_chang
     cache = engine.make_cache(1, 340)
     for length, nodes, size in ((0, 25, "25 nodes in one pass"), (319, 2, "384 columns of a cache")):
         cache.lengths = np.array([length])
-        assert (
-            catch_error(EngineError, lambda nodes=nodes: engine.compute_padded_past_length(cache, nodes)).found == size
-        )
+        assert catch_error(EngineError, lambda nodes=nodes: engine.past_columns(cache, nodes)).found == size
 
 
 def test_a_missing_file_or_a_file_that_is_not_an_engine_is_rejected(

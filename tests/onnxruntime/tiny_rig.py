@@ -133,7 +133,7 @@ class DecoderHarness:
         """
         engine = engine or self.engine
         rows, nodes = positions.shape
-        past_length = engine.compute_padded_past_length(cache, nodes)
+        past_length = engine.past_columns(cache, nodes)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
         attention_mask[:, :, past_length:] = node_mask

@@ -76,19 +76,25 @@ def read_published_codes(trace: dict[str, Any]) -> list[int]:
 def test_a_request_with_a_base64_source_image_returns_the_codes_of_the_pipeline(
     glm_server: RunningServer, glm_pipe: Pipeline
 ) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (96, 160, 3), np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (192, 320, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     assert len(file.getvalue()) > 32 << 10
-    body = {"prompt": "a red fox", "seed": 4, "image": base64.b64encode(file.getvalue()).decode()}
-    status, response = post(glm_server, CODES_PATH, body)
-    assert (status, response["size"]) == (200, "160x96"), response
-    (data,) = response["data"]
-    assert data["first_codes"] == []
-    assert np.ravel(data["codes"]).tolist() == glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
-    for image, field in (("AAAA", "image"), ("no base64", "image"), (7, "image")):
+    text = base64.b64encode(file.getvalue()).decode()
+    expected = glm_pipe("a red fox", image=file.getvalue(), seed=4).codes[0].tolist()
+    for image in (text, f"data:image/png;base64,{text}", base64.encodebytes(file.getvalue()).decode()):
+        body = {"prompt": "a red fox", "seed": 4, "image": image}
+        assert len(json.dumps(body)) > 64 << 10
+        status, response = post(glm_server, CODES_PATH, body)
+        assert (status, response["size"]) == (200, "160x96"), response
+        (data,) = response["data"]
+        assert data["first_codes"] == []
+        assert np.ravel(data["codes"]).tolist() == expected
+    for image in ("AAAA", "no base64", f"data:text/plain;base64,{text}", 7):
         status, response = post(glm_server, CODES_PATH, body | {"image": image})
-        assert (status, response["error"]["param"]) == (400, field)
+        assert (status, response["error"]["param"]) == (400, "image")
+    for field in ("user", "mask", '"image": "'):  # only the image may be long
+        assert post(glm_server, CODES_PATH, body | {field: text})[0] == 413
 
 
 def test_a_source_image_is_rejected_for_a_bundle_that_does_not_support_source_images(
@@ -136,19 +142,6 @@ def test_an_sglang_seed_matches_the_pipeline_seed_and_a_null_seed_is_chosen_and_
     assert [response["output_ids"] for response in responses] == [result.codes[0].tolist() for result in expected]
     _, second_response = post(glm_server, "/generate", make_sglang_body(third_trace, None))
     assert second_response["meta_info"]["sampling_seed"] != seed
-
-
-def test_option_own_sampling_replaces_sglang_sampling_settings_by_those_of_the_model(
-    start_server: Callable[..., RunningServer], glm_image_bundle: Path, glm_pipe: Pipeline
-) -> None:
-    server = start_server(glm_image_bundle, "--threads", 1, "--own-sampling")
-    _, response = post(server, "/generate", make_sglang_body(GREEDY_TRACES[0], 3))
-    default = glm_pipe(**make_pipeline_arguments(GREEDY_TRACES[0], seed=3)).codes[0].tolist()
-    assert (
-        response["output_ids"]
-        == default
-        != glm_pipe(**make_pipeline_arguments(GREEDY_TRACES[0], seed=3, temperature=1.0)).codes[0].tolist()
-    )
 
 
 def copy_with_value(body: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
@@ -214,7 +207,7 @@ def test_an_sglang_batch_with_too_many_images_or_lists_of_different_lengths_is_r
 
 def test_an_sglang_request_is_rejected_for_a_bundle_without_a_small_grid(tiny_server: RunningServer) -> None:
     status, response = post(tiny_server, "/generate", make_sglang_body(GREEDY_TRACES[0]))
-    assert (status, "does not draw a small grid" in response["error"]["message"]) == (400, True)
+    assert (status, "does not generate a small grid" in response["error"]["message"]) == (400, True)
 
 
 @pytest.mark.parametrize("name", ["tiny", "glm"])
@@ -232,7 +225,9 @@ def test_json_file_and_stream_responses_contain_the_codes_of_the_pipeline(
     assert (status, [image_data["codes"] for image_data in response["data"]]) == (200, grids)
     assert [[*chain(*image_data["first_codes"])] for image_data in response["data"]] == small_grids
     assert (response["size"], response["lantern"]["seeds"]) == (size.name, [5, 6])
-    headers = {"accept": "text/html, application/x-npz;q=1"}
+    for accept in ("application/x-npz;q=0", "application/x-npz; q=0.5, application/json"):
+        assert "data" in post(server, CODES_PATH, body, accept=accept)[1]
+    headers = {"accept": "text/html, Application/X-NPZ;Q=1, application/json;q=0.9"}
     status, response_headers, file = server.request("POST", CODES_PATH, json.dumps(body).encode(), JSON | headers)
     assert (status, response_headers["content-type"]) == (200, "application/x-npz")
     with np.load(io.BytesIO(file)) as arrays:

@@ -91,12 +91,13 @@ def test_quoted_names_mixed_case_headers_and_quoted_boundaries_are_parsed() -> N
         (b"no form", 400, "body"),
         (b"", 400, "body"),
         (format_form({"image": b"P", "prompt": bytes(MAX_TEXT_BYTES + 1)}), 413, "prompt"),
+        (format_form({"image": b"P", **{f"f{i}": bytes(MAX_TEXT_BYTES // 9) for i in range(10)}}), 413, "f9"),
         (format_form({"prompt": b"red"}), 400, "image"),
         (format_form({"image": b"P"})[:-7] + format_form({"image[]": b"P"}), 400, "image"),
         (format_form({"image": b"P", "strength": b"1"}), 400, "strength"),
         (format_form({"image": b"P", "n": b"0"}), 400, "n"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 @pytest.mark.parametrize("sizes", [(1 << 16,), (1 << 16, 1)])
 def test_an_invalid_form_is_rejected_with_the_name_of_the_invalid_field(

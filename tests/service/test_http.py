@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from refusals import catch_error
 from running_server import EDITS, FORM, GENERATIONS, RunningServer, format_form, format_head, parse_events, wait_until
 
 from lantern_rt import AsyncPipeline, Pipeline
@@ -25,8 +26,8 @@ from lantern_rt.serve.app import make_app
 from lantern_rt.serve.backend import ADMITTED, LocalBackend
 from lantern_rt.serve.images import ImagesEndpoint
 from lantern_rt.serve.log import RequestRecord
-from lantern_rt.serve.protocol import ImagesRequest
-from lantern_rt.serve.state import ServerLimits, ServerState
+from lantern_rt.serve.protocol import HttpError, ImagesRequest
+from lantern_rt.serve.state import BodyMemoryBudget, ServerLimits, ServerState
 from lantern_rt.text.words import ANY_WORDS
 
 JSON = {"content-type": "application/json"}
@@ -321,6 +322,31 @@ def test_the_memory_of_a_rejected_body_is_released(operation: str, num_pieces: i
     finally:
         tracemalloc.stop()
         gc.enable()
+
+
+def test_memory_is_reserved_as_the_bytes_of_large_bodies_arrive() -> None:
+    budget = BodyMemoryBudget(100)
+    with budget.open_account("one") as reserve_for_one, budget.open_account("two") as reserve_for_two:
+        reserve_for_one(40)
+        assert catch_error(HttpError, reserve_for_one, 20).status == 429
+        reserve_for_two(30)
+    with budget.open_account("two") as reserve_for_two:
+        reserve_for_two(50)
+
+
+@pytest.mark.parametrize(
+    ("key_name", "client", "caller"),
+    [
+        ("mine", "10.0.0.1", "mine"),
+        ("", "10.0.0.1", "10.0.0.1"),
+        ("", "2001:db8:1:2:3::4", "20010db800010002::/64"),
+        ("", "2001:db8:1:2:ffff::", "20010db800010002::/64"),
+        ("", "::ffff:10.0.0.1", "::ffff:10.0.0.1"),
+        ("", "", ""),
+    ],
+)
+def test_callers_are_keys_addresses_and_ipv6_networks(key_name: str, client: str, caller: str) -> None:
+    assert RequestRecord("1", client, "/", key_name=key_name).caller == caller
 
 
 async def send_to_backend(backend: Any, content: Any) -> list[Any]:

@@ -102,22 +102,24 @@ def test_a_quality_preset_with_too_many_nodes_for_a_batched_forward_pass_is_not_
 
 @pytest.fixture(scope="module")
 def renamed_models_server(start_server: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
-    """Start a server of two copies of a bundle, with the model names `one` and `other`, and an alias of `other`."""
+    """Start a server of two bundles, `tiny` and `other`, with an alias of `other`."""
     copy = shutil.copytree(tiny_folder, tiny_folder.with_name("tiny-2"), dirs_exist_ok=True)
-    return start_server(tiny_folder, copy, "--threads=1", "--name=one", "--name=other", "--alias=gpt-image-1=other")
+    manifest = json.loads((copy / "bundle.json").read_text())
+    (copy / "bundle.json").write_text(json.dumps(manifest | {"name": "other"}))
+    return start_server(tiny_folder, copy, "--threads=1", "--alias=gpt-image-1=other")
 
 
 def test_models_have_the_names_and_aliases_of_the_command_line(renamed_models_server: RunningServer) -> None:
     models = renamed_models_server.get("/v1/models")[1]["data"]
     assert [(model["id"], model["root"]) for model in models] == [
-        ("one", "one"), ("other", "other"), ("gpt-image-1", "other"),
+        ("tiny", "tiny"), ("other", "other"), ("gpt-image-1", "other"),
     ]  # fmt: skip
-    for name, root in (("other", "other"), ("gpt-image-1", "other"), (None, "one")):
+    for name, root in (("other", "other"), ("gpt-image-1", "other"), (None, "tiny")):
         status, response = renamed_models_server.post({"prompt": "red cube", "model": name})
         assert (status, response["lantern"]["model"]) == (200, root)
-    assert renamed_models_server.post({"prompt": "red cube", "model": "tiny"})[0] == 404
+    assert renamed_models_server.post({"prompt": "red cube", "model": "tiny-2"})[0] == 404
     wait_until(
-        lambda: [line["model"] for line in renamed_models_server.read_request_log()] == ["other", "other", "one", ""]
+        lambda: [line["model"] for line in renamed_models_server.read_request_log()] == ["other", "other", "tiny", ""]
     )
 
 
@@ -125,9 +127,9 @@ def test_models_readyz_metrics_and_log_report_the_version_and_the_bundle_digest(
     renamed_models_server: RunningServer, tiny_folder: Path
 ) -> None:
     bundle = open_bundle(tiny_folder)
-    digest = bundle.digest
-    identity = {"version": __version__, "models": {"one": digest, "other": digest}}
-    facts = renamed_models_server.get("/v1/models/other")[1]["lantern"]
+    digests = {"tiny": bundle.digest, "other": open_bundle(tiny_folder.with_name("tiny-2")).digest}
+    identity = {"version": __version__, "models": digests}
+    facts = renamed_models_server.get("/v1/models/tiny")[1]["lantern"]
     assert facts["parameters"] == {
         "ar": "",
         "eagle": "tree=chain-3",
@@ -141,13 +143,12 @@ def test_models_readyz_metrics_and_log_report_the_version_and_the_bundle_digest(
     assert identity_facts == {
         "version": __version__,
         "bundle": "tiny",
-        "digest": digest,
+        "digest": bundle.digest,
         "format_version": format_version,
     }
     assert renamed_models_server.get("/readyz") == (200, {"status": "ready", **identity})
-    labels = {"bundle": "tiny", "digest": digest, "version": __version__}
-    assert [
-        renamed_models_server.read_metric("lantern_model_info", model=name, **labels) for name in ("one", "other")
-    ] == [1, 1]
+    for name, digest in digests.items():
+        labels = {"model": name, "bundle": name, "digest": digest, "version": __version__}
+        assert renamed_models_server.read_metric("lantern_model_info", **labels) == 1
     (ready,) = [json.loads(line) for line in renamed_models_server.log.splitlines() if "ready" in line]
-    assert ready.items() >= {"message": "ready: one, other", **identity}.items()
+    assert ready.items() >= {"message": "ready: tiny, other", **identity}.items()

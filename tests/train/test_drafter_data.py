@@ -129,7 +129,7 @@ def test_a_folder_with_shards_of_other_prompts_or_with_a_broken_link_is_rejected
 
 def test_a_bundle_that_generates_groups_of_cells_is_rejected(tmp_path: Path) -> None:
     pipeline = Pipeline.from_bundle(make_order_bundle(tmp_path / "tiny"), threads=1)
-    expected = "bundle: bundle tiny draws groups of cells, in an order of its own; use another bundle"
+    expected = "bundle: bundle tiny generates groups of cells, in an order of its own; use another bundle"
     assert str(catch_error(RequestError, write_shards, pipeline, tmp_path / "data")) == expected
     for read in (read_head_training_target, read_training_target):
         assert str(catch_error(RequestError, read, pipeline.bundle)) == expected

@@ -20,6 +20,7 @@ from tiny_bundle import CODES, NUM_NEIGHBORS, WIDTH
 
 from lantern_rt.bundle import files as bundle_module
 from lantern_rt.bundle.files import GRAPHS, open_bundle
+from lantern_rt.bundle.manifest import FORMAT_VERSION
 from lantern_rt.bundle.onnx_scan import list_external_files
 from lantern_rt.errors import BundleError
 
@@ -89,7 +90,9 @@ def test_an_altered_file_of_a_bundle_is_detected_by_hash(folder: Path) -> None:
 
 def test_the_progress_callback_counts_hashed_bytes() -> None:
     reports: list[tuple[int, int]] = []
-    entries = open_bundle("scenes").manifest.files
+    manifest = open_bundle("scenes").manifest
+    assert manifest.format_version == FORMAT_VERSION
+    entries = manifest.files
     size = sum(entry.bytes for entry in entries.values())
     open_bundle("scenes", progress=lambda *report: reports.append(report))
     assert reports[0] == (0, size)
@@ -126,7 +129,7 @@ def test_the_error_for_a_missing_file_of_a_bundle_names_path_and_role(folder: Pa
         (b"1" * 10_000, "expected JSON"),
         (b"[]", "`format_version`: found None"),
         (b'{"format_version": 1.0}', "`format_version`: found 1.0"),
-        (b'{"format_version": "2.1"}', "found bundle format 2.1, expected 3.x; upgrade"),
+        (b'{"format_version": "2.1"}', "found bundle format 2.1, expected 4.x; upgrade"),
         (b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
     ],
 )
@@ -139,7 +142,7 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
     ("path", "value", "expected"),
     [
         ("family", None, "field `family`: found nothing, expected a value"),
-        ("target.hidden_size", 0, "field `target.hidden_size`: found 0, expected greater than or equal to 1"),
+        ("target.hidden_size", 0, "field `target.hidden_size`: found 0, expected at least 1"),
         ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected a whole number"),
         ("target.hidden_size", 8.5, "field `target.hidden_size`: found 8.5"),
         ("target.depth", 3, "field `target.depth`: unknown field"),
@@ -151,7 +154,7 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
             {"fast": {"method": {"method": "ar"}, "figures": PRESET_FIGURES}},
             "figures.excess_nll`: found nan",
         ),
-        ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
+        ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected at most 1"),
         ("decoding.methods", [{"method": "lantern", "lambda": 2.0}], "lambda`: unknown field"),
         ("decoding.methods", [{"method": "ar"}, {"method": "ar"}], "method ar has defaults twice"),
         ("decoding.methods.1.delta", 2.0, "`decoding.methods.1.lantern.delta`: found 2.0, expected less than 1"),
@@ -168,13 +171,21 @@ def test_an_unreadable_manifest_is_rejected_with_the_reason(folder: Path, text: 
         ("condition", {"kind": "tokens", "prefix": 4}, "`layout` is required for kind `tokens`"),
         ("condition", {**CONDITION, "layout": {"after": [1]}}, "set exactly one of `uncond` and `uncond_fill`"),
         ("condition", {**CONDITION, "layout": {"after": [1], "uncond": [1], "uncond_fill": 1}}, "set exactly one"),
-        ("condition", {**CONDITION, "layout": {"after": [], "uncond": [1]}}, "at least 1 item"),
-        ("condition", {**CONDITION, "layout": {"after": [1], "uncond": [1], "template": "none"}}, "match pattern"),
+        (
+            "condition",
+            {**CONDITION, "layout": {"after": [], "uncond": [1]}},
+            "after`: found .*, expected at least 1 element",
+        ),
+        (
+            "condition",
+            {**CONDITION, "layout": {"after": [1], "uncond": [1], "template": "none"}},
+            "found 'none', expected text of the pattern",
+        ),
         ("sizes", [WIDE_SIZE], "`sizes` lacks the default grid, 6 x 6"),
         ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "name": "24x24"}], "`sizes` has a name or a grid twice"),
         ("sizes", [SQUARE_SIZE, {**SQUARE_SIZE, "name": "25x25"}], "`sizes` has a name or a grid twice"),
-        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "name": "wide"}], "match pattern"),
-        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "columns": 0}], "greater than or equal to 1"),
+        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "name": "wide"}], "text of the pattern"),
+        ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "columns": 0}], "at least 1"),
         ("sizes", [SQUARE_SIZE, {**WIDE_SIZE, "rows": 60, "columns": 2}], "need 120 positions, but .* is 101"),
         ("grid_columns", 1_000_000, "`grid_columns`: found 1000000"),
         ("grid_rows", 300, "`grid_rows`: found 300"),
@@ -222,8 +233,8 @@ def test_manifest_fields_that_contradict_each_other_are_rejected(
 
 
 def test_the_error_for_an_unknown_field_of_a_newer_bundle_format_recommends_an_upgrade(folder: Path) -> None:
-    change_manifest(folder, format_version="3.9", novelty=1)
-    assert "the bundle has format 3.9, newer than 3.8: upgrade lantern-rt" in get_error_message(folder)
+    change_manifest(folder, format_version="4.9", novelty=1)
+    assert "the bundle has format 4.9, newer than 4.0: upgrade lantern-rt" in get_error_message(folder)
 
 
 INVALID_PATHS = [

@@ -1,4 +1,4 @@
-"""The documentation names only links, files, extras, commands and options that exist."""
+"""The documentation names only links, files, extras, commands and options that exist, and its methods run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import typer
+from toy_engine import collect_codes, decode, make_model, make_prompt
 
 from lantern_rt.cli.app import app
 from lantern_rt.completion import parse_method
+from lantern_rt.methods import Autoregressive, MethodConfig, Sampling
+from lantern_rt.runtime.drafters import DRAFTERS, DrafterFactory
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for name in ("docs", "recipes", "benchmarks") for page in (ROOT / name).rglob("*.md")),
+]
+METHODS_PAGE = (ROOT / "docs/methods.md").read_text("utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
 
@@ -111,3 +118,42 @@ def find_usage_error(arguments: list[str]) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))], ids=lambda page: page.name)
 def test_every_command_in_the_docs_has_valid_options(page: Path) -> None:
     assert list(filter(None, map(find_usage_error, list_commands(page)))) == []
+
+
+def read_methods_program(number: int) -> dict[str, Any]:
+    """Run a Python block of docs/methods.md and return its names."""
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", METHODS_PAGE, re.MULTILINE | re.DOTALL)[number], names)
+    return names
+
+
+def test_the_loop_of_the_docs_generates_the_tokens_of_plain_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    names = read_methods_program(0)
+    tokens, passes = names["plain"]
+    expected = [0]
+    while len(expected) < names["LENGTH"]:
+        expected.append(names["sample"](names["TARGET"][expected[-1]], len(expected)))
+    assert tokens == expected
+    assert len({*tokens}) > 8
+    assert all(names["generate"](window)[0] == expected for window in (1, 2, 9, names["LENGTH"]))
+    names["draft"] = lambda tokens, count: [tokens[-1]] * count  # a drafter that knows nothing
+    assert names["generate"](4)[0] == expected
+    assert capsys.readouterr().out == f"{passes} and {names['drafted'][1]} passes\n"
+    assert f": {passes} and {names['drafted'][1]}\n" in METHODS_PAGE
+
+
+class RowAbove(MethodConfig):
+    method: Literal["row-above"] = "row-above"
+
+
+def test_the_drafter_of_the_docs_gives_the_tokens_of_ar_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = read_methods_program(1)["RowAboveDrafter"]
+    make_drafter = DrafterFactory(lambda model, method, timer: drafter(model.max_nodes), lambda method, max_nodes: 5)
+    monkeypatch.setitem(DRAFTERS, RowAbove, make_drafter)
+    model = make_model(3, 36, max_logit=3, columns=6)
+    plain, drafted = (
+        [*decode(model, [make_prompt(1), make_prompt(2)], [1, 2], Sampling(), method)]
+        for method in (Autoregressive(), RowAbove())
+    )
+    assert collect_codes(drafted, 2) == collect_codes(plain, 2)
+    assert len(drafted) < len(plain) == 36

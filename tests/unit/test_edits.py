@@ -249,12 +249,15 @@ def test_edit_options_that_contradict_each_other_are_rejected(bundle: Bundle) ->
 def test_image_sizes_and_prompts_are_checked_before_pixels_are_decoded(bundle: Bundle) -> None:
     damaged = encode_image(Image.fromarray(COLOURS))[:20_000]
     rotated = encode_image(Image.fromarray(COLOURS[:4, :6]), exif=ROTATED)  # upright: 4 pixels wide, 6 pixels high
+    with_long_class_id = Image.fromarray(COLOURS)
+    with_long_class_id.info["class_id"] = "9" * 5000
     wrong_options: list[tuple[dict[str, Any], str, str]] = [
         ({"image": damaged, "mask": COLOURS[:9]}, "mask", "256 x 9 pixels"),
         ({"image": rotated, "mask": damaged}, "mask", "256 x 256 pixels, expected 4 x 6"),
         ({"image": damaged, "prompts": "a magic cube"}, "prompt", "magic"),
         ({"image": damaged, "num_images": 0}, "num_images", "0"),
         ({"image": damaged, "keep_rows": 3}, "image", "truncated"),
+        ({"image": with_long_class_id, "prompts": None}, "prompts", "nothing to generate"),
     ]
     for options, field, message in wrong_options:
         error = catch_error(

@@ -33,7 +33,7 @@ SOURCE_CHANGES = {
         (
             "    top_k: Annotated",
             """    gain: Annotated[
-        float | None, Field(gt=0, description="Factor of logits."), RequestSettingMarker()
+        float | None, Field(gt=0, description="Factor of logits."), SettableByRequest()
     ] = None
     top_k: Annotated""",
         ),

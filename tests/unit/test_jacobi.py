@@ -27,7 +27,7 @@ from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.jacobi import JacobiWindow
-from lantern_rt.runtime.raster import RasterLayout
+from lantern_rt.runtime.raster import RasterLayout, TwoGridLayout
 from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
@@ -355,7 +355,7 @@ def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_po
 
 def test_draft_heads_use_the_token_above_only_within_the_same_grid() -> None:
     """Check an image that consists of a grid of 2 x 2 cells and a grid of 2 x 3 cells."""
-    raster = RasterLayout(10, 3, first_grid=(2, 2))
+    raster = TwoGridLayout(10, 3, first_grid=(2, 2))
     assert [raster.find_code_index_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
     heads = make_random_heads(VOCABULARY, HIDDEN_SIZE)
     plan = make_decode_settings(raster, Sampling(), SpeculativeJacobi(window=4))

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from toy_distributions import compute_next_distribution
-from toy_engine import ToyDrafter, collect_codes, decode, make_model, make_prompt
+from toy_engine import (
+    ToyDrafter,
+    collect_codes,
+    decode,
+    make_decode_settings,
+    make_model,
+    make_prompt,
+    make_raster_layout,
+)
 
 from lantern_rt.methods import (
     Autoregressive,
@@ -25,6 +33,8 @@ from lantern_rt.methods import (
 )
 from lantern_rt.runtime.decode import DecodeStep
 from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.state import ImageSequence
+from lantern_rt.runtime.tree_drafts import TreeDraft, make_chain
 
 VOCABULARY = 5
 CODES = 12
@@ -116,3 +126,18 @@ def test_the_drafter_processes_many_preserved_tokens_in_passes_of_at_most_max_no
     assert isinstance(model.drafter, ToyDrafter)
     prefix = len(prompts[0].cond.embeds)
     assert 2 < max(nodes for _, nodes in model.drafter.passes) <= 8 + prefix
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_preserved_tokens"),
+    [([2, 3, 3], 0), ([2, 3, 4], 2), ([2, 3, 3, 1], 3), ([0, 3, 3], 2)],
+    ids=["not preserved", "another token", "too many", "another root"],
+)
+def test_a_draft_begins_with_the_preserved_tokens_of_its_image(tokens: list[int], num_preserved_tokens: int) -> None:
+    prompt = replace(make_prompt(0), preserved_codes=np.array([-1, 3, 3, -1]))
+    settings = make_decode_settings(make_raster_layout(4), GUIDED, Autoregressive())
+    sequence = ImageSequence(0, settings, prompt, seed=0)
+    sequence.append_codes(np.array([2]))
+    TreeDraft(sequence, make_chain([2, 3, 3, 1], 2))
+    with pytest.raises(AssertionError, match="preserved"):
+        TreeDraft(sequence, make_chain(tokens, num_preserved_tokens))

@@ -16,9 +16,9 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.memory import (
     BATCH_BYTES,
     MAX_IMAGES,
-    choose_settings_of_highest_memory,
     compute_max_images,
     estimate_image_memory,
+    largest_settings,
 )
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import GenerationSettings, resolve_settings
@@ -47,7 +47,7 @@ def make_settings(words_bundle: Path, **options: Any) -> GenerationSettings:
 def limit_batches(monkeypatch: pytest.MonkeyPatch, words_bundle: Path, images: int) -> None:
     """Set the maximum memory of a batch to the memory of `images` guided images."""
     manifest = open_bundle(words_bundle).manifest
-    size = sum(estimate_image_memory(manifest, choose_settings_of_highest_memory(manifest)).values())
+    size = sum(estimate_image_memory(manifest, largest_settings(manifest)).values())
     monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
 
 

@@ -87,12 +87,12 @@ def test_methods_ar_and_groups_generate_in_groups_and_other_methods_are_rejected
     for method in ("sjd", "rows:window=2", "eagle", "lantern++"):
         error = catch_error(RequestError, pipe, class_ids=3, method=method)
         name = method.partition(":")[0]
-        text = "bundle tiny draws groups of cells, in an order of its own; use method ar or groups"
+        text = "bundle tiny generates groups of cells, in an order of its own; use method ar or groups"
         assert str(error) == f"method {name}: {text}"
     raster_pipe = Pipeline.from_bundle(words_bundle, threads=1)
     error = catch_error(RequestError, raster_pipe, "red cube", method="groups")
     methods = "ar, eagle, lantern, lantern++, sjd or rows"
-    assert str(error) == f"method groups: bundle tiny draws one token after another; use method {methods}"
+    assert str(error) == f"method groups: bundle tiny generates one token after another; use method {methods}"
 
 
 def test_inspect_bench_eval_and_run_support_a_bundle_with_groups(
@@ -122,7 +122,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"order": {"groups": [[-1]]}}, "order.groups.0.0"),
     ({"presets": {}}, "preset strict, sjd"),
     ({"order": {"groups": [[0], [1, 4]], "two_heads": True}}, f"vocab_size {CODES} is not twice codebook_size {CODES}"),
-    ({"order": None}, "preset strict, groups: the bundle draws one token after another"),
+    ({"order": None}, "preset strict, groups: the bundle generates one token after another"),
     ({"row_end": CODES}, "`row_end` is not allowed in a bundle with `order`"),
     ({"sizes": [{"name": "16x16", "rows": 4, "columns": 4}]}, "`sizes` is not allowed"),
 ]
@@ -132,9 +132,9 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ("groups", "expected"),
     [
         ([[0], [1, 2], [3]], ""),
-        ([[0], [1], [2], [3]], "`order` draws cell 2 from logits after cell 0, which is not in the previous group"),
-        ([[0], [1, 2, 3]], "`order` draws cell 3 from logits after cell 2, which is not in the previous group"),
-        ([[1], [0, 3], [2]], "`order` draws cell 0 from logits after cell 0"),
+        ([[0], [1], [2], [3]], "`order` samples cell 2 from logits after cell 0, which is not in the previous group"),
+        ([[0], [1, 2, 3]], "`order` samples cell 3 from logits after cell 2, which is not in the previous group"),
+        ([[1], [0, 3], [2]], "`order` samples cell 0 from logits after cell 0"),
     ],
 )
 def test_a_target_with_two_heads_needs_a_cell_adjacent_to_each_new_cell_in_the_previous_group(

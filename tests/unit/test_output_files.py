@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from refusals import catch_error
 
+from lantern_rt.engines.host import check_space
 from lantern_rt.errors import OutputError
 from lantern_rt.output.files import (
-    check_disk_space,
     check_new_folder,
     check_output_path,
     replace_file,
@@ -83,16 +83,19 @@ def test_a_mount_point_as_output_folder_is_rejected_before_the_work_begins() -> 
     )
 
 
-def test_an_output_folder_in_a_read_only_folder_is_rejected_before_the_work_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "number"), [("tempfile.TemporaryFile", errno.EROFS), ("pathlib.Path.iterdir", errno.EACCES)]
+)
+def test_an_output_folder_that_cannot_be_read_or_written_is_rejected_before_the_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
-    def fail(**_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
 
     (tmp_path / "bundle").mkdir()
-    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    monkeypatch.setattr(function, fail)
     error = catch_error(OutputError, check_new_folder, tmp_path / "bundle", True, "bundle.json")
-    assert error.problem == "cannot be written (Read-only file system)"
+    assert error.problem == f"cannot be written ({os.strerror(number)})"
 
 
 def test_the_disk_space_check_adds_the_sizes_of_folders_on_the_same_disk(
@@ -101,9 +104,9 @@ def test_the_disk_space_check_adds_the_sizes_of_folders_on_the_same_disk(
     disk_of = {"one": 1, "two": 1, "three": 3}
     for name in disk_of:
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("lantern_rt.output.files.shutil.disk_usage", lambda _: SimpleNamespace(free=10**10))
+    monkeypatch.setattr("lantern_rt.engines.host.shutil.disk_usage", lambda _: SimpleNamespace(free=10**10))
     monkeypatch.setattr(Path, "stat", lambda path, **_: SimpleNamespace(st_dev=disk_of[path.name]))
-    check_disk_space([(tmp_path / "one", 6 * 10**9), (tmp_path / "three", 6 * 10**9)], "")
+    check_space(0, [(tmp_path / "one", 6 * 10**9), (tmp_path / "three", 6 * 10**9)])
     needed = [(tmp_path / name, 6 * 10**9) for name in ("three", "one", "two")]
-    error = catch_error(OutputError, check_disk_space, needed, "free some")
+    error = catch_error(OutputError, check_space, 0, needed)
     assert (error.field, error.expected) == (str(tmp_path / "one"), "12.00 GB")

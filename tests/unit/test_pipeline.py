@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,20 @@ def test_a_call_prints_progress_only_if_requested(
     assert f"[{len(result.codes[0])}/{len(result.codes[0])}]" in capsys.readouterr().err
     pipe("red cube")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["full", "closed", "missing"])
+def test_progress_that_cannot_be_written_does_not_lose_the_image(
+    kind: str, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", buffering=1) as stream:
+        if kind == "closed":
+            stream.close()
+        monkeypatch.setattr(sys, "stderr", None if kind == "missing" else stream)
+        assert pipe("red cube", progress=True).images
+        monkeypatch.undo()
+        with suppress(OSError, ValueError):
+            stream.close()
 
 
 def test_closing_a_stream_cancels_the_request(pipe: Pipeline) -> None:

@@ -96,7 +96,7 @@ WRONG_OPTIONS = [
     *make_option_cases("window", 4, method="sjd"),
     *make_option_cases("quality", "superb", "fast", "", ["strict"]),
     *make_option_cases("quality", "strict", method="eagle"),
-    *make_option_cases("method", "magic", "auto", "auto:quality=strict", ["ar"]),
+    *make_option_cases("method", "magic", "auto", "auto:quality=strict", ["ar"], "sjd:window=" + "9" * 20_000),
     *make_option_cases("temperature", -1, NAN, INF, 1e-9, 1e9, "1"),
     *make_option_cases("top_p", 0, -0.5, 1.01, NAN),
     *make_option_cases("top_k", -1, 2.5, NAN, True),
@@ -230,7 +230,7 @@ def test_embeddings_with_a_wrong_shape_or_wrong_values_are_rejected(
         ),
         (
             {"method": "sjd:window=300"},
-            "window: found 300, expected less than or equal to 128; correct method 'sjd:window=300'",
+            "window: found 300, expected at most 128; correct method 'sjd:window=300'",
         ),
         ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern, lantern++, sjd, rows or groups"),
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
@@ -248,7 +248,7 @@ def test_the_error_of_a_wrong_option_says_how_to_correct_the_request(
         ("eagle", "has no drafter of the kind heads or eagle"),
         ("lantern:drafter=heads", "has no drafter of the kind heads"),
         ("sjd:lambda=2", "has 0 neighbors per code, but the method's bound reads 10"),
-        ("groups", "draws one token after another"),
+        ("groups", "generates one token after another"),
         (Eagle(), "has no drafter of the kind heads or eagle"),
         (SpeculativeJacobi(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],
@@ -323,6 +323,14 @@ def test_omitted_options_have_the_defaults_of_the_bundle(words_checker: RequestC
     assert resolve_settings(manifest, {"method": "lantern"}) == resolve_settings(manifest, method | sampling)
     assert resolve_settings(manifest, {}) == resolve_settings(manifest, {"quality": "strict"})
     assert resolve_settings(manifest, {}).method.exact
+
+
+def test_equal_shares_of_guided_tokens_have_one_record(words_checker: RequestChecker) -> None:
+    manifest = words_checker.bundle.manifest
+    shares = ["50%", "50.0%", "050%", "50.%"]
+    assert {resolve_settings(manifest, {"cfg_tokens": share}).sampling.cfg_tokens for share in shares} == {"50%"}
+    assert resolve_settings(manifest, {"cfg_tokens": "33.30%"}).sampling.cfg_tokens == "33.3%"
+    assert resolve_settings(manifest, {"cfg_tokens": "100%"}).sampling.cfg_tokens == "100%"
 
 
 def test_the_bundle_may_set_the_default_number_of_guided_tokens(words_checker: RequestChecker) -> None:

@@ -42,7 +42,7 @@ class SumEngine:
     def make_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
 
-    def compute_padded_past_length(self, cache: KVCache, nodes: int) -> int:
+    def past_columns(self, cache: KVCache, nodes: int) -> int:
         return cache.past_length()
 
     def run(self, batch: PassInput, cache: KVCache) -> PassOutput:

@@ -1,7 +1,8 @@
-"""Published models: the table in the docs, checks before a download, the cache of bundles, and rejected commands."""
+"""Published models: the table in README, checks before a download, the cache of bundles, and rejected commands."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from refusals import catch_error
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import published
-from lantern_rt.cli.models import format_parameter_count
 from lantern_rt.errors import LanternError, OutputError
 from lantern_rt.export.registry import check_family_options
 from lantern_rt.inputs import make_install_command
@@ -24,13 +24,16 @@ ROOT = Path(__file__).parents[2]
 NAME = "llamagen-c2i-b-256"
 
 
-def test_the_table_in_the_docs_has_the_same_models_and_numbers_as_the_program() -> None:
-    page = (ROOT / "docs/models.md").read_text("utf-8")
-    for name, model in published.load_published_models().items():
-        parameters = format_parameter_count(model.parameters)
-        sizes = f"{parameters} | {model.download_bytes / 1e9:.1f} | {model.memory_bytes / 1e9:.1f}"
-        assert f"\n`{name}` | {model.sizes} | {sizes} | {model.licence}\n" in page
-    assert len(re.findall(r"^`\S+` \| \d", page, re.MULTILINE)) == len(published.load_published_models())
+def test_the_table_in_the_readme_has_the_sizes_of_published_models() -> None:
+    sizes = [
+        (f"{model.download_bytes / 1e9:.1f}", f"{model.memory_bytes / 1e9:.1f}")
+        for model in published.load_published_models().values()
+    ]
+    table = (ROOT / "README.md").read_text("utf-8").partition("Model | pixels")[2].partition("\n\n")[0]
+    rows = [[re.findall(r"\d+\.\d", cell) for cell in line.split(" | ")[2:]] for line in table.splitlines()[2:]]
+    assert len(rows) > 5
+    for downloads, memory in rows:
+        assert set(zip(downloads * len(memory), memory, strict=False)) <= set(sizes)
 
 
 def test_the_model_suggested_for_prompts_with_any_words_has_the_download_size_of_the_table() -> None:
@@ -44,6 +47,18 @@ def test_model_names_in_commands_of_the_docs_are_names_of_published_models() -> 
     names = re.findall(r"lantern-rt (?:run|serve|export) ((?:llamagen|janus|emu3|simplear|anole|lumina)\S*)", text)
     assert len(names) > 3
     assert set(names) <= published.load_published_models().keys()
+
+
+@pytest.mark.parametrize("name", published.load_published_models())
+def test_models_name_prints_facts_and_commands(program: Any, host: pytest.MonkeyPatch, name: str) -> None:
+    model = published.find_published_model(name)
+    code, out, _ = program("models", name)
+    assert code == 0
+    assert f"licence          {model.licence}\n" in out
+    assert f"\nlantern-rt run {name} " in out
+    assert ("lantern-rt serve" in out) == model.makes_images
+    (row,) = json.loads(program("models", name, "--json")[1])["models"]
+    assert (row["name"], row["memory_bytes"]) == (name, model.memory_bytes)
 
 
 @pytest.mark.parametrize("name", published.load_published_models())
@@ -87,11 +102,14 @@ def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pyte
     check_host()
     assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
-    assert get_host_error(NAME) == "memory: found 2.1 GB free, expected 2.2 GB; use a smaller model"
+    assert (
+        get_host_error(NAME)
+        == "memory: found 2.1 GB free, expected 2.2 GB; close other programs, or use a smaller model or precision"
+    )
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 1 << 40)
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # on the disk of the bundles
     host.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert "found 1.07 GB free on the disk, expected 1.46 GB; set HF_HOME and LANTERN_RT_CACHE" in get_host_error(NAME)
+    assert "found 1.07 GB free on the disk, expected 1.46 GB; free some, or use another disk" in get_host_error(NAME)
 
 
 def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
@@ -225,7 +243,6 @@ WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
         for field, words in {
             "--alias": ("--alias", "x"),
             "--map-size": ("--map-size", "1024x1024=5x5"),
-            "--name": ("--name", "one", "--name", "two"),
             "bundles": (NAME,),
             "--batch": ("--batch", "0"),
             "--waiting": ("--waiting", "-1"),

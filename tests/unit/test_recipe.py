@@ -134,7 +134,7 @@ def test_settings_that_the_png_records_are_rejected_as_options(
     expect_rejection: Any, bundle: Bundle, options: tuple[str, object]
 ) -> None:
     write_png(Path("a.png"), make_record(bundle))
-    expect_rejection(["--from", "a.png", *options], f"{options[0]}: cannot be combined with --from")
+    expect_rejection(["--from", "a.png", *options], f"{options[0]}: is recorded in a.png already")
 
 
 def test_a_different_bundle_is_rejected_and_a_bundle_path_in_the_png_is_not_opened(
@@ -152,11 +152,14 @@ def test_a_different_bundle_is_rejected_and_a_bundle_path_in_the_png_is_not_open
         ({"bundle_digest": None}, "text chunk bundle_digest: found nothing"),
         ({"prompt": None}, "found nothing to generate"),
         ({"class_id": "3"}, "found class ids"),
+        ({"class_id": "9" * 4000}, "found class ids"),
+        ({"class_id": "9" * 5000}, "text chunk class_id: found '999"),
+        ({"token_ids": "9" * 5000}, "text chunk token_ids: found '999"),
         ({"class_id": "3.5"}, "text chunk class_id: found '3.5'"),
         ({"prompt": "a purple cube"}, "prompt: found unknown word 'purple'"),
         ({"prompt": "red " * 2500}, "found 10,000 characters"),
-        ({"prompt": "r" * (TEXT_LIMIT + 1)}, "text chunk prompt: found 16,385 characters"),
-        ({"prompt": "r" * TEXTS_LIMIT}, "cannot be read as a PNG with at most 65,536 bytes of texts"),
+        ({"prompt": "r" * (TEXT_LIMIT + 1)}, f"text chunk prompt: found {TEXT_LIMIT + 1:,} characters"),
+        ({"prompt": "r" * TEXTS_LIMIT}, f"cannot be read as a PNG with at most {TEXTS_LIMIT:,} bytes of texts"),
         ({"seed": "five"}, "text chunk seed: found 'five'"),
         ({"seed": "-1"}, "seed: found -1"),
         ({"seed": "9" * 5000}, "text chunk seed: found '9999"),

@@ -211,7 +211,7 @@ def test_row_parallel_images_have_the_joint_distribution_of_the_simple_implement
 def test_every_cell_is_generated_once_and_after_all_cells_to_which_the_cell_attends(
     rows: int, codes: int, window: int, max_drafts: int, max_nodes: int, seed: int, ends: bool
 ) -> None:
-    grid = TokenGrid(make_raster_layout(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=max_nodes)
+    grid = TokenGrid(make_raster_layout(rows * codes, codes, 9 if ends else None), [0], window, max_nodes=max_nodes)
     columns = grid.columns
     window = grid.window
     passes = 0

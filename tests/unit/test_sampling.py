@@ -134,7 +134,7 @@ def test_the_best_token_with_gumbel_noise_is_a_sample_from_the_filtered_distribu
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
 @pytest.mark.parametrize("invalid_logit", [np.nan, np.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")  # as in `Batch.step`
-def test_nan_or_infinite_logits_give_no_token_to_their_node_alone(invalid_logit: float, sampling: Sampling) -> None:
+def test_nan_logits_give_no_token_to_their_node_alone(invalid_logit: float, sampling: Sampling) -> None:
     noise = None if sampling.greedy else np.zeros((2, 3), np.float32)
     logits = np.array([[0, invalid_logit, 1], [0, 1, 2]], np.float32)
     assert choose_codes(logits, noise, sampling).tolist() == [NO_CODE, 2]

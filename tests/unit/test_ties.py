@@ -29,7 +29,7 @@ from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, Sampling, Sp
 from lantern_rt.runtime.engine import PassInput, PassOutput
 from lantern_rt.runtime.layout import PassLayout
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import choose_codes, is_robust_to_rounding
+from lantern_rt.runtime.sampling import choose_codes, stays_best_under_rounding
 from lantern_rt.runtime.statistics import Statistics
 from lantern_rt.runtime.target import choose_tokens_together
 from lantern_rt.runtime.tree import DraftTree
@@ -63,7 +63,7 @@ def choose_and_check_tokens(
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
     return codes, np.array(
-        [is_robust_to_rounding(row, row_noise, code, sampling, rounding_margin) for row, row_noise, code in rows]
+        [stays_best_under_rounding(row, row_noise, code, sampling, rounding_margin) for row, row_noise, code in rows]
     )
 
 
@@ -215,7 +215,7 @@ def test_most_choices_are_robust_to_rounding_and_ties_are_not() -> None:
     assert not choose_and_check_tokens(equal_logits, None, Sampling(temperature=0), 1e-6)[1].any()
     close_logits = np.array([400, 399.99], np.float32)
     gumbel = np.array([0, -5], np.float32)
-    assert not is_robust_to_rounding(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
+    assert not stays_best_under_rounding(close_logits, gumbel, 0, Sampling(top_p=0.5), 0.02)
     boundary_logits = np.array(
         [[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32
     )  # rounding decides whether token 1 or 2 is within top-k 2

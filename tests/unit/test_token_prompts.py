@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from refusals import catch_error
 
 from lantern_rt import Pipeline, RequestError, open_bundle
 from lantern_rt.bundle.conditions import ConditionSpec, TokenLayout
@@ -50,6 +51,18 @@ def make_requests(
     request = check_request(text_manifest, tokenizer, "a prompt", seed=7, num_images=images, **options)  # type: ignore[arg-type]
     assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
     return request.images
+
+
+@pytest.mark.parametrize(("prefix", "max_characters"), [(12, 2000), (2048, 32_768)])
+def test_the_longest_prompt_depends_on_the_tokens_of_the_model(
+    manifest: Manifest, prefix: int, max_characters: int
+) -> None:
+    condition = ConditionSpec(kind="tokens", prefix=prefix, layout=ANOLE)
+    text_manifest = manifest.model_copy(update={"condition": condition})
+    tokenizer: Any = FixedTokenizer([50])
+    assert check_request(text_manifest, tokenizer, "x" * max_characters).images
+    error = catch_error(RequestError, check_request, text_manifest, tokenizer, "x" * (max_characters + 1))
+    assert (error.field, error.expected) == ("prompt", f"at most {max_characters:,}")
 
 
 def test_the_conditional_and_the_unconditional_row_may_have_different_lengths(manifest: Manifest) -> None:

@@ -34,10 +34,11 @@ def list_known_commands() -> set[str]:
     """Return the commands that README.md and CONTRIBUTING.md show, and `nox -s SESSION` for every session."""
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", noxfile, re.MULTILINE)
-    readme = [line.strip() for line in (ROOT / "README.md").read_text("utf-8").splitlines()]
-    contributing = re.findall(r"`([^`\n]+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
-    chained = [part for line in readme if line.startswith("pip install") for part in line.split(" && ")]
-    return {*chained, *contributing, *(f"nox -s {name}" for name in sessions)}
+    text = "\n".join((ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+    chained = [
+        part for line in re.findall(r"^    (pip install .*)$", text, re.MULTILINE) for part in line.split(" && ")
+    ]
+    return {*chained, *re.findall(r"`([^`\n]+)`", text), *(f"nox -s {name}" for name in sessions)}
 
 
 def test_every_command_in_a_workflow_is_documented_or_a_nox_session_with_three_exceptions() -> None:

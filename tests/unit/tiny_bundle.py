@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.manifest import FORMAT_VERSION
 from lantern_rt.bundle.rewrite import write_draft_heads
 from lantern_rt.runtime.heads import draft_head_shapes
 
@@ -29,7 +30,15 @@ CAPTION = 6  # size of text embeddings
 CELL = 4  # height and width of a token's square, in pixels
 SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
-SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
+# The graphs are no decoders, so devices cannot run them and the architecture has no meaning.
+ARCHITECTURE = {
+    "intermediate_size": WIDTH, "norm_eps": 1e-5, "num_heads": 2,
+    "rotary": "grid", "rope_style": "interleaved", "rope_base": 1e4, "prefix_rotation": "zero",
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES,
+    "architecture": ARCHITECTURE,
+}  # fmt: skip
 METHODS: list[dict[str, Any]] = [
     {"method": "eagle", "tree": "chain-3"},
     {"method": "lantern", "tree": "dynamic-6-3-2", "neighbors": 4, "delta": 0.2},
@@ -77,7 +86,7 @@ def make_tiny_bundle(
     condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
     condition |= {"class": {"classes": 10}, "embeddings": {"caption_dim": CAPTION}}.get(kind, {})
     manifest = {
-        "format_version": "3.7",
+        "format_version": FORMAT_VERSION,
         "name": "tiny",
         "family": "test",
         "grid_rows": grid,

@@ -206,7 +206,7 @@ class ToyEngine:
     def make_cache(self, rows: int, capacity: int) -> ToyCache:
         return ToyCache(rows, capacity, self.contiguous, self.last_position)
 
-    def compute_padded_past_length(self, cache: ToyCache, nodes: int) -> int:
+    def past_columns(self, cache: ToyCache, nodes: int) -> int:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.past_length_multiple) * self.past_length_multiple, cache.entries.hashes.shape[1])
 
@@ -220,7 +220,7 @@ class ToyEngine:
         """
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
-        past_length = self.compute_padded_past_length(cache, nodes)
+        past_length = self.past_columns(cache, nodes)
         assert batch.attention_mask.shape == (rows, nodes, past_length + nodes)
         assert batch.attention_mask.dtype == bool
         assert batch.positions.dtype == np.int64

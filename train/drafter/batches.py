@@ -16,39 +16,34 @@ from .shards import ShardFolder
 
 
 class TrainingBatch(NamedTuple):
-    """Sequences of several images, padded on the right; the rows of one image follow each other.
+    """Sequences of several images, padded on the right; the rows of one image follow each other."""
 
-    Args:
-        tokens: token ids that the drafter reads, int64 `[rows, slots]`.
-        states: the target's hidden states at all positions, float32 `[rows, slots + 1, width]`.
-        first_image_positions: slot that reads the first image token in each row, int64 `[rows]`. At depth `d`, the loss
-            begins `d` slots later.
-        rows_per_image: 2 with guidance, the conditional row first; else 1.
-        num_cells: number of cells of the image grid.
-    """
-
-    tokens: Tensor
-    states: Tensor
+    tokens: Tensor  # token ids that the drafter reads, int64 `[rows, slots]`
+    states: Tensor  # the target's hidden states at all positions, float32 `[rows, slots + 1, width]`
+    # Slot that reads the first image token in each row, int64 `[rows]`. At depth `d`, the loss begins `d` slots later.
     first_image_positions: Tensor
-    rows_per_image: int
-    num_cells: int
+    rows_per_image: int  # 2 with guidance, the conditional row first; else 1
+    num_cells: int  # number of cells of the image grid
 
     def select_predictions(self, hidden: Tensor, depth: int) -> Tensor:
-        """Return the predicted states of image tokens, `[images, rows_per_image, num_cells - 1 - depth, width]`."""
+        """Of the predicted hidden states `[rows, slots, width]`, select those of the slots that predict image tokens.
+
+        They are `[images, rows_per_image, num_cells - 1 - depth, width]`. `depth` is the depth in the draft, from 0.
+        """
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]
         slots = self.first_image_positions[:, None] + torch.arange(depth, self.num_cells - 1, device=hidden.device)
         selected = hidden[rows, slots]
         return selected.reshape(-1, self.rows_per_image, *selected.shape[1:])
 
     def select_target_states(self, depth: int) -> Tensor:
-        """Return the target's states that the drafter should predict, of the shape of `select_predictions`."""
+        """Select the target's hidden states that `select_predictions` should equal."""
         return self.select_predictions(self.states[:, 1:], depth)  # slot p predicts the state at position p + 1
 
 
 def make_training_batch(
     shards: ShardFolder, image_indices: list[int], code_offset: int, rows_per_image: int, device: str
 ) -> TrainingBatch:
-    """Read images, all of the same size, as a batch."""
+    """Read images of equal size as a batch; `code_offset` is the token id of code 0."""
     tokens: list[NDArray[np.integer]] = []
     states: list[NDArray[np.floating]] = []
     for index in image_indices:
@@ -71,7 +66,10 @@ def make_training_batch(
 
 
 def select_shuffled_images(image_indices: list[int], seed: int, start: int, count: int) -> list[int]:
-    """Select `count` images, after `start`, of an endless sequence of epochs, each of which is shuffled differently."""
+    """Select `count` images of an endless sequence of epochs, each of which is shuffled differently.
+
+    `start` is the number of images that earlier steps used.
+    """
     epochs = range(start // len(image_indices), (start + count - 1) // len(image_indices) + 1)
     orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(image_indices)) for epoch in epochs}
     positions = (divmod(number, len(image_indices)) for number in range(start, start + count))

@@ -1,7 +1,7 @@
 """Generation of training data: images that a bundle's target generates, written as shards.
 
-In decoding, a drafter reads only tokens that the target samples with guidance, so it is trained on generated images. If
-a bundle has several image sizes, each shard has images of one size. The images are generated with speculative Jacobi
+In decoding, a drafter reads only tokens that the target samples with guidance, so it is trained on generated images.
+If a bundle has several image sizes, each shard has images of one size. The images are generated with speculative Jacobi
 decoding (`sjd`), which does not change the target's distribution. Its unaccepted draft tokens are stored for training
 draft heads. The bundle's engine computes the hidden states, as in decoding.
 """
@@ -39,7 +39,7 @@ Codes = NDArray[np.integer[Any]]
 
 
 def estimate_shard_bytes(manifest: Manifest, num_images: int, image_sizes: Sequence[Size]) -> int:
-    """Return an upper bound of the bytes that shards need on disk: largest image size, prefixes of maximum length."""
+    """Return an upper bound of the bytes that shards need on disk, with prefixes of the maximum length."""
     num_cells = max(size.codes for size in image_sizes)
     prefix = manifest.condition.prefix
     # Per image: int32 tokens, prefix tokens, cells and codes; then float16 hidden states of two rows.
@@ -63,7 +63,7 @@ def generate_shards(
     image_sizes: Sequence[Size] = (),
     images_per_shard: int | None = None,
 ) -> Iterator[int]:
-    """Generate images and write them as shards; shards that exist are checked and skipped.
+    """Generate images and write them as shards; shards that exist are checked and skipped. Yield the number of images.
 
     Args:
         pipeline: pipeline of the bundle that generates the images.
@@ -72,10 +72,7 @@ def generate_shards(
         output_folder: folder of the shards.
         progress: progress callback.
         image_sizes: image sizes, used in turn for one shard each; empty: all sizes of the bundle.
-        images_per_shard: number of images per shard; None: the result of `choose_images_per_shard`.
-
-    Yields:
-        The number of images written so far.
+        images_per_shard: None: the result of `choose_images_per_shard`.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -107,17 +104,11 @@ def generate_shards(
 def compute_hidden_states(
     pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes, size: str | None = None
 ) -> list[NDArray[np.float32]]:
-    """Compute the target's hidden states in the prefix, and the states from which image tokens are sampled.
-
-    Args:
-        pipeline: pipeline of the bundle.
-        prompts: prefix rows of each image.
-        codes: image tokens, `[images, cells]`.
-        size: name of the image size; None: the bundle's default.
+    """Compute the target's hidden states in the prefix, and the states from which tokens `[images, cells]` are sampled.
 
     Returns:
-        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The token of a
-        cell is sampled from state `prefix - 1 + cell`.
+        The conditional and the unconditional row of each image, float32 `[prefix + cells - 1, width]`. The
+        token of a cell is sampled from state `prefix - 1 + cell`.
     """
     model = load_model(pipeline.bundle, pipeline.engines, [])
     manifest = pipeline.bundle.manifest

@@ -48,23 +48,15 @@ _FINAL_IMAGES = 64  # maximum number of validation images for the final figures
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options that determine the weights, together with data and target.
+    """Options that determine the weights, together with data and target."""
 
-    Args:
-        steps: number of updates.
-        batch: number of images per update.
-        cfg_scale: guidance scale of the distributions; 1 uses conditional rows only.
-        seed: seed of the weights, the sequence of images and the noise.
-    """
-
-    steps: int
-    batch: int = 12
-    cfg_scale: float = 1.0
-    seed: int = 0
+    steps: int  # number of updates
+    batch: int = 12  # number of images per update
+    cfg_scale: float = 1.0  # guidance scale of the distributions; 1 uses conditional rows only
+    seed: int = 0  # seed of the weights, the sequence of images and the noise
 
 
 def check_device(device: str) -> None:
-    """Raise RequestError if PyTorch cannot compute on the device."""
     try:
         torch.zeros(1, device=device).item()  # fails on `meta`, whose tensors have no values
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
@@ -79,14 +71,8 @@ def get_training_state_path(output: Path) -> Path:
 class DrafterTrainer:
     """Training run of a drafter; the method `run` trains the drafter and writes it to a folder.
 
-    If the output folder has a state file beside it, training continues from this state.
-
-    Args:
-        data: folder of shards. All shards are checked when the trainer is made.
-        target: frozen weights of the target.
-        options: options that determine the weights.
-        output: folder to write. An existing folder is replaced only if its state file exists.
-        device: PyTorch device.
+    If the output folder has a state file beside it, training continues from this state. All shards are checked when the
+    trainer is made.
 
     Raises:
         CheckpointError: the data or the state file are damaged, or belong to another target or run.
@@ -121,12 +107,7 @@ class DrafterTrainer:
     def run(
         self, progress: Progress, print_line: Callable[[str], None], report_seconds: float = _REPORT_SECONDS
     ) -> dict[str, float]:
-        """Run the remaining steps and write a drafter with the averaged weights.
-
-        Args:
-            progress: progress callback.
-            print_line: callback that prints a line about the state of training.
-            report_seconds: seconds between two reports, and between two saved states.
+        """Run the remaining steps, write a drafter with the averaged weights, and return its metrics.
 
         Raises:
             CheckpointError: the loss or a metric is NaN or infinite.
@@ -216,7 +197,6 @@ class DrafterTrainer:
         return float(loss.detach())
 
     def _compute_loss(self, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
-        """Return the divergence of distributions plus the distance of hidden states, averaged over depths."""
         states = batch.states[:, :-1]
         # In decoding the drafter reads inexact predictions of states; noise prepares it for them.
         noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
@@ -263,14 +243,13 @@ class DrafterTrainer:
             self.adam.load_state_dict(state["adam"])
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return what must stay the same in a continued run: options (without `steps`), target and data."""
+        """Return the options (without `steps`), target and data, which must stay the same in a continued run."""
         options = asdict(self.options)
         del options["steps"]
         return {**options, "target": self.target.shard_source.weights, "data": self.data.digest}
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """Format metrics as one line, such as `overlap 0.512, top-1 0.430`."""
     return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 

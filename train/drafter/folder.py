@@ -19,7 +19,13 @@ MARKER = "config.json"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str, Any], force: bool = False) -> None:
-    """Write a drafter as a folder, completely or not at all; `config_fields` are those that do not describe sizes."""
+    """Write a drafter as a folder, completely or not at all.
+
+    `config_fields` are the fields of config.json that do not describe sizes.
+
+    Raises:
+        OutputError: the folder exists (without `force`) or cannot be written.
+    """
     weights = convert_to_lantern_weights(drafter)
     config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}
     with write_folder_atomically(output, force, MARKER) as folder:
@@ -28,7 +34,6 @@ def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str
 
 
 def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of LANTERN's config.json that describe sizes."""
     return {
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
@@ -44,7 +49,7 @@ def make_lantern_config(config: DecoderConfig, vocab_size: int) -> dict[str, Any
 
 
 def convert_to_lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
-    """Return a drafter's weights, float32, by LANTERN's names; the output layer is the target's and left out."""
+    """Return the weights in float32, by LANTERN's names, without the output layer, which is the target's."""
     weights: dict[str, Tensor] = {}
     sizes = drafter.config
     for name, weight in drafter.state_dict().items():

@@ -38,29 +38,21 @@ _VALIDATION_CELLS = 32  # maximum number per image
 
 @dataclass(frozen=True)
 class HeadSamples:
-    """Training samples of draft heads: guided hidden states of the target and tokens, for n grid cells.
+    """Training samples of draft heads: guided hidden states of the target and tokens, for n grid cells."""
 
-    Args:
-        inputs: inputs of the output layer's matrix that give the target's logits of each cell, `[n, inputs]`.
-        left_tokens: token before each cell, int64 `[n]`.
-        context_states: hidden states that predicted the cell above and the cell to the upper right, `[2, n, width]`.
-            The states are zeros in the first row of a grid.
-        unaccepted_states: hidden state that predicted each cell after an unaccepted draft token, `[n, width]`.
-        unaccepted_inputs: inputs of the output layer's matrix that are computed from `unaccepted_states`,
-            `[n, inputs]`.
-        unaccepted_tokens: unaccepted draft token before each cell, int64 `[n]`.
-    """
-
-    inputs: Tensor
-    left_tokens: Tensor
+    inputs: Tensor  # inputs of the output layer's matrix that give the target's logits of each cell, `[n, inputs]`
+    left_tokens: Tensor  # token before each cell, int64 `[n]`
+    # Hidden states that predicted the cell above and the cell to the upper right, `[2, n, width]`. The states are zeros
+    # in the first row of a grid.
     context_states: Tensor
-    unaccepted_states: Tensor
+    unaccepted_states: Tensor  # hidden state that predicted each cell after an unaccepted draft token, `[n, width]`
+    # Inputs of the output layer's matrix that are computed from `unaccepted_states`, `[n, inputs]`.
     unaccepted_inputs: Tensor
-    unaccepted_tokens: Tensor
+    unaccepted_tokens: Tensor  # unaccepted draft token before each cell, int64 `[n]`
 
 
 class TrainableDraftHeads(nn.Module):
-    """Draft heads for training; `export_tables` returns the tables of the runtime's `DraftHeads`."""
+    """Draft heads as a PyTorch module; `export_tables` returns the tables of the runtime's `DraftHeads`."""
 
     embeddings: Tensor
 
@@ -101,7 +93,6 @@ class TrainableDraftHeads(nn.Module):
 
     @torch.no_grad()
     def export_tables(self) -> dict[str, NDArray[np.float16]]:
-        """Return the tables in float16, by name."""
         tables = {
             # Products with the frozen embeddings and output matrix are computed once, so decoding only looks them up.
             "change": self.embeddings @ self.change,
@@ -126,20 +117,12 @@ def train_draft_heads(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[dict[str, NDArray[np.float16]], dict[str, float]]:
-    """Train draft heads.
-
-    Args:
-        data_folder: folder of shards.
-        target: sizes and frozen weights of the target.
-        cfg_scale: guidance scale of the distributions.
-        steps: number of updates, at least 1.
-        progress: progress callback.
-        device: PyTorch device.
-        seed: seed of the weights and of the sequence of images.
+    """Train draft heads on a folder of shards, for a guidance scale.
 
     Returns:
-        The tables by name, and the overlaps with the target's distributions on validation images, 0 .. 1: of
-        `uncorrected` logits after unaccepted drafts, of `corrected` logits and of `predicted` logits.
+        The tables by name, and metrics on validation images. The metrics are the overlap with the target's
+        distributions, 0 .. 1, of three distributions: `uncorrected` logits after unaccepted drafts, `corrected` logits
+        and `predicted` logits.
 
     Raises:
         CheckpointError: the data are damaged or belong to another target.
@@ -186,7 +169,7 @@ def read_head_samples(
     rng: np.random.Generator,
     device: str,
 ) -> HeadSamples:
-    """Read training samples at cells, at most `max_cells` per image, that follow an unaccepted draft token."""
+    """Read training samples at cells that follow an unaccepted draft token, at most `max_cells` per image."""
     states: list[NDArray[np.float32]] = []  # [rows, 4, n, width] per image
     left_tokens: list[NDArray[np.integer]] = []
     unaccepted_tokens: list[NDArray[np.integer]] = []

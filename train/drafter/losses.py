@@ -7,13 +7,10 @@ from torch import Tensor
 
 
 def compute_guided_logits(hidden_states: Tensor, head_weights: Tensor, cfg_scale: float) -> Tensor:
-    """Compute guided logits, float32 `[images, n, codes]`.
+    """Compute logits from hidden states `[images, rows, n, width]` and apply classifier-free guidance.
 
-    Args:
-        hidden_states: hidden states `[images, rows, n, width]`, the conditional row first. Without a second row,
-            guidance has no effect.
-        head_weights: weights of the output layer, `[codes, width]`.
-        cfg_scale: guidance scale.
+    The conditional row comes first; with one row per image, the scale has no effect. The result is float32
+    `[images, n, codes]`.
     """
     logits = (hidden_states @ head_weights.T.to(hidden_states.dtype)).float()
     if logits.shape[1] == 1:
@@ -24,11 +21,14 @@ def compute_guided_logits(hidden_states: Tensor, head_weights: Tensor, cfg_scale
 
 
 def compute_kl_loss(target_probs: Tensor, draft_logits: Tensor) -> Tensor:
-    """Compute the mean KL divergence of the drafter's distributions from the target's `[..., codes]`, in nats."""
+    """Compute the mean Kullback-Leibler divergence of the drafter's distributions from the target's, in nats."""
     entropy: Tensor = torch.special.entr(target_probs).sum(-1)
     return (-(target_probs * draft_logits.log_softmax(-1)).sum(-1) - entropy).mean()
 
 
 def compute_probability_overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Compute sum(min(p, q)) over the last axis, the probability that speculative sampling accepts a draft token."""
+    """Compute sum(min(p, q)) over the last axis.
+
+    This is the probability with which lossless speculative sampling accepts a draft token.
+    """
     return torch.minimum(p, q).sum(-1)

@@ -22,7 +22,10 @@ KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
 def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
-    """Create an untrained drafter with the frozen output layer of the target."""
+    """Create an untrained drafter with the frozen output layer of the target.
+
+    The drafter at first nearly copies its input state to its output, because consecutive hidden states are similar.
+    """
     config = target.config
     width = config.hidden_size
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
@@ -35,7 +38,7 @@ def make_drafter(target: TrainingTarget, seed: int) -> EagleDrafter:
                 spread = weight.shape[1] ** -0.5
                 nn.init.normal_(weight, std=spread * (0.3 if name.endswith(("out.weight", "down.weight")) else 1.0))
         nn.init.uniform_(drafter.fc.weight, -((2 * width) ** -0.5), (2 * width) ** -0.5)
-    with torch.no_grad():  # at first it nearly copies its input state, because consecutive states are similar
+    with torch.no_grad():
         drafter.fc.weight[:, width:] = torch.eye(width)
         drafter.fc.weight[:, :width] *= 0.5
         drafter.fc.bias.zero_()

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, RequestError
 from ...inputs import convert_read_errors, format_value, open_regular_file
 from ...methods import SpeculativeJacobi
 from ...output.files import write_output
-from ...runtime.raster import RasterLayout
+from ...runtime.raster import RasterLayout, TwoGridLayout
 
 FORMAT = "lantern-rt drafter data 3"
 _HELD_OUT = 23  # every 23rd image is for validation; a prime, so that validation has images of all classes
@@ -33,29 +33,17 @@ _REMEDY = "make the data again"
 
 @dataclass(frozen=True)
 class ShardSource:
-    """Target model and sizes of the images of a shard. The shards of a folder may have different image grids.
+    """Target model and sizes of the images of a shard. The shards of a folder may have different image grids."""
 
-    Args:
-        weights: sha256 of the target's weights.
-        kind: kind of prompts: `prompts`, `class_ids` or `embeddings`.
-        rows: number of grid rows.
-        columns: number of grid columns.
-        codes: size of the codebook.
-        width: size of hidden states.
-        prefix: maximum number of positions before the first image token.
-        first_rows: number of rows of a smaller grid whose image tokens come first; 0 if there is no smaller grid.
-        first_columns: number of columns of the smaller grid; 0 if there is none.
-    """
-
-    weights: str
-    kind: str
+    weights: str  # sha256 of the target's weights
+    kind: str  # kind of prompts: `prompts`, `class_ids` or `embeddings`
     rows: int
     columns: int
-    codes: int
-    width: int
-    prefix: int
-    first_rows: int = 0
-    first_columns: int = 0
+    codes: int  # size of the codebook
+    width: int  # size of hidden states
+    prefix: int  # maximum number of positions before the first image token
+    first_rows: int = 0  # number of rows of a smaller grid whose image tokens come first; 0 if there is no smaller grid
+    first_columns: int = 0  # number of columns of the smaller grid; 0 if there is none
 
     @property
     def num_cells(self) -> int:
@@ -63,12 +51,13 @@ class ShardSource:
 
     @property
     def raster_layout(self) -> RasterLayout:
+        """Layout of the image tokens, without end-of-row tokens."""
         num_cells = self.first_rows * self.first_columns + self.rows * self.columns
-        return RasterLayout(num_cells, self.columns, (self.first_rows, self.first_columns))
+        return TwoGridLayout(num_cells, self.columns, first_grid=(self.first_rows, self.first_columns))
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
-    """Return the source of shards with images that a bundle generates, by default of its default size.
+    """Return the source of shards with images that a bundle generates; by default of the bundle's default size.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -92,29 +81,21 @@ def describe_shard_source(manifest: Manifest, size: Size | None = None) -> Shard
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """Images of one shard. In an axis of two rows, the conditional row comes first, the unconditional row second.
+    """Images of one shard. In an axis of two rows, the conditional row comes first, the unconditional row second."""
 
-    Args:
-        prompts: text prompts, class ids or indices of embeddings.
-        codes: image tokens, int32 `[images, cells]`.
-        prefix_lengths: lengths of the prefixes, int32 `[images, 2]`.
-        tokens: token ids that the drafter reads in the prefix after its first position, int32
-            `[images, 2, longest - 1]`, padded on the right.
-        states: the target's hidden states at the prefix and all image tokens but the last, float16
-            `[images, 2, longest + cells - 1, width]`, padded on the right. The state at an end-of-row token replaces
-            the state at the image token before it.
-        unaccepted_cells: cells that follow an unaccepted draft token, int32 `[images, cells]`, padded with zeros.
-        unaccepted_codes: draft token before each of these cells, int32 `[images, cells]`.
-        unaccepted_states: the target's hidden states after these draft tokens, float16 `[images, 2, cells, width]`.
-    """
-
-    prompts: Sequence[Any]
-    codes: NDArray[np.integer[Any]]
-    prefix_lengths: NDArray[np.integer[Any]]
+    prompts: Sequence[Any]  # text prompts, class ids or indices of embeddings
+    codes: NDArray[np.integer[Any]]  # image tokens, int32 `[images, cells]`
+    prefix_lengths: NDArray[np.integer[Any]]  # lengths of the prefixes, int32 `[images, 2]`
+    # Token ids that the drafter reads in the prefix after its first position, int32 `[images, 2, longest - 1]`, padded
+    # on the right.
     tokens: NDArray[np.integer[Any]]
+    # The target's hidden states at the prefix and all image tokens but the last, float16 `[images, 2, longest + cells -
+    # 1, width]`, padded on the right. The state at an end-of-row token replaces the state at the image token before it.
     states: NDArray[np.float16]
+    # Cells that follow an unaccepted draft token, int32 `[images, cells]`, padded with zeros.
     unaccepted_cells: NDArray[np.integer[Any]]
-    unaccepted_codes: NDArray[np.integer[Any]]
+    unaccepted_codes: NDArray[np.integer[Any]]  # draft token before each of these cells, int32 `[images, cells]`
+    # The target's hidden states after these draft tokens, float16 `[images, 2, cells, width]`.
     unaccepted_states: NDArray[np.float16]
 
 
@@ -133,7 +114,11 @@ def get_shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None:
-    """Write a shard, completely or not at all. Raises: OutputError."""
+    """Write a shard, completely or not at all.
+
+    Raises:
+        OutputError: the file exists already or cannot be written.
+    """
     arrays = {name: np.ascontiguousarray(getattr(images, field)) for name, field in _ARRAYS.items()}
     metadata = {
         "format": FORMAT,
@@ -146,7 +131,7 @@ def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None
 class Shard:
     """File of training images, read image by image. The attribute `digest` is a hash of the images.
 
-    Token ids of the prefixes must be below `vocab_size`.
+    All token ids of the prefixes must be below `vocab_size`.
 
     Raises:
         CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
@@ -168,7 +153,7 @@ class Shard:
             self.digest = self._check_and_hash_arrays(vocab_size)
 
     def read_images(self, image_slice: slice) -> TrainingImages:
-        """The arrays are memory-mapped and read when they are used."""
+        """Return the images in a slice of the shard. The arrays are memory-mapped and read when they are used."""
         return TrainingImages(
             self.prompts[image_slice], **{field: array[image_slice] for field, array in self._arrays.items()}
         )
@@ -232,7 +217,7 @@ class Shard:
 class ShardFolder:
     """Sequence of all images in the shards of a folder. The attribute `digest` is a hash of the images.
 
-    The sources that shards may have differ in their grids only. Token ids of prefixes must be below `vocab_size`.
+    `sources` are the sources that shards may have; they differ in their grids only.
 
     Raises:
         CheckpointError: there are fewer than two images, or a shard is damaged or has another source.
@@ -266,6 +251,7 @@ class ShardFolder:
 
     @property
     def training_indices(self) -> list[int]:
+        """Indices of the images that drafters are trained on."""
         held_out = set(self.validation_indices)
         return [i for i in range(len(self)) if i not in held_out]
 

@@ -29,42 +29,26 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """Frozen weights of a target and sizes for training a drafter.
-
-    Args:
-        name: name of the bundle.
-        shard_source: target and sizes that the training images must have.
-        config: configuration of the drafter.
-        head: weights of the output layer, float32 `[codes, width]`.
-        embeddings: initial embeddings of the drafter, `[tokens, width]`.
-        code_offset: token id of code 0.
-        config_fields: fields of the drafter's config.json, without sizes.
-    """
+    """Frozen weights of a target and sizes for training a drafter."""
 
     name: str
-    shard_source: ShardSource
-    config: DecoderConfig
-    head: Tensor
-    embeddings: Tensor
-    code_offset: int
-    config_fields: dict[str, Any]
+    shard_source: ShardSource  # target and sizes that the training images must have
+    config: DecoderConfig  # configuration of the drafter
+    head: Tensor  # weights of the output layer, float32 `[codes, width]`
+    embeddings: Tensor  # initial embeddings of the drafter, `[tokens, width]`
+    code_offset: int  # token id of code 0
+    config_fields: dict[str, Any]  # fields of the drafter's config.json, without sizes
 
 
 class OutputLayer(nn.Module):
-    """Frozen output layer of a target: logits of codes from hidden states.
+    """Frozen output layer of a target: logits of codes from hidden states."""
 
-    Attributes:
-        weight: matrix from inputs to logits, float32 `[codes, inputs]`.
-        bias: bias of the logits, `[codes]`.
-        hidden_weight: weight `[width, inputs]` of a hidden layer with GELU before the matrix. None: the inputs of the
-            matrix are hidden states.
-        hidden_bias: bias of the hidden layer, `[inputs]`, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor
+    weight: Tensor  # matrix from inputs to logits, float32 `[codes, inputs]`
+    bias: Tensor  # bias of the logits, `[codes]`
+    # Weight `[width, inputs]` of a hidden layer with GELU before the matrix. None: the inputs of the matrix are hidden
+    # states.
     hidden_weight: Tensor | None
-    hidden_bias: Tensor | None
+    hidden_bias: Tensor | None  # bias of the hidden layer, `[inputs]`, or None
 
     def __init__(self, weights: StoredWeights) -> None:
         super().__init__()
@@ -91,21 +75,20 @@ class OutputLayer(nn.Module):
 
 @dataclass(frozen=True)
 class HeadTrainingTarget:
-    """Frozen weights of a target for training draft heads.
+    """Frozen weights of a target for training draft heads."""
 
-    Args:
-        shard_sources: sources that the shards of training images may have, one per image size.
-        output_layer: output layer of the target.
-        embeddings: input embeddings of the codes, float32 `[codes, width]`.
-    """
-
-    shard_sources: list[ShardSource]
+    shard_sources: list[ShardSource]  # sources that the shards of training images may have, one per image size
     output_layer: OutputLayer
-    embeddings: Tensor
+    embeddings: Tensor  # input embeddings of the codes, float32 `[codes, width]`
 
 
 def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
-    """Read the weights and sizes for training draft heads. Raises RequestError for PAR and NAR, which use no drafts."""
+    """Read the weights and sizes for training draft heads.
+
+    Raises:
+        RequestError: the bundle generates without drafts, as PAR and NAR do.
+        BundleError: the bundle is damaged.
+    """
     manifest = bundle.manifest
     sources = [describe_shard_source(manifest, size) for size in manifest.all_sizes]
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
@@ -118,6 +101,7 @@ def read_training_target(bundle: Bundle) -> TrainingTarget:
     Raises:
         RequestError: the bundle generates without drafts.
         CheckpointError: drafters of the bundle's family cannot be trained.
+        BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
     source = describe_shard_source(manifest)
@@ -145,11 +129,11 @@ def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
     manifest = bundle.manifest
     spec = manifest.target
     prefix = manifest.condition.prefix
-    architecture = spec.require_architecture(bundle.path("target"))
+    architecture = spec.architecture
     config = DecoderConfig(
         hidden_size=spec.hidden_size,
         num_layers=1,
-        num_heads=spec.num_heads,
+        num_heads=architecture.num_heads,
         num_kv_heads=spec.num_kv_heads,
         intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,
