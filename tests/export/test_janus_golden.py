@@ -331,7 +331,8 @@ def test_a_missing_or_wrong_tokenizer_and_invalid_roles_are_rejected(tmp_path: P
     folder = copy_checkpoint(JANUS, tmp_path / "janus")
     shutil.copy(DATA / "anole/target/tokenizer.json", folder)
     error = catch_error(CheckpointError, read_janus, folder)
-    assert (error.found, error.remedy) == ("other tokens", "give the base model's tokenizer")
+    assert error.found.startswith("no token '<\uff5cbegin")
+    assert "base model's tokenizer.json" in error.expected
     (folder / "tokenizer.json").unlink()
     assert "tokenizer.json" in str(catch_error(CheckpointError, read_janus, folder))
     assert catch_error(CheckpointError, read_janus, JANUS, roles="User").field == "roles"

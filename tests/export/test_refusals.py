@@ -228,7 +228,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "config.json: n_heads",
         "unknown field block_size, caption_dim n_head,",
     ),
-    "wrong feed-forward width": (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 256"),
+    "wrong feed-forward width": (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 192 256"),
     "duplicate field": (read_duplicate_field, "config.json", "the key 'n_head' twice, with different values"),
     "unknown option for weights": (
         lambda folder: read_llamagen(C2I, VQ, weights="best"),
@@ -414,6 +414,7 @@ INVALID_CHECKPOINTS: dict[str, tuple[Reader, str, str]] = {
         "architectures",
         "with mask_image_logits",
     ),
+    "tied embeddings beside a head": (edit_anole(tie_word_embeddings=True), "tie_word_embeddings", "True False"),
     "scaled rotary positions": (edit_anole(rope_scaling={"type": "linear"}), "rope_scaling", "'linear' plain"),
     "scaled rotary positions beside plain ones": (
         edit_anole(rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "llama3"}),
