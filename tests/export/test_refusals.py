@@ -355,7 +355,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     ),
     (
         edit(JANUS, files={"tokenizer.json": lambda text: (ANOLE / "tokenizer.json").read_text()}),
-        "",
+        "no token begin base model's tokenizer.json",
         "other tokens give the base model's tokenizer",
     ),
     (edit(JANUS, model_type="chameleon"), "config.json: model_type", ""),
