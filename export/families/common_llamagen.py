@@ -255,11 +255,10 @@ def _check_feed_forward_width(checkpoint: Checkpoint, config: Config) -> None:
         rows = checkpoint.get_shape("layers.0.ffn.gate.weight")[0]
         factor = config.get_number("ffn_dim_multiplier", 1.0)
         width = int(factor * (8 * checkpoint.get_shape("embed.weight")[1] // 3))
-        if rows != -(-width // multiple) * multiple:
-            raise config.make_error(
-                "multiple_of",
-                expected=f"a number that rounds {width} up to {rows}, the width of the feed-forward weights",
-            )
+        rounded = -(-width // multiple) * multiple
+        if rows != rounded:
+            problem = f"{multiple} rounds the width {width} up to {rounded}, but the weights have {rows}"
+            raise config.make_error("multiple_of", problem)
 
 
 def _choose_num_heads(checkpoint: Checkpoint, config: Config, published_size: PublishedModelSize | None) -> int:

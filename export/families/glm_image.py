@@ -174,11 +174,11 @@ def _read_image_encoder(checkpoint: Checkpoint, config: Config, processor: Check
     weights = {n.removeprefix(prefix): weight for n, weight in checkpoint.weights.items() if n.startswith(_ENCODER)}
     part = replace(checkpoint, weights=weights, prefix=prefix, stored_names={})
     patch_size = checkpoint.get_shape(_PATCH_WEIGHT, 4)[2]
-    colours = _read_colour_normalisation(processor, patch_size)
+    colours = _read_colours(processor, patch_size)
     return load_source_image_encoder(part, config.get_section("vision_config"), *colours)
 
 
-def _read_colour_normalisation(processor: Checkpoint, patch_size: int) -> list[list[float]]:
+def _read_colours(processor: Checkpoint, patch_size: int) -> list[list[float]]:
     """Return the means and the standard deviations of red, green and blue with which images are normalised."""
     files = [processor.read_config_file(name) for name in _PREPROCESSING if (processor.path / name).is_file()]
     sections = [file.get_section("image_processor") for file in files if file.get("image_processor")]

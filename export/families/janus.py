@@ -149,10 +149,9 @@ class _DeepSeekLayout:
         library = read_tokenizer(path, num_embeddings)
         start, padding, begin = (library.token_to_id(str(name)) for name in names)
         if start is None or padding is None or begin is None:
-            expected = " and ".join(map(format_value, names))
-            raise make_file_error(
-                path, found="other tokens", expected=expected, remedy="give the base model's tokenizer"
-            )
+            missing = ", ".join(format_value(name) for name in names if library.token_to_id(str(name)) is None)
+            expected = f"{', '.join(map(format_value, names))}, as in the base model's tokenizer.json"
+            raise make_file_error(path, found=f"no token {missing}", expected=expected, remedy="give that file")
         return start, padding, begin
 
 

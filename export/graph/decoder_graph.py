@@ -110,10 +110,8 @@ class CPUDecoderWriter(DecoderGraphWriter):
         """Write the look-up of rotary tables by position.
 
         A pair (a, b) is rotated to (a cos - b sin, b cos + a sin). The graph computes this as `pair * cos +
-        swapped_pair *
-        sin`, so the sine of the first number of a pair is stored with the opposite sign. Returns cosines and sines,
-        `[nodes,
-        rows, 1, head_dim]`, and the matrix that swaps the numbers of each pair.
+        swapped_pair * sin`, so the sine of the first number of a pair is stored with the opposite sign. Returns cosines
+        and sines, `[nodes, rows, 1, head_dim]`, and the matrix that swaps the numbers of each pair.
         """
         ops = self.graph
         rope = self.rope

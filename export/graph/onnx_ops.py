@@ -88,8 +88,7 @@ class ExportGraphWriter(GraphWriter):
         """Write a matrix product of 8-bit integers, multiplied by the scales of activations and weight.
 
         The nodes dequantize both factors and multiply floats. ONNX Runtime fuses them to a product of integers, whose
-        sums
-        have no rounding errors.
+        sums have no rounding errors.
         """
         if x not in self.quantized:
             self.quantized[x] = self._write_quantize(x, with_residual)
@@ -111,15 +110,13 @@ class ExportGraphWriter(GraphWriter):
         """Write the conversion of activations `[nodes, rows, width]` to 8-bit integers.
 
         With a residual, second integers hold the rounding errors of the first. They follow along the first axis, as if
-        there
-        were twice as many nodes. Each node has a scale of its own or, with a residual, a fixed step of `self.steps`. If
-        all
-        activations of a node are 0, its integers come from a division by 0; the scale 0 cancels them.
+        there were twice as many nodes. Each node has a scale of its own or, with a residual, a fixed step of
+        `self.steps`. If all activations of a node are 0, its integers come from a division by 0; the scale 0 cancels
+        them.
 
         Returns:
             The integers, the scale `[nodes, rows, 1]` by which results must be multiplied (None with a fixed step), and
-                the
-            step of the first integers.
+            the step of the first integers.
         """
         scale = None
         step = self.steps.get(x) if with_residual else None

@@ -81,8 +81,7 @@ class DecoderConfig:
         """Factor by which a graph multiplies the products of queries and keys: 1 / sqrt(head_dim), or 1.
 
         Query weights include a factor that is a power of two, because this multiplication does not round them. If
-        queries
-        are normalised, the weights of the norm include the factor.
+        queries are normalised, the weights of the norm include the factor.
         """
         scale = self.head_dim**-0.5
         return 1.0 if self.query_key_norm or math.log2(scale).is_integer() else scale
@@ -120,9 +119,9 @@ def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
 def compute_rope_table(config: DecoderConfig) -> Tensor:
     """Compute the cosines and sines of the rotary embedding, `[positions, head_dim / 2, 2]`.
 
-    With `rotary="grid"`, a cell's row rotates the first half of the pairs, and a cell's column the second half.
-    Pair k of each half has the frequency base^(-2k / (head_dim / 2)). With `rotary="sequence"`, pair k is rotated by
-    the position, with the frequency base^(-2k / head_dim). `_compute_two_grid_rope_table` describes `rotary="grids"`.
+    With `rotary="grid"`, a cell's row rotates the first half of the pairs, and a cell's column the second half. Pair k
+    of each half has the frequency base^(-2k / (head_dim / 2)). With `rotary="sequence"`, pair k is rotated by the
+    position, with the frequency base^(-2k / head_dim). `_compute_two_grid_rope_table` describes `rotary="grids"`.
     """
     if config.rotary == "grids":
         return _compute_two_grid_rope_table(config)
@@ -150,8 +149,8 @@ def _compute_two_grid_rope_table(config: DecoderConfig) -> Tensor:
     Each image size has `config.max_sequence_length` rows of the table. A position has three coordinates: time, row and
     column. In a prompt, all three are equal. A grid that starts at p has the coordinates (p, p + row, p + column). The
     next grid starts at p plus the larger of the grid's numbers of rows and columns. The second grids of all image sizes
-    start at the same coordinates; the prompt of the first image size starts at 0. Pair k has the frequency
-    base^(-k / n), where n is the number of rotated pairs.
+    start at the same coordinates; the prompt of the first image size starts at 0. Pair k has the frequency base^(-k /
+    n), where n is the number of rotated pairs.
     """
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     sections = torch.tensor(config.rope_sections, device="cpu")
@@ -333,8 +332,7 @@ class LayerStack(nn.Module):
         """Look up cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
 
         With two grids and a table of n rows, the position id p + s * n means row p with its three coordinates (time,
-        row,
-        column) decreased by s.
+        row, column) decreased by s.
         """
         if self.config.rotary != "grids":
             return self.rope[position_ids]

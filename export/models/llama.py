@@ -94,7 +94,9 @@ def read_layer_sizes(
     config.check_sizes_match_weights(
         hidden_size=width, num_hidden_layers=layers - num_extra_layers, intermediate_size=intermediate_size
     )
-    for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
+    supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "swin_norm": False}
+    supported["tie_word_embeddings"] = bool(checkpoint.tied_weights)  # transformers would ignore a head in the files
+    for name, needed in supported.items():
         config.check_value(name, needed, None, remedy="other decoders are not supported")
     queries = checkpoint.get_shape(f"{_LAYER}.out.weight")[1]  # the width of all heads together
     if (

@@ -99,7 +99,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (edit_llamagen(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
     (edit_llamagen(norm_eps=1e308), "config.json: norm_eps", "1e+308 number up to 3.4e+38"),
     (edit_llamagen(n_heads=4), "config.json: n_heads", "unknown field block_size, caption_dim n_head,"),
-    (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 256"),
+    (edit_llamagen(multiple_of=96), "config.json: multiple_of", "96 170 192 256"),
     (read_duplicate_field, "config.json", "the key 'n_head' twice, with different values"),
     (lambda folder: read_llamagen(C2I, VQ, weights="best"), "weights", "'best' model or ema"),
     (
@@ -253,6 +253,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         "127 image tokens consecutive",
     ),
     (lambda folder: read_anole(LUMINA, VQGAN), "architectures", "with mask_image_logits"),
+    (edit(ANOLE, tie_word_embeddings=True), "tie_word_embeddings", "True False"),
     (edit(ANOLE, rope_scaling={"type": "linear"}), "rope_scaling", "'linear' plain"),
     (
         edit(ANOLE, rope_parameters={"rope_type": "default"}, rope_scaling={"rope_type": "llama3"}),
@@ -355,7 +356,7 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
     (
         edit(JANUS, files={"tokenizer.json": lambda text: (ANOLE / "tokenizer.json").read_text()}),
         "",
-        "other tokens give the base model's tokenizer",
+        "no token of base model's tokenizer.json",
     ),
     (edit(JANUS, model_type="chameleon"), "config.json: model_type", ""),
     (

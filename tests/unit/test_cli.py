@@ -354,11 +354,11 @@ def test_the_program_prints_help_or_its_version(program: Any) -> None:
     [
         (
             ["run", "a red cube", "--seed", "random"],
-            "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
+            "--seed: found 'random', expected a whole number; without it, a random seed ",
         ),
         (
             ["edit", "a.png", "--seed", "random"],
-            "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
+            "--seed: found 'random', expected a whole number; without it, a random seed ",
         ),
         (["run", "a red cube", "--top-p", "most"], "--top-p: found 'most', expected a number"),
         (["run", "--class-id", "3.5"], "--class-id: found '3.5', expected a whole number"),

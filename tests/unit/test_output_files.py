@@ -86,7 +86,7 @@ def test_a_mount_point_as_output_is_rejected_before_the_work() -> None:
 @pytest.mark.parametrize(
     ("function", "number"), [("tempfile.TemporaryFile", errno.EROFS), ("pathlib.Path.iterdir", errno.EACCES)]
 )
-def test_an_unusable_output_folder_is_rejected_before_the_work(
+def test_an_unusable_output_is_rejected_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
     def fail(*_: object, **__: object) -> None:
