@@ -48,18 +48,12 @@ CHUNK_NUMBERS = 1 << 23  # maximum count of numbers that are converted to float3
 
 @dataclass(frozen=True)
 class Precisions:
-    """Precisions that the user chose.
-
-    Args:
-        target: precision of the target.
-        compute_type: type in which target and drafter compute, and in which they store weights that are not integers.
-        lossless: whether graphs without rounding store a weight as float16 if this changes no number.
-        vq: precision of the image decoder.
-    """
+    """Precisions that the user chose."""
 
     target: Precision = "fp32"
+    # Type in which target and drafter compute, and in which they store weights that are not integers.
     compute_type: ComputeType = "float32"
-    lossless: bool = False
+    lossless: bool = False  # whether graphs without rounding store a weight as float16 if this changes no number
     vq: VQPrecision = "fp32"
 
     def get_precision(self, role: str) -> Precision:
