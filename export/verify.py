@@ -232,10 +232,7 @@ def verify_bundle(
 def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[VerificationReport, str | None]:
     """Compare the graphs of an engine folder with the bundle's graphs, and the engines with the folder's graphs.
 
-    The engines run only if this host has the GPU that they were built for.
-
-    Returns:
-        The report, and the reason why the engines did not run, or None if they ran.
+    The engines run only if this host has the GPU that they were built for. Otherwise the second result is the reason.
 
     Raises:
         EngineError: the folder belongs to another bundle, or a file has changed since the build.

@@ -82,11 +82,8 @@ class ChameleonTarget:
     ) -> BundleContents:
         """Read the target and its drafter, and return the contents of a bundle with a VQGAN.
 
-        Args:
-            vqgan: image tokenizer.
-            drafter: folder of the drafter; None: no drafter.
-            num_extra_tokens: number of tokens after the codes, up to the end-of-row token.
-            fields: other arguments of `build_image_model`.
+        `num_extra_tokens` are the tokens after the codes, up to the end-of-row token. `fields` are for
+        `build_image_model`.
         """
         decoder, embeddings, condition = self.load_decoder_and_condition()
         offset = self.code_token_ids.start

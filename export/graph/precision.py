@@ -109,13 +109,8 @@ def choose_storage_types(
 ) -> dict[str, StorageType]:
     """Choose the stored type of each floating-point weight of a graph, without reading the numbers.
 
-    Args:
-        weights: weights by name.
-        names_in_checkpoint: names of the checkpoint's weights. Other weights, such as rotary tables, are computed, and
-            are stored in a smaller type only if this loses nothing.
-        matrix_names: names of the weights of linear layers, `[in, out]`.
-        storage_rule: storage rule of the graph.
-        compute_type: type that the graph computes in.
+    Weights that are not in the checkpoint, such as rotary tables, are computed. They are stored in a smaller type only
+    if this loses nothing.
     """
     return {
         name: choose_storage_type(
