@@ -48,9 +48,7 @@ class CacheColumnMap(BaseKVCache):
     def truncate(self, lengths: Ints) -> None:
         super().truncate(lengths)
         for columns, length in zip(self.column_of, lengths.tolist(), strict=True):
-            columns[
-                length:
-            ].sort()  # columns of removed entries are free again, and free columns are in ascending order
+            columns[length:].sort()  # with the columns of removed entries, the free columns are in ascending order
 
     def select_rows(self, rows: Ints) -> None:
         super().select_rows(rows)

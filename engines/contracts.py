@@ -15,12 +15,8 @@ Array = NDArray[Any]
 DTypes = Mapping[str, type[np.generic]]  # types of a graph's tensors by name
 # NumPy has no bfloat16: its bits are stored and copied as float16.
 STORAGE_DTYPES = {"bfloat16": "float16"}
-Progress = Callable[
-    [str, int, int], None
-]  # progress callback: description, number of steps done, total number of steps
-Function = Callable[
-    [Mapping[str, Array]], list[Array]
-]  # takes inputs by name, and returns outputs in the declared order
+Progress = Callable[[str, int, int], None]  # gets a description, the number of steps done, and the number of all steps
+Function = Callable[[Mapping[str, Array]], list[Array]]  # takes inputs by name, returns outputs in the declared order
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .output.files import (
     check_new_folder,
     convert_output_errors,
     find_cache_folder,
-    wait_for_folder,
+    lock_folder,
 )
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
 
     with convert_output_errors(folder, (OSError,)):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    with wait_for_folder(folder.parent, report_wait):
+    with lock_folder(folder.parent.resolve(), report_wait):
         if find_cached_bundle(name) is None:  # otherwise another program exported the bundle while it held the lock
             export_bundle(name, folder, choose_default_precision(), progress)
     return folder

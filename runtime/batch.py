@@ -244,7 +244,8 @@ class Batch:
                 device_outputs.append((output, part))
         best = logits.sample_top_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):
-            output.store_chosen_codes(sampled_nodes, np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE))
+            valid = np.where(np.isfinite(scores[:, 0]), codes[:, 0], NO_CODE)
+            output.store_chosen_codes(sampled_nodes, valid.tolist())
 
     def _commit_tokens(self, commits: Sequence[CommittedTokens]) -> None:
         commit_of = {commit.sequence: commit for commit in commits}

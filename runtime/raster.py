@@ -138,9 +138,7 @@ class RowEndLayout(RasterLayout):
         # An end-of-row token after the last known code must be inserted, too. So 0 stands for the unknown next code,
         # and is removed again.
         tokens = self.insert_row_ends(np.append(codes, 0))[:-1]
-        follows = np.append(
-            tokens[1:] == self.row_end, False
-        )  # whether the next token is an end-of-row token, [tokens]
+        follows = np.append(tokens[1:] == self.row_end, False)  # whether an end-of-row token is next, [tokens]
         for start in range(0, len(tokens), max_nodes):
             part = slice(start, start + max_nodes)
             count = len(tokens[part])

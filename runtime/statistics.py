@@ -64,23 +64,38 @@ class SequenceStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of a whole decode."""
+    """Statistics of a whole decode.
 
-    method: str  # name of the method
-    images: int  # number of images
-    # Number of target passes, each over the batch, or over one sequence to recompute a near-tie.
+    Attributes:
+        method: name of the method.
+        images: number of images.
+        target_passes: number of target passes, each over the batch, or over one sequence to recompute a near-tie.
+        drafter_passes: number of drafter passes.
+        tokens_per_forward_pass: generated tokens of an image divided by the target passes that included the image,
+            averaged over images.
+        accepted_lengths: number of steps that accepted 0, 1, 2, ... draft tokens. The token sampled after the accepted
+            path does not count.
+        seconds: wall-clock time of the decode.
+        target_seconds: time in the target's passes and in appending to its cache.
+        drafter_seconds: time in the drafter's passes and in appending to its cache.
+        host_seconds: remaining time, spent in the Python code of the decode.
+        realised_tvd: total variation distance from the target's distribution that relaxed acceptance caused, summed
+            over the tokens of an image, averaged over images.
+        per_image: statistics of each image.
+    """
+
+    method: str
+    images: int
     target_passes: int
-    drafter_passes: int  # number of drafter passes
-    # Generated tokens of an image divided by the target passes that included the image, averaged over images.
+    drafter_passes: int
     tokens_per_forward_pass: float
-    # Number of steps that accepted 0, 1, 2, ... draft tokens. The token sampled after the accepted path does not count.
     accepted_lengths: list[int]
-    seconds: float  # wall-clock time of the decode
-    target_seconds: float  # time in the target's passes and in appending to its cache
-    drafter_seconds: float  # time in the drafter's passes and in appending to its cache
-    host_seconds: float  # remaining time, spent in the Python code of the decode
-    realised_tvd: float  # mean of `SequenceStatistics.realised_tvd` over images
-    per_image: list[SequenceStatistics] = field(repr=False)  # statistics of each image
+    seconds: float
+    target_seconds: float
+    drafter_seconds: float
+    host_seconds: float
+    realised_tvd: float
+    per_image: list[SequenceStatistics] = field(repr=False)
 
 
 def summarize_decode(

@@ -37,9 +37,7 @@ class LogitBlock:
     logits: Floats  # guided logits, float32 `[nodes, vocab_size]`
     # Gumbel noise of the sampled tokens, float32 `[nodes, vocab_size]`; None if greedy or not sampled yet.
     noise: Floats | None = None
-    # For each node, the difference between the largest and the second largest sum of logit and noise. Empty before
-    # sampling. Also empty with top-k or top-p, because rounding may then change the token whatever the difference is.
-    margins: Sequence[float] = ()
+    margins: Sequence[float] = ()  # margin of each node, see `choose_codes_with_margins`; empty before sampling
 
 
 class DraftNodes(Protocol):
@@ -123,7 +121,7 @@ class TargetOutput:
         if node not in self._choices:
             block = self._get_logit_block(node)
             block.noise = self._read_noise(block.first_node, block.logits)
-            if self.recompute_node_logits is None or self.sampling.filters_tokens:
+            if self.recompute_node_logits is None:
                 codes = choose_codes(block.logits, block.noise, self.sampling).tolist()
             else:
                 codes, block.margins = choose_codes_with_margins(block.logits, block.noise, self.sampling)
@@ -159,15 +157,15 @@ class TargetOutput:
             if not self.sequence.greedy:
                 size = guided.shape[1]
                 noise = np.concatenate([self.noise.gumbel(self.next_code_indices[node], 1, size) for node in nodes])
-            self.store_chosen_codes(nodes, choose_codes(guided, noise, self.sampling))
+            self.store_chosen_codes(nodes, choose_codes(guided, noise, self.sampling).tolist())
         return np.array([self._choices[node] for node in nodes], np.int64)
 
-    def store_chosen_codes(self, nodes: Sequence[int], codes: Ints, block: LogitBlock | None = None) -> None:
+    def store_chosen_codes(self, nodes: Sequence[int], codes: Sequence[int], block: LogitBlock | None = None) -> None:
         """Store tokens that were sampled elsewhere, on a device or together with other sequences.
 
         `block` has logits and noise of the nodes; None if they are on a device.
         """
-        self._choices.update(zip(nodes, codes.tolist(), strict=True))
+        self._choices.update(zip(nodes, codes, strict=True))
         self._block = block
 
     def _stays_best_under_rounding(self, node: int, code: int) -> bool:
@@ -233,12 +231,7 @@ def choose_tokens_together(logits: DeviceArray, target_outputs: Iterable[TargetO
             noise = np.concatenate(
                 [output.noise.gumbel(output.next_code_indices[0], nodes, size) for output in outputs]
             )
-        margins: list[float] = []  # see `LogitBlock.margins`; empty with filters
-        if sampling.filters_tokens:
-            codes = choose_codes(guided, noise, sampling)
-        else:
-            chosen, margins = choose_codes_with_margins(guided, noise, sampling)
-            codes = np.array(chosen, np.int64)
+        codes, margins = choose_codes_with_margins(guided, noise, sampling)
         for i, output in enumerate(outputs):
             part = slice(i * nodes, (i + 1) * nodes)
             block = LogitBlock(0, guided[part], None if noise is None else noise[part], margins[part])

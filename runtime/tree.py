@@ -129,9 +129,7 @@ class DraftTree:
     """Tree of draft tokens of one sequence, which is never changed after it was built."""
 
     tokens: Ints  # token of each node, int64 `[nodes]`
-    parents: (
-        Ints  # parent of each node, int64 `[nodes]`, -1 for the root; a parent has a smaller index than its children
-    )
+    parents: Ints  # parent of each node, int64 `[nodes]`, -1 for the root; a parent comes before its children
     # Function from a node to the distribution from which its children were sampled without replacement, one after
     # another; the function returns None if they were not sampled (q = 1). A function, because acceptance visits few
     # nodes, and only their distributions need to be computed.
@@ -167,9 +165,7 @@ class TreeStructure:
 
     depths: Ints  # depth of each node, 0 for the root, int64 `[nodes]`
     children: tuple[tuple[int, ...], ...]  # children of every node, sorted by `leaf_rank`, else in node order
-    ancestor_mask: (
-        Bools  # whether the column node is the row node or an ancestor of the row node, bool `[nodes, nodes]`
-    )
+    ancestor_mask: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
     leaf_rank: Ints  # smallest index in `leaf_order` of a leaf below each node, int64 `[nodes]`
     is_chain: bool  # whether every node is the parent of the next node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import multiprocessing
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,32 @@ EXPORT_SOURCES = (  # files and folders that determine the content of the export
 )
 
 
+NOT_QUICK = (  # modules of `tests/unit` that `pytest -m quick` leaves out
+    "test_exactness.py",
+    "test_examples.py",
+    "test_extending_family.py",
+    "test_growth.py",
+    "test_how_the_program_ends.py",
+    "test_types.py",
+)
+
+
 write_checkpoints()  # before test modules are imported: some read a checkpoint
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the modules of other folders than `tests/unit` for quick tests."""
+    is_other_folder = collection_path.parent == ROOT / "tests" and collection_path.name != "unit"
+    return True if config.getoption("-m") == "quick" and is_other_folder else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the quick tests."""
+    for item in items:
+        is_unit_test = item.path.parent == ROOT / "tests" / "unit" and item.path.name not in NOT_QUICK
+        if is_unit_test and not item.get_closest_marker("slow"):
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -127,9 +153,7 @@ def _export_once(
     """Export a bundle unless it is in the cache, and return a copy that tests may change.
 
     Args:
-        factory: factory of temporary folders.
-        name: fixture name and bundle name, as in `c2i_bundle/tiny-c2i`.
-        export: function that writes the bundle to a path and returns the path.
+        name: folder in the cache and name of the bundle, as in `c2i_bundle/tiny-c2i`.
         libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
     """
     for library in ("torch", "onnx", "onnxruntime", "safetensors", *libraries):
@@ -137,13 +161,21 @@ def _export_once(
     import torch
 
     torch.set_num_threads(1)
-    fixture, bundle = name.split("/")
-    folder = _prepare_cache_folder()
-    with _hold_lock(folder / f"{fixture}.lock"):
-        if not (folder / fixture / bundle).is_dir():
-            shutil.rmtree(folder / fixture, ignore_errors=True)
-            export(folder / fixture / bundle)
-    return shutil.copytree(folder / fixture / bundle, factory.mktemp("bundles") / bundle)
+    name, bundle = name.split("/")
+    code = Path(inspect.getfile(getattr(export, "func", export))).read_bytes()
+    folder = _prepare_cache_folder() / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
+    with _hold_lock(folder.with_suffix(".lock")):
+        if not (folder / bundle).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            export(folder / bundle)
+    return shutil.copytree(folder / bundle, factory.mktemp("bundles") / bundle)
+
+
+@pytest.fixture(scope="session")
+def export_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return `_export_once` for exports that only one test module needs."""
+    return partial(_export_once, tmp_path_factory)
 
 
 # ---------------------------------------------------------------- LlamaGen
@@ -160,11 +192,6 @@ def _make_llamagen_fixture(
     """Create a session fixture that exports a LlamaGen bundle.
 
     Args:
-        fixture: name of the fixture.
-        description: docstring of the fixture.
-        target: path of the target checkpoint below `tests/data`.
-        drafter: true to export the EAGLE drafter, too.
-        compute: dtype of activations, such as `float16`.
         precision: precision of stored weights, such as `int8`; None for the default of `compute`.
     """
 
@@ -319,6 +346,12 @@ def glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export Janus from DeepSeek's layout: 4 x 4 codes."""
+    return _export_family(tmp_path_factory, "janus", {"target": DATA / "janus-deepseek/deepseek"}, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export Emu3-Gen without a drafter, with the image sizes and the negative prompt of the recorded runs."""
 
@@ -341,6 +374,23 @@ def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
 
     return _export_once(tmp_path_factory, "emu3_bundle/tiny-emu3", export, ("tokenizers",))
+
+
+@pytest.fixture(scope="session")
+def emu35_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export Emu3.5-Image, for the image sizes of the recorded runs."""
+
+    def export(output: Path) -> Path:
+        from family_readers import read_emu35
+
+        from lantern_rt.export.families import emu35
+        from lantern_rt.export.writer import export_model
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(emu35, "SIZES", ((4, 5), (5, 3), (2, 12), (10, 11)))
+            return export_model(read_emu35(DATA / "emu3.5/model", DATA / "emu3.5/vq"), output)
+
+    return _export_once(tmp_path_factory, "emu35_bundle/tiny-emu35", export, ("tokenizers",))
 
 
 @pytest.fixture(scope="session")
@@ -382,14 +432,7 @@ def _export_grouped_family(tmp_path_factory: pytest.TempPathFactory, family: str
 def _export_family(
     tmp_path_factory: pytest.TempPathFactory, family: str, options: dict[str, Any], libraries: tuple[str, ...] = ()
 ) -> Path:
-    """Export a model family, or return a copy of an earlier export.
-
-    Args:
-        tmp_path_factory: factory of temporary folders.
-        family: name of the model family.
-        options: checkpoints and export options, by name of the option.
-        libraries: modules that this export imports besides torch, onnx, onnxruntime and safetensors.
-    """
+    """Export a model family, or return a copy of an earlier export."""
 
     def export(output: Path) -> Path:
         from lantern_rt.export.registry import read_family_checkpoints

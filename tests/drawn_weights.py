@@ -103,7 +103,6 @@ class TorchGenerator:
         self.spare_normal: float | None = None  # Box-Muller makes pairs: the number that the next call returns
 
     def sample_normals(self, count: int) -> Floats:
-        """Return the `count` float32 numbers that `torch.randn` returns."""
         if count < 16:
             return np.array([self._sample_normal_in_double() for _ in range(count)], np.float32)
         uniform = self._sample_uniforms(count)

@@ -162,9 +162,8 @@ class BoundForwardPass:
         shape = feeds["conditional"].shape
         sampler = self._samplers.pop((head, shape), None)
         noise_table = feeds.get("noise")
-        if (
-            sampler is None or sampler.noise_table is not noise_table
-        ):  # a larger noise table may have replaced the table
+        # A larger noise table may have replaced the table.
+        if sampler is None or sampler.noise_table is not noise_table:
             inputs = self._buffer.allocate_tensors(_select_host_arrays(feeds), self._sampler_offset)
             drawn = self.device.empty((2, *shape, head.num_best), "float32")
             values = {**feeds, **inputs, "logits": self.outputs["logits"], "drawn": drawn}

@@ -30,7 +30,7 @@ COMMANDS = {
     "push": ("push", "Upload a bundle to the Hugging Face Hub, with a model card."),
     "verify": ("verify", "Compare a bundle's graphs with the checkpoints they were exported from."),
 }
-_REMEDIES = {"seed": "without it, a seed is drawn and printed", "size": "--scale 2 enlarges the image twice"}
+_REMEDIES = {"seed": "without it, a random seed is chosen and printed", "size": "--scale 2 enlarges the image twice"}
 
 
 class _CliCommand(TyperCommand):

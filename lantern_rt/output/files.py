@@ -145,54 +145,43 @@ def _create_hidden_folder(output_path: Path) -> Iterator[Path]:
     """Create a temporary folder beside `output_path`. Remove temporary folders that killed programs left there."""
     name = f".{output_path.name[:100]}."
     for abandoned in output_path.parent.glob(f"{glob.escape(name)}*.partial"):
-        with suppress(OSError), _lock_folder(abandoned) as locked:
-            if locked:
+        with suppress(OSError, OutputError), lock_folder(abandoned) as locked:
+            if locked and abandoned.stat().st_uid == os.geteuid():
                 shutil.rmtree(abandoned, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(".partial", name, output_path.parent, ignore_cleanup_errors=True) as work,
-        _lock_folder(Path(work)),
+        lock_folder(Path(work)),
     ):
         yield Path(work)
 
 
 @contextmanager
-def _lock_folder(folder: Path) -> Iterator[bool]:
-    """Try to lock a folder until the program ends. Yield whether this user owns it and the lock was acquired."""
+def lock_folder(folder: Path, report_wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Lock a folder for the `with` block. The lock leaves no file, and ends with the program.
+
+    Args:
+        report_wait: called before the wait for another program or thread that holds the lock; None: do not wait.
+
+    Yields:
+        Whether the folder is locked. Windows and some network disks have no locks.
+    """
     if fcntl is None:
         yield False
         return
-    handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = os.fstat(handle).st_uid == os.geteuid()
-        except OSError:  # Another program holds the lock, or the disk does not support locks.
-            locked = False
-        yield locked
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def wait_for_folder(folder: Path, report_wait: Callable[[], None]) -> Iterator[None]:
-    """Lock a folder for the `with` block; if another program or thread has locked it, wait until it is free.
-
-    The lock leaves no file, and every user can take it. Without locks (on Windows, on some network disks) nobody waits.
-    """
-    if fcntl is None:
-        yield
-        return
     with convert_output_errors(folder, (OSError,)):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        locked = True
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report_wait()
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            locked = report_wait is not None
+            if report_wait is not None:
+                report_wait()
+                fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            pass
-        yield
+            locked = False
+        yield locked
     finally:
         os.close(handle)
 

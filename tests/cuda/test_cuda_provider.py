@@ -49,7 +49,7 @@ def pipe() -> Pipeline:
         return Pipeline.from_bundle("scenes", provider="cuda")
 
 
-def test_loading_a_bundle_without_cudnn_raises_an_error_that_says_how_to_install_cudnn() -> None:
+def test_a_missing_cudnn_is_an_error_that_says_how_to_install_it() -> None:
     with pytest.raises(EngineError) as caught:
         Pipeline.from_bundle("scenes", provider="cuda")
     assert caught.value.remedy.startswith("install cuDNN")
@@ -79,7 +79,7 @@ def make_chain_pass(pipe: Pipeline) -> Callable[[], None]:
     return run_pass
 
 
-def test_a_forward_pass_with_append_and_truncate_needs_a_limited_number_of_operations(pipe: Pipeline) -> None:
+def test_a_pass_with_append_and_truncate_needs_few_operations(pipe: Pipeline) -> None:
     """Check upper bounds, so that the test fails if a change adds operations."""
     run_pass = make_chain_pass(pipe)
     layers = open_bundle("scenes").manifest.target.num_layers
@@ -92,7 +92,7 @@ def test_a_forward_pass_with_append_and_truncate_needs_a_limited_number_of_opera
     assert ops.bytes_down <= 4, "logits stay on the device until they are read"
 
 
-def test_a_forward_pass_with_a_recorded_shape_is_a_single_graph_launch(pipe: Pipeline) -> None:
+def test_a_recorded_pass_is_one_graph_launch(pipe: Pipeline) -> None:
     run_pass = make_chain_pass(pipe)
     for _ in range(3):  # twice before it is recorded
         run_pass()
@@ -104,7 +104,7 @@ def test_a_forward_pass_with_a_recorded_shape_is_a_single_graph_launch(pipe: Pip
     assert ops.allocations == 0, "memory is allocated in earlier passes"
 
 
-def test_the_kv_cache_of_a_new_image_reuses_the_memory_block_of_a_released_kv_cache(pipe: Pipeline) -> None:
+def test_a_new_kv_cache_reuses_the_memory_of_a_released_one(pipe: Pipeline) -> None:
     target = pipe.engines.target
     cache = target.make_cache(2, PAST_LENGTH)
     block = cache.block_handle.block
@@ -141,7 +141,7 @@ def test_every_decoding_method_runs_on_the_cuda_provider(pipe: Pipeline, method:
     ("method", "launches", "reads"),
     [("ar", 2, 1), ("sjd:window=3", 2, 3), ("lantern++", 1, 3), ("eagle:tree=dynamic-8-4-2:drafter=eagle", 10, 5)],
 )
-def test_a_decoding_step_needs_a_limited_number_of_graph_launches_and_copies(
+def test_a_decoding_step_needs_few_graph_launches_and_copies(
     pipe: Pipeline, method: str, launches: int, reads: int
 ) -> None:
     ops = count_step_operations(pipe, method)
@@ -156,7 +156,7 @@ def test_a_decoding_step_needs_a_limited_number_of_graph_launches_and_copies(
 )
 @pytest.mark.parametrize("method", ["ar", "sjd:window=1", "rows:window=3"])
 @pytest.mark.parametrize("shape", ["Lumina2-7B", "GLM-Image-9B"])
-def test_a_decoding_step_of_lumina2_and_glm_image_copies_to_the_host_once(
+def test_a_step_of_lumina2_and_glm_image_copies_to_the_host_once(
     shape: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count the copies of a step in GLM-Image's small grid, where the method `rows` generates one token per pass."""
@@ -170,7 +170,7 @@ def test_a_decoding_step_of_lumina2_and_glm_image_copies_to_the_host_once(
     assert ops.captures == ops.allocations == 0
 
 
-def test_threads_can_decode_while_another_thread_records_a_cuda_graph(pipe: Pipeline) -> None:
+def test_threads_can_decode_while_another_records_a_cuda_graph(pipe: Pipeline) -> None:
     """Decode in four threads. Like CUDA, the stubs reject allocations and copies while any thread records a graph."""
 
     def count_steps(seed: int) -> int:
@@ -181,7 +181,7 @@ def test_threads_can_decode_while_another_thread_records_a_cuda_graph(pipe: Pipe
     assert ops.captures > 0
 
 
-def test_a_device_array_allocates_little_more_memory_than_its_size() -> None:
+def test_a_device_array_allocates_little_more_than_its_size() -> None:
     with null_cuda.count_cuda_operations() as ops:
         array = device.OrtDevice("cuda").zeros((3, 1 << 20), "float32")
     assert array.shape() == [3, 1 << 20]
@@ -200,7 +200,7 @@ def test_a_device_array_allocates_little_more_memory_than_its_size() -> None:
         ("bf16+bfloat16", "AttentionKernelIN7cutlass10bfloat16_t", 1),
     ],
 )
-def test_each_precision_of_weights_runs_the_expected_cuda_kernels(
+def test_each_precision_runs_the_expected_cuda_kernels(
     name: str, kernel: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "check_provider", lambda name: None)

@@ -25,7 +25,7 @@ BUNDLE_FIXTURES = [
 
 
 @pytest.mark.parametrize("fixture", BUNDLE_FIXTURES)
-def test_every_model_family_generates_the_same_tokens_on_a_device_as_on_the_cpu(
+def test_every_family_generates_the_same_tokens_as_on_the_cpu(
     request: pytest.FixtureRequest, provider: str, fixture: str
 ) -> None:
     folder = request.getfixturevalue(fixture)

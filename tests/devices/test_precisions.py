@@ -17,9 +17,7 @@ pytest.importorskip("torch", reason="needs lantern-rt[export]")
     "precisions",  # dtype of activations, and precision of stored weights
     ["float16 fp16", "float16 int8-weights", "float16 int4-weights", "float32 int4-weights", "bfloat16 bf16"],
 )
-def test_logits_on_a_device_agree_with_the_logits_on_the_cpu_up_to_rounding(
-    tmp_path: Path, provider: str, precisions: str
-) -> None:
+def test_logits_agree_with_the_cpu_up_to_rounding(tmp_path: Path, provider: str, precisions: str) -> None:
     from random_bundle import SHAPES, random_bundle
 
     folder = random_bundle(SHAPES["tiny"], tmp_path / "bundle", *precisions.split())

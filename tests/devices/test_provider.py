@@ -57,7 +57,6 @@ def cpu_pipe(float_scenes_bundle: Path) -> Pipeline:
 
 
 def generate_first_codes(pipe: Pipeline, method: str, count: int = STEPS, **options: float) -> list[list[int]]:
-    """Return the codes of the first `count` steps of a generation, for each image."""
     steps = list(islice(pipe.stream("a red sphere on sand", seed=5, method=method, **options), count))
     return [codes.tolist() for codes in steps[-1].codes]
 
@@ -79,7 +78,7 @@ def test_sampled_tokens_on_a_device_equal_the_tokens_on_the_cpu(
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2:drafter=eagle"])
-def test_recorded_and_replayed_forward_passes_generate_the_same_tokens_as_the_cpu(
+def test_recorded_and_replayed_passes_generate_the_cpus_tokens(
     device_pipe: Pipeline, cpu_pipe: Pipeline, method: str
 ) -> None:
     assert generate_first_codes(device_pipe, method, RECORDED_STEPS) == generate_first_codes(
@@ -88,7 +87,7 @@ def test_recorded_and_replayed_forward_passes_generate_the_same_tokens_as_the_cp
 
 
 @pytest.mark.parametrize("providers_template", ["{},drafter=cpu", "cpu,drafter={}"])
-def test_a_target_and_a_drafter_on_different_providers_generate_the_same_tokens(
+def test_target_and_drafter_may_be_on_different_providers(
     float_scenes_bundle: Path, cpu_pipe: Pipeline, provider: str, providers_template: str
 ) -> None:
     providers = providers_template.format(provider)
@@ -99,15 +98,13 @@ def test_a_target_and_a_drafter_on_different_providers_generate_the_same_tokens(
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}], ids=str)
-def test_tokens_sampled_with_top_k_or_top_p_on_a_device_equal_the_tokens_on_the_cpu(
+def test_tokens_sampled_with_filters_equal_the_cpus_tokens(
     device_pipe: Pipeline, cpu_pipe: Pipeline, filters: dict[str, float]
 ) -> None:
     assert generate_first_codes(device_pipe, "ar", **filters) == generate_first_codes(cpu_pipe, "ar", **filters)
 
 
-def test_logits_and_hidden_states_on_a_device_agree_with_the_cpu_up_to_rounding(
-    device_pipe: Pipeline, cpu_pipe: Pipeline
-) -> None:
+def test_logits_and_states_agree_with_the_cpu_up_to_rounding(device_pipe: Pipeline, cpu_pipe: Pipeline) -> None:
     (prompt,) = compute_prefixes(
         device_pipe.bundle, device_pipe.engines, device_pipe.check("a red cube on sand", method="ar").images
     )
@@ -123,14 +120,14 @@ def test_logits_and_hidden_states_on_a_device_agree_with_the_cpu_up_to_rounding(
         np.testing.assert_allclose(values, expected, atol=1e-4)
 
 
-def test_decoded_images_on_a_device_agree_with_the_images_on_the_cpu(device_pipe: Pipeline, cpu_pipe: Pipeline) -> None:
+def test_decoded_images_agree_with_the_cpus_images(device_pipe: Pipeline, cpu_pipe: Pipeline) -> None:
     codes = np.random.default_rng(0).integers(0, device_pipe.bundle.manifest.codebook_size, (1, 256))
     np.testing.assert_allclose(
         device_pipe.engines.decode_images(codes), cpu_pipe.engines.decode_images(codes), atol=1e-4
     )
 
 
-def test_reading_vectors_gathering_rows_and_writing_noise_on_a_device_agree_with_numpy(provider: str) -> None:
+def test_vector_reads_gathers_and_noise_agree_with_numpy(provider: str) -> None:
     device = OrtDevice(provider)
     rng = np.random.default_rng(1)
     first_vectors, second_vectors = (

@@ -49,13 +49,7 @@ def copy_json(path: Path, output_path: Path, **changes: Any) -> Path:
 
 
 def copy_weights(folder: Path, source: Path, change_weights: Edit) -> Path:
-    """Copy a checkpoint file in LlamaGen's official layout and change the weights; return the path of the copy.
-
-    Args:
-        folder: folder of the copy; the file name is the name of the source.
-        source: checkpoint file.
-        change_weights: function that changes the dict of weights in place.
-    """
+    """Copy a checkpoint file in LlamaGen's official layout and change the weights; return the path of the copy."""
     weights: Weights = torch.load(source, weights_only=True)["model"]
     change_weights(weights)
     output_path = folder / source.name
@@ -69,10 +63,6 @@ def copy_checkpoint(
     """Copy the folder of a checkpoint with changes; return the folder of the copy.
 
     Args:
-        source: folder of the checkpoint.
-        output_path: folder of the copy.
-        weights: function that changes the dict of weights in place; the changed weights are saved as safetensors.
-        config: function that changes the object of `config.json` in place.
         **fields: fields of `config.json` to change; the value None removes a field.
     """
     shutil.copytree(source, output_path, dirs_exist_ok=True)
@@ -92,14 +82,7 @@ def copy_checkpoint(
 
 
 def copy_as_shards(source: Path, output_path: Path, ending: str = "safetensors", shards: int = 3) -> Path:
-    """Copy a checkpoint and split its weights into several files with an index; return the folder of the copy.
-
-    Args:
-        source: folder of the checkpoint.
-        output_path: folder of the copy.
-        ending: file name extension of the weights, `safetensors` or `bin`.
-        shards: number of weight files.
-    """
+    """Copy a checkpoint and split its weights into several files with an index; return the folder of the copy."""
     shutil.copytree(source, output_path)
     old_file = output_path / "pytorch_model.bin"
     weights = (

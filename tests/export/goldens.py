@@ -42,7 +42,6 @@ def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
     """Compute the embeddings of token ids, `[rows, tokens, width]`, with the condition graph of a bundle.
 
     Args:
-        bundle: folder of the bundle.
         ids: token ids, `[tokens]` or `[rows, tokens]`.
     """
     tokens = np.atleast_2d(np.array(ids, np.int64))
@@ -52,13 +51,7 @@ def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
 
 
 def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
-    """Run a graph without optimizations; return the named outputs and inner values, in the order of `names`.
-
-    Args:
-        path: ONNX file of the graph.
-        names: names of the float32 values to return.
-        feeds: inputs of the graph by name.
-    """
+    """Run a graph without optimizations; return the named outputs and inner values, in the order of `names`."""
     model = onnx.load(path)
     for name in names:
         if name not in {value.name for value in model.graph.output}:
@@ -75,11 +68,6 @@ class GraphRunner:
     """Runner of a decoder graph, with a KV cache that grows with every forward pass.
 
     A node is a token of a forward pass: a token of the sequence or of a draft tree.
-
-    Args:
-        bundle: folder of the bundle.
-        role: role of the graph, `target` or `drafter`.
-        rows: number of batch rows.
     """
 
     def __init__(self, bundle: Path, role: str = "target", rows: int = 1) -> None:
@@ -135,8 +123,6 @@ class PromptRunner:
     """Runner of the conditional and the unconditional row of a prompt, with one KV cache for each row.
 
     Args:
-        bundle: folder of the bundle.
-        cond: token ids of the conditional prompt.
         uncond: token ids of the unconditional prompt; None without guidance.
         first_code: token id of code 0, if the condition graph embeds only text tokens; None if it embeds all tokens.
     """
@@ -160,7 +146,6 @@ class PromptRunner:
         Args:
             tokens: token ids, int64 `[nodes]`.
             depth: depths of the nodes in a draft tree, int64 `[nodes]`; None for consecutive tokens.
-            **visible: attention mask, as keyword arguments of `GraphRunner.step`.
         """
         embeds = embed_tokens(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
         positions = [None if depth is None else run.length + depth for run in self.row_runs]
@@ -171,11 +156,6 @@ class PromptRunner:
 
 
 def mix_guidance_rows(logits: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
-    """Return guided logits: `uncond + scale * (cond - uncond)`.
-
-    Args:
-        logits: logits of all conditional batch rows, then of all unconditional batch rows.
-        scale: guidance scale.
-    """
+    """Return guided logits: `uncond + scale * (cond - uncond)`."""
     cond, uncond = np.split(logits, 2)
     return uncond + np.float32(scale) * (cond - uncond)

@@ -11,7 +11,6 @@ from typing import Any
 
 from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint, copy_published_emu3
 from random_drafter import save_random_drafter
-from small_janus import make_random_janus, write_janus
 from small_models import save_t5
 from stand_in_hub import REPOSITORIES, environment, run
 
@@ -68,9 +67,8 @@ def list_small_glm_image_sources(_folder: Path) -> ExportSources:
     return {"target": DATA / "glm-image"}, {"grid": 2}
 
 
-def list_small_janus_sources(folder: Path) -> ExportSources:
-    write_janus(make_random_janus(), folder / "janus")
-    return {"target": folder / "janus"}, {}
+def list_small_janus_sources(_folder: Path) -> ExportSources:
+    return {"target": DATA / "janus-deepseek/deepseek"}, {}
 
 
 def list_small_emu3_sources(folder: Path) -> ExportSources:
@@ -103,15 +101,7 @@ SMALL_CHECKPOINTS: dict[str, Callable[[Path], ExportSources]] = {
 
 
 class EmptyCacheHost:
-    """Machine with empty caches, whose hub serves a small model under a published name.
-
-    Args:
-        hub: address of the hub.
-        folder: folder of the host's files.
-        name: name of the published model.
-        revision: `@` and the revision of the checkpoints; empty for `main`.
-        **fields: fields of the model's `PublishedModel` to replace.
-    """
+    """Machine with empty caches, whose hub serves a small model under a published name."""
 
     def __init__(self, hub: str, folder: Path, name: str = NAME, revision: str = "", **fields: Any) -> None:
         self.hub = hub
@@ -153,18 +143,11 @@ class EmptyCacheHost:
         return run(hub or self.hub, self.folder / "home", *self.make_command(*arguments), **variables)
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """Start `lantern-rt` with `arguments`; `options` are options of `Popen`."""
         variables = environment(self.hub, self.folder / "home", LANTERN_RT_CACHE=str(self.cache))
         command = [sys.executable, *self.make_command(*arguments)]
         return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **options)
 
     def generate(self, name: str, hub: str | None = None) -> Path:
-        """Generate an image of class 3 and return the path.
-
-        Args:
-            name: file name of the image in the host's folder.
-            hub: address of another hub.
-        """
         image = self.folder / name
         process = self("run", self.name, "--class-id", 3, "--seed", 0, "--yes", "--output", image, hub=hub)
         assert process.returncode == 0, process.stderr

@@ -2,64 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import pytest
-from goldens import (
-    GUIDED_TOLERANCE,
-    Arrays,
-    PromptRunner,
-    assert_close,
-    compute_graph_values,
-    embed_tokens,
-    read_manifest,
-)
+from goldens import GUIDED_TOLERANCE, Arrays, assert_close, compute_graph_values, embed_tokens, read_manifest
 from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
-from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import convert_pixels_to_image
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
-from lantern_rt.runtime.sampling import compute_distribution, process_logits
+from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.statistics import EngineTimer
 
 ROW_NAMES = ("cond", "uncond")  # batch rows in the names of recorded arrays
-
-
-@dataclass
-class GoldenFamily:
-    """Exported bundle of a model family, and the arrays recorded from the published implementation.
-
-    Attributes:
-        bundle: folder of the bundle.
-        arrays: recorded arrays by name.
-        codes: range of the token ids of the codes.
-        row_end: token id that ends each grid row; -1 for families without this token.
-        scale: guidance scale.
-        compute_scores: function that converts guided logits to the scores that the published program records.
-    """
-
-    bundle: Path
-    arrays: Arrays
-    codes: slice
-    row_end: int = -1
-    scale: float = 3.0
-    compute_scores: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda scores: scores
-
-    def start_prompt(self) -> PromptRunner:
-        """Run the recorded conditional and unconditional prompt; return the runner for the tokens after the prompts."""
-        first_code = None if self.row_end >= 0 else self.codes.start
-        return PromptRunner(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first_code)
 
 
 def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -70,12 +31,6 @@ def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def mix_guided(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
-    """Return guided logits `[nodes, codes]`.
-
-    Args:
-        outputs: outputs of the target's graph for the conditional row and for the unconditional row.
-        scale: guidance scale.
-    """
     return mix_guided_logits(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
@@ -110,11 +65,6 @@ def compute_logits(pipe: Pipeline, ids: Any, **prompt: Any) -> NDArray[np.float3
     """Compute the logits `[2, codes, vocabulary]` of an image, many groups of cells per forward pass.
 
     The first row is conditional, the second unconditional.
-
-    Args:
-        pipe: pipeline of the bundle.
-        ids: codes of the image, in generation order.
-        **prompt: prompt, as an argument of the pipeline.
     """
     model = load_model(pipe.bundle, pipe.engines, [])
     (rows,) = compute_prefixes(pipe.bundle, pipe.engines, pipe.check(**prompt).images)
@@ -130,12 +80,8 @@ def check_logits(
     """Compare the logits of an image with recorded arrays; return the logits after guidance, `[codes, vocabulary]`.
 
     Args:
-        run_name: name of the recorded run.
-        image_index: index of the image in the run.
-        trace: settings and codes of the run.
         row_logits: logits `[2, codes, vocabulary]` of the conditional and the unconditional row, in the same order of
             codes as the arrays.
-        arrays: recorded arrays by name.
     """
     guidance = Sampling(cfg_scale=trace["cfg"])
     is_guided = np.array(trace.get("guided", [1] * row_logits.shape[1]), bool)  # [codes]
@@ -155,8 +101,6 @@ def sample_recorded_codes(logits: NDArray[np.float32], image_index: int, trace: 
 
     Args:
         logits: logits after guidance, `[codes, vocabulary]`, in generation order.
-        image_index: index of the image in the run.
-        trace: settings and random numbers of the run.
     """
     if not trace["sample"]:
         return logits.argmax(1).tolist()
@@ -167,12 +111,6 @@ def sample_recorded_codes(logits: NDArray[np.float32], image_index: int, trace: 
 
 def run_whole_sequence(pipe: Pipeline, ids: Any, names: list[str], **prompt: Any) -> list[NDArray[np.float32]]:
     """Run the prefix and all codes of an image in one forward pass of the target's graph.
-
-    Args:
-        pipe: pipeline of a bundle that generates groups of cells.
-        ids: codes of the image, in generation order.
-        names: names of values of the graph.
-        **prompt: prompt, as an argument of the pipeline.
 
     Returns:
         The embeddings `[2, nodes, width]` of the conditional and the unconditional row, then the named values.
@@ -206,129 +144,3 @@ def list_residual_names(bundle: Path) -> list[str]:
     while following := [node.output[0] for node in sums if node.input[0] == names[-1]]:
         names += following  # each layer adds attention, then feed-forward
     return names
-
-
-class DecoderGolden:
-    """Tests of the target's graph; the module of a subclass defines the fixture `family`."""
-
-    @pytest.mark.parametrize("row_name", ROW_NAMES)
-    def test_the_prompt_has_the_recorded_hidden_states_logits_keys_and_values(
-        self, family: GoldenFamily, row_name: str
-    ) -> None:
-        arrays = family.arrays
-        ids = family.arrays[f"{row_name}_ids"]
-        # `GraphRunner` uses consecutive positions from 0.
-        assert arrays[f"{row_name}_position_ids"].tolist() == list(range(len(ids)))
-        (out,) = PromptRunner(family.bundle, ids, None).outputs
-        assert_close(out["hidden_states"][0], arrays[f"{row_name}_prefill_hidden"])
-        # The recordings of some families have only the last positions.
-        logits = arrays[f"{row_name}_prefill_logits"][:, family.codes]
-        assert_close(out["logits"][0][-len(logits) :], logits)
-        for part in ("key", "value"):
-            tensors = [out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)]
-            assert_close(np.stack(tensors).transpose(0, 2, 1, 3), arrays[f"{row_name}_prefill_{part}s"])
-
-    def test_the_embeddings_and_every_layer_have_the_recorded_values(self, family: GoldenFamily) -> None:
-        recorded = [row_name for row_name in ROW_NAMES if f"{row_name}_layer_hidden" in family.arrays]
-        assert "cond" in recorded
-        for row_name in recorded:
-            embeds, layers = run_layers(family.bundle, family.arrays[f"{row_name}_ids"])
-            assert_close(embeds[0], family.arrays[f"{row_name}_layer_hidden"][0], 0)
-            assert_close(np.concatenate(layers), family.arrays[f"{row_name}_layer_hidden"][1:])
-
-    def test_single_tokens_after_the_prompt_have_the_recorded_hidden_states_and_logits(
-        self, family: GoldenFamily
-    ) -> None:
-        arrays = family.arrays
-        runs = family.start_prompt()
-        to_scores = family.compute_scores
-        count = len(arrays["decode_cond_hidden"])
-        steps = [runs.step(arrays["decode_tokens"][k : k + 1]) for k in range(count)]
-        for i, row_name in enumerate(ROW_NAMES):
-            assert_close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{row_name}_hidden"])
-            assert_close(
-                np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{row_name}_logits"][:, family.codes]
-            )
-        guided = np.concatenate([mix_guided(step, family.scale) for step in steps])
-        assert_close(to_scores(guided), to_scores(arrays["decode_guided"][-count:, family.codes]), GUIDED_TOLERANCE)
-
-    def test_a_draft_tree_has_the_recorded_hidden_states_logits_and_scores(self, family: GoldenFamily) -> None:
-        arrays = family.arrays
-        runs = family.start_prompt()
-        codes = family.codes
-        to_scores = family.compute_scores
-        runs.step(arrays["decode_tokens"])
-        depths = arrays["tree_depth"]
-        parents = arrays["tree_parents"]
-        assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in parents]
-        for run, row_name in zip(runs.row_runs, ROW_NAMES, strict=True):
-            assert arrays[f"tree_{row_name}_position_ids"].tolist() == (run.length + depths).tolist()
-        out = runs.step(arrays["tree_tokens"], depths, visible=arrays["tree_mask"] > 0)
-        for outputs, row_name in zip(out, ROW_NAMES, strict=True):
-            assert_close(outputs["hidden_states"][0], arrays[f"tree_{row_name}_hidden"])
-            assert_close(outputs["logits"][0], arrays[f"tree_{row_name}_logits"][:, codes])
-        guided = mix_guided(out, family.scale)
-        assert_close(to_scores(guided), to_scores(arrays["tree_guided"][:, codes]), GUIDED_TOLERANCE)
-        if family.row_end < 0:
-            return  # the filtered scores are recorded only for families whose row ends are forced
-        forced = arrays["tree_next_forced"]  # [nodes]: forced next token, or -1
-        scores = arrays["tree_scores_topk20"]
-        is_free = forced < 0
-        # Tokens that are not codes are filtered out.
-        assert not np.isfinite(np.delete(scores[is_free], np.r_[codes], 1)).any()
-        filtered = process_logits(guided, Sampling(top_k=20))[is_free]
-        np.testing.assert_array_equal(np.isfinite(filtered), np.isfinite(scores[is_free][:, codes]))
-        np.testing.assert_allclose(
-            to_scores(filtered), to_scores(scores[is_free][:, codes]), rtol=0, atol=GUIDED_TOLERANCE
-        )
-        for forced_scores in scores[~is_free]:
-            assert np.flatnonzero(np.isfinite(forced_scores)).tolist() == [family.row_end]
-
-
-class RowEndDecoderGolden(DecoderGolden):
-    """Tests of the target's graph of a family whose grid rows end with a fixed token."""
-
-    def test_the_embedding_table_holds_the_embeddings_of_the_codes_and_the_row_end_token(
-        self, family: GoldenFamily
-    ) -> None:
-        table = np.load(family.bundle / "code_embeddings.npy")
-        codes = family.codes
-        row_end = read_manifest(family.bundle).row_end
-        between = range(codes.stop, family.row_end + 1) if family.row_end > codes.stop else [family.row_end]
-        assert row_end == codes.stop - codes.start + len(between) - 1
-        assert_close(table, embed_tokens(family.bundle, [*range(codes.start, codes.stop), *between])[0], 0)
-
-
-def decode_image_values(bundle: Path, codes: np.ndarray) -> list[np.ndarray]:
-    """Decode codes `[images, codes]`; return the images, and the input and output of the first convolution."""
-    path = bundle / "vq_decoder.onnx"
-    first_convolution = next(node for node in onnx.load(path).graph.node if node.op_type == "Conv")
-    names = ["images", first_convolution.input[0], first_convolution.output[0]]
-    return compute_graph_values(path, names, {"codes": codes})
-
-
-class ImageTokenizerGolden:
-    """Tests of the image tokenizer's graphs.
-
-    The module of a subclass defines the fixture `tokenizer`: the folder of a bundle, and its recorded arrays by name.
-    """
-
-    def test_codes_decode_to_the_recorded_vectors_latents_and_images(self, tokenizer: tuple[Path, Arrays]) -> None:
-        bundle, arrays = tokenizer
-        images, vectors, latents = decode_image_values(bundle, arrays["codes"])
-        assert_close(vectors, arrays["code_vectors"])
-        assert_close(images, arrays["decoded"])
-        if "post_quant" in arrays:
-            assert_close(latents, arrays["post_quant"])
-        for image, expected in zip(images, arrays.get("decoded_uint8", []), strict=False):
-            assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - expected).max() <= 1
-
-    def test_images_encode_to_the_recorded_latents_and_codes(self, tokenizer: tuple[Path, Arrays]) -> None:
-        bundle, arrays = tokenizer
-        outputs = GraphFileSession(bundle / "vq_encoder.onnx").run({"images": arrays["image"]})
-        assert_close(outputs["pre_quant"], arrays["pre_quant"])
-        np.testing.assert_array_equal(outputs["codes"], arrays["encoded_codes"])
-        if "reconstruction" in arrays:
-            image, vectors, _ = decode_image_values(bundle, outputs["codes"])
-            assert_close(vectors, arrays["quantized"])
-            assert_close(image, arrays["reconstruction"])

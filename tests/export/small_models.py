@@ -27,12 +27,6 @@ CONFIG = DecoderConfig(
 
 
 def make_target(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
-    """Make a target graph with random weights.
-
-    Args:
-        dtype: dtype of the weights, as of a checkpoint.
-        config: sizes of the decoder.
-    """
     torch.manual_seed(0)
     decoder = Decoder(config).eval()
     for module in decoder.modules():
@@ -65,13 +59,7 @@ T5_SIZES = {
 
 
 def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
-    """Save a T5 with random weights and a tokenizer; return the encoder.
-
-    Args:
-        folder: folder of the checkpoint.
-        whole: save the encoder and the decoder, not only the encoder.
-        **sizes: fields of `T5Config` that replace `T5_SIZES`.
-    """
+    """Save a T5 with random weights and a tokenizer; return the encoder."""
     import transformers
 
     torch.manual_seed(0)

@@ -158,13 +158,7 @@ def serve_hub() -> Iterator[str]:
 
 
 def environment(endpoint: str, home: Path, **further: str) -> dict[str, str]:
-    """Return environment variables for a program that uses a hub.
-
-    Args:
-        endpoint: address of the hub.
-        home: folder of the program's cache of downloaded files.
-        **further: further environment variables.
-    """
+    """Return environment variables for a program that uses a hub."""
     settings = {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(home),
@@ -184,14 +178,7 @@ def environment(endpoint: str, home: Path, **further: str) -> dict[str, str]:
 
 
 def run(endpoint: str, home: Path, *arguments: str, **further: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a new process, since `huggingface_hub` reads its settings when it is imported.
-
-    Args:
-        endpoint: address of the hub.
-        home: folder of the process's cache of downloaded files.
-        *arguments: command-line arguments of Python.
-        **further: further environment variables.
-    """
+    """Run Python in a new process, since `huggingface_hub` reads its settings when it is imported."""
     variables = environment(endpoint, home, **further)
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, check=False

@@ -49,9 +49,7 @@ def judge() -> PromptAgreementModel:
     return open_judge(SHIPPED_JUDGE)
 
 
-def test_images_agree_with_their_captions_and_not_with_captions_of_other_images(
-    judge: PromptAgreementModel, scene_images: np.ndarray
-) -> None:
+def test_images_agree_only_with_their_own_captions(judge: PromptAgreementModel, scene_images: np.ndarray) -> None:
     images = [Image.fromarray(pixels) for pixels in scene_images]
     rng = np.random.default_rng(0)
     captions = [write_caption(scene, rng) for scene in SCENES]  # captions omit attributes at random
@@ -62,7 +60,7 @@ def test_images_agree_with_their_captions_and_not_with_captions_of_other_images(
     assert (swapped_agreement < matched_agreement).all()
 
 
-def test_the_agreement_is_the_mean_of_the_judges_probabilities_of_the_attributes_in_the_prompt(
+def test_agreement_is_the_mean_probability_of_named_attributes(
     judge: PromptAgreementModel, scene_images: np.ndarray
 ) -> None:
     with torch.no_grad():
@@ -90,7 +88,7 @@ def test_the_agreement_is_the_mean_of_the_judges_probabilities_of_the_attributes
         assert agreement == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
 
 
-def test_a_wrong_place_or_a_second_solid_that_the_image_lacks_lowers_the_agreement(judge: PromptAgreementModel) -> None:
+def test_a_wrong_place_or_a_missing_solid_lowers_the_agreement(judge: PromptAgreementModel) -> None:
     scene = Scene("night", "sand", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     prompts = ["a green cube", "a green cube on the left", "a green cube on the right", "a green cube and a green cube"]
@@ -101,7 +99,7 @@ def test_a_wrong_place_or_a_second_solid_that_the_image_lacks_lowers_the_agreeme
     assert counted_twice == pytest.approx(without_place / 2, abs=0.02)  # the image has one of the two cubes
 
 
-def test_captions_of_two_solids_agree_only_with_the_right_places_and_colours(judge: PromptAgreementModel) -> None:
+def test_captions_of_two_solids_agree_only_with_the_right_scene(judge: PromptAgreementModel) -> None:
     solids = Solid("cube", "green", "large", "matte", 0.27), Solid("sphere", "red", "large", "matte", 0.73)
     image = Image.fromarray(render_scenes([Scene("clear", "sand", solids, 3)])[0])
     true_captions = [
@@ -116,7 +114,7 @@ def test_captions_of_two_solids_agree_only_with_the_right_places_and_colours(jud
     assert swapped_colours_agreement < 0.65
 
 
-def test_a_saved_judge_is_loaded_with_the_same_weights_and_gives_the_same_agreement(
+def test_a_saved_judge_gives_the_same_agreement(
     judge: PromptAgreementModel, scene_images: np.ndarray, tmp_path: Path
 ) -> None:
     images = [Image.fromarray(pixels) for pixels in scene_images[:4]]

@@ -36,11 +36,7 @@ VQ = DATA / "llamagen-vq/vq_tiny.pt"
 
 
 class LookupTable(nn.Module):
-    """Module that returns rows of a random table.
-
-    Args:
-        *shape: shape of a row.
-    """
+    """Module that returns rows of a random table."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -122,7 +118,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     assert list(output.iterdir()) == []
 
 
-def test_option_force_replaces_a_bundle_and_no_other_file_or_folder(tmp_path: Path) -> None:
+def test_force_replaces_a_bundle_and_nothing_else(tmp_path: Path) -> None:
     output = export_model(make_model(), tmp_path / "toy")
     (output / "old").touch()
     export_model(make_model(), output, force=True)
@@ -136,9 +132,7 @@ def test_option_force_replaces_a_bundle_and_no_other_file_or_folder(tmp_path: Pa
     assert (tmp_path / "letters/a.txt").read_text() == "dear"
 
 
-def test_parent_folders_of_a_bundle_are_created_and_deleted_if_the_export_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_export_deletes_the_parent_folders_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_bundle(export_model(make_model(), tmp_path / "bundles/large/toy"))
     monkeypatch.setattr("lantern_rt.export.writer.check_graph_parity", raise_error(ParityError("differs")))
     with pytest.raises(ParityError):
@@ -150,8 +144,6 @@ def test_parent_folders_of_a_bundle_are_created_and_deleted_if_the_export_fails(
 
 
 def raise_error(error: BaseException) -> Callable[..., None]:
-    """Return a function that raises an error, whatever its arguments."""
-
     def raiser(*_: object, **__: object) -> None:
         raise error
 
@@ -178,7 +170,7 @@ program.main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("signal_number", "exit_code", "files_remain"), [(signal.SIGTERM, 143, False), (signal.SIGKILL, -9, True)]
 )
-def test_a_terminated_export_deletes_its_files_and_the_next_export_deletes_files_of_a_killed_export(
+def test_files_of_terminated_and_killed_exports_are_deleted(
     tmp_path: Path, signal_number: signal.Signals, exit_code: int, files_remain: bool
 ) -> None:
     output = tmp_path / "bundles/toy"
@@ -209,7 +201,7 @@ def test_a_failed_export_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_progress_callback_reports_every_stage_up_to_its_total(tmp_path: Path) -> None:
+def test_progress_reports_every_stage_up_to_its_total(tmp_path: Path) -> None:
     amounts: dict[str, list[tuple[int, int]]] = {}
     model = replace(make_model(), sources=[("target", C2I)])
     export_model(
@@ -227,9 +219,7 @@ def test_the_progress_callback_reports_every_stage_up_to_its_total(tmp_path: Pat
     assert amounts["comparing target.onnx"] == [(done, 15) for done in range(16)]
 
 
-def test_an_export_to_a_full_disk_is_rejected_before_files_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_to_a_full_disk_is_rejected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))  # 1 byte free
     with pytest.raises(OutputError, match=r"found 0\.00 GB free on the disk, expected 0\.00 GB"):
@@ -237,7 +227,7 @@ def test_an_export_to_a_full_disk_is_rejected_before_files_are_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_needs_more_memory_is_rejected_before_files_are_written(
+def test_an_export_beyond_the_memory_is_rejected_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.engines.host.available_memory", lambda: 10)  # bytes
@@ -263,23 +253,19 @@ def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch:
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
 
 
-def test_the_folder_of_a_bundle_has_the_permissions_of_an_ordinary_folder(tmp_path: Path) -> None:
+def test_a_bundle_folder_has_ordinary_permissions(tmp_path: Path) -> None:
     output = export_model(make_model(), tmp_path / "toy")
     (tmp_path / "ordinary").mkdir()
     assert output.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
-def test_an_existing_output_folder_is_rejected_before_checkpoints_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_output_is_rejected_before_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
     assert run_program(command) == 2
     assert "already exists" in capsys.readouterr().err
 
 
-def test_the_manifest_names_the_checkpoints_and_the_default_settings(
-    t2i_drafter_bundle: Path, c2i_bundle: Path
-) -> None:
+def test_the_manifest_names_checkpoints_and_default_settings(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:
     manifest = open_bundle(t2i_drafter_bundle).manifest
     roles = ["target", "config", "vq", "drafter_config", "drafter"]
     assert [source.role for source in manifest.provenance.sources] == roles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints.files import Config, read_weights
+from lantern_rt.export.checkpoints.files import Config, read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.checkpoints.hub import fetch_checkpoint
 from lantern_rt.export.families.common_llamagen import LlamaGenTransformer, LlamaGenVariant, PublishedModelSize
 from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
@@ -62,9 +64,7 @@ def target() -> Decoder:
 
 
 @pytest.mark.parametrize("wrapper", ["model", "module", "state_dict", None])
-def test_a_state_dict_is_read_with_or_without_a_training_checkpoint_around_the_weights(
-    tmp_path: Path, wrapper: str | None
-) -> None:
+def test_a_state_dict_is_read_alone_or_in_a_training_checkpoint(tmp_path: Path, wrapper: str | None) -> None:
     weights = {"a.weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(3)}
     training_state = {"epoch": 3, "args": argparse.Namespace(lr=1.0)}
     torch.save({wrapper: weights, **training_state} if wrapper else weights, tmp_path / "a.bin")
@@ -77,7 +77,7 @@ def test_a_state_dict_is_read_with_or_without_a_training_checkpoint_around_the_w
     ("prefer_ema", "expected", "warnings"),
     [(None, 1, ["has model and ema; using model, --weights ema selects the other"]), (False, 1, []), (True, 2, [])],
 )
-def test_the_chosen_weights_are_read_from_a_file_with_model_weights_and_an_ema_average(
+def test_the_chosen_weights_of_model_and_ema_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefer_ema: bool | None, expected: int, warnings: list[str]
 ) -> None:
     torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
@@ -85,9 +85,7 @@ def test_the_chosen_weights_are_read_from_a_file_with_model_weights_and_an_ema_a
     assert [text in message for text, message in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
 
 
-def test_a_missing_ema_average_gives_a_warning_and_a_checkpoint_with_only_an_average_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_ema_average_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save({"ema": {"a": torch.ones(2)}}, tmp_path / "a.pt")
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "b.pt")
     assert [read_weights(path)["a"].tolist() for path in sorted(tmp_path.iterdir())] == [[1, 1]] * 2
@@ -105,7 +103,7 @@ def test_weights_have_the_dtype_of_the_file(tmp_path: Path, dtype: torch.dtype) 
     assert all(read_weights(path)["a"].dtype is dtype for path in tmp_path.iterdir())
 
 
-def test_the_progress_of_reading_counts_megabytes_of_all_files_of_a_folder(tmp_path: Path) -> None:
+def test_reading_progress_counts_megabytes_of_all_files(tmp_path: Path) -> None:
     for i in range(3):
         torch.save({str(i): torch.zeros(500_000)}, tmp_path / f"{i}.pt")
     reports: list[tuple[str, int, int]] = []
@@ -174,7 +172,7 @@ def test_sizes_of_the_decoder_are_read_from_the_weights(target: Decoder) -> None
     np.testing.assert_array_equal(condition.uncond, load_golden("llamagen-t2i")["uncond_embedding"])
 
 
-def test_the_grid_size_is_read_from_the_weights_or_the_configuration_or_is_an_argument(tmp_path: Path) -> None:
+def test_the_grid_comes_from_weights_configuration_or_argument(tmp_path: Path) -> None:
     config_without_block_size = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None)
     # 1 position of the prefix and 5 x 5 of the codes
     target_with_positions = copy_weights(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
@@ -183,7 +181,7 @@ def test_the_grid_size_is_read_from_the_weights_or_the_configuration_or_is_an_ar
     assert read_llamagen_transformer(C2I, config=config_without_block_size, grid=7).decoder.config.grid == 7
 
 
-def test_the_number_of_heads_and_the_grid_of_a_published_model_need_no_options(tmp_path: Path) -> None:
+def test_published_models_need_no_options_for_heads_and_grid(tmp_path: Path) -> None:
     config_without_block_size = copy_json(config_path(C2I), tmp_path / "config.json", block_size=None, n_head=None)
     variant = LlamaGenVariant(published_sizes=(PublishedModelSize(3, 64, 8, (24,)),))  # layers, width, heads, grids
     sizes = read_llamagen_transformer(C2I, config=config_without_block_size, variant=variant).decoder.config
@@ -206,15 +204,13 @@ def test_every_layout_of_files_gives_the_same_transformer(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("model", ["c2i", "t2i"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_shards_with_an_index_give_the_same_transformer_as_a_single_file(
-    tmp_path: Path, model: str, ending: str
-) -> None:
+def test_indexed_shards_give_the_transformer_of_a_single_file(tmp_path: Path, model: str, ending: str) -> None:
     result = read_llamagen_transformer(copy_as_shards(LANTERN / model, tmp_path / "shards", ending))
     assert_same_transformer(result, read_llamagen_transformer(LANTERN / model))
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
-def test_the_configuration_of_the_folder_and_a_given_configuration_are_both_sources(tmp_path: Path) -> None:
+def test_both_configurations_are_sources(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
     sources = read_llamagen_transformer(folder, config=other_config).checkpoint.sources
@@ -223,9 +219,7 @@ def test_the_configuration_of_the_folder_and_a_given_configuration_are_both_sour
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])
-def test_official_shards_without_an_index_give_the_same_transformer_as_a_single_file(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_shards_without_an_index_give_the_same_transformer(tmp_path: Path, names: list[str]) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     for i, name in enumerate(names):
         torch.save({key: weights[key] for key in sorted(weights)[i::2]}, tmp_path / name)
@@ -237,9 +231,7 @@ def test_official_shards_without_an_index_give_the_same_transformer_as_a_single_
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_file_consolidated_from_fsdp_may_have_prefixes_before_the_names_of_weights(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_a_file_from_fsdp_may_have_prefixes_before_names(tmp_path: Path, prefix: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
     result = read_llamagen_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
@@ -271,3 +263,26 @@ def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, t
     drafter = read_drafter(copy_checkpoint(DRAFTER, tmp_path, change_weights), target).drafter
     assert drafter.fc.bias is None
     assert drafter.config.input_norm
+
+
+def test_a_signal_handlers_timeout_ends_reading(
+    tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.load_file", interrupt)
+    with pytest.raises(TimeoutError):
+        read_weights(path)
+    monkeypatch.setattr("lantern_rt.export.checkpoints.files.parse_tokenizer", interrupt)
+    with pytest.raises(TimeoutError):
+        read_tokenizer(path, 8)
+
+
+def test_a_signal_handlers_timeout_ends_a_fetch(
+    tmp_path: Path, interrupt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", interrupt)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "file"))
+    with pytest.raises(TimeoutError):
+        fetch_checkpoint("hf:owner/name/file")

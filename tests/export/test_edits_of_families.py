@@ -15,15 +15,9 @@ RED_CUBE: dict[str, Any] = {"prompts": "a red cube"}
 
 @pytest.mark.parametrize(
     ("family", "prompt"),
-    [
-        ("lumina", RED_CUBE),
-        ("lumina2", RED_CUBE),
-        ("emu3", RED_CUBE),
-        ("anole", RED_CUBE),
-        ("c2i", {"class_ids": 3}),
-    ],
+    [("lumina", RED_CUBE), ("lumina2", RED_CUBE), ("emu3", RED_CUBE), ("anole", RED_CUBE), ("c2i", {"class_ids": 3})],
 )
-def test_edits_preserve_the_codes_and_pixels_of_the_upper_grid_rows(
+def test_edits_preserve_codes_and_pixels_of_the_upper_rows(
     family: str, prompt: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     with Pipeline.from_bundle(request.getfixturevalue(f"{family}_bundle"), threads=1) as pipe:

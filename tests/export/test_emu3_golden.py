@@ -1,52 +1,58 @@
-"""Comparisons of Emu3's exported graphs with arrays of the published program."""
+"""Emu3: graphs, prompts, sizes and tokenizers compared with recordings, and layouts of checkpoints."""
 
 from __future__ import annotations
 
+import base64
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, compute_graph_values, load_golden
+import torch
+from checkpoint_copies import EMU3, EMU3_ORIGINAL, copy_checkpoint, copy_published_emu3
+from family_readers import read_emu3
+from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden
 from guided_logits import mix_guided_logits
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
-from shared_goldens import ROW_NAMES, GoldenFamily, RowEndDecoderGolden, log_softmax, mix_guided
+from safetensors.torch import load_file
+from shared_goldens import ROW_NAMES, log_softmax, mix_guided
+from tokenizers import Tokenizer
 
-from lantern_rt.export.compare import GraphFileSession
+from lantern_rt.bundle.conditions import ConditionSpec
+from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
+from lantern_rt.export.families.common import list_grid_shapes
+from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_layout
+from lantern_rt.export.graph.graphs import write_graph
+from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
-from lantern_rt.output.images import convert_pixels_to_image
+from lantern_rt.prompts import build_prompt_requests
+from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import choose_codes, compute_distribution
+from lantern_rt.text.tokenizers import TemplateTokenizer
 
 CODES = slice(557, 653)  # token ids of the codes
+ARRAYS = load_golden("emu3")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3" / "traces.json").read_text())
 SINGLE_IMAGE_RUNS = [trace for trace in TRACES if trace["name"] != "batch"]
 GUIDED_RUNS = [trace for trace in SINGLE_IMAGE_RUNS if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
 BATCH = next(trace for trace in TRACES if trace["name"] == "batch")
 
 
-@pytest.fixture(scope="module")
-def family(emu3_bundle: Path) -> GoldenFamily:
-    return GoldenFamily(emu3_bundle, load_golden("emu3"), CODES, row_end=549, compute_scores=log_softmax)
-
-
-class TestDecoder(RowEndDecoderGolden):
-    pass
-
-
 def get_trace_name(trace: dict[str, Any]) -> str:
     return str(trace["name"])
 
 
-def test_guided_logits_give_the_codes_and_probabilities_of_the_recorded_scores(
-    family: GoldenFamily,
-) -> None:
+def test_guided_logits_give_the_recorded_codes_and_probabilities() -> None:
     guidance = Sampling(cfg_scale=3.0)
     # The published code applies guidance to log-probabilities. Guided logits differ by one constant for each node.
     for name in ("decode", "tree"):
-        published = family.arrays[f"{name}_guided"]
-        logits = np.stack([family.arrays[f"{name}_{row_name}_logits"] for row_name in ROW_NAMES])
+        published = ARRAYS[f"{name}_guided"]
+        logits = np.stack([ARRAYS[f"{name}_{row_name}_logits"] for row_name in ROW_NAMES])
         differences = mix_guided_logits(logits, guidance) - published
         assert np.abs(differences - differences.mean(1, keepdims=True)).max() < GUIDED_TOLERANCE
         assert np.abs(differences).max() > 1  # published scores and guided logits do differ
@@ -59,17 +65,6 @@ def test_guided_logits_give_the_codes_and_probabilities_of_the_recorded_scores(
             np.testing.assert_allclose(compute_distribution(guided_logits, sampling), expected, rtol=0, atol=1e-4)
 
 
-def test_temperature_and_top_k_give_the_recorded_probabilities(family: GoldenFamily) -> None:
-    for (top_k, temperature), expected in zip(
-        family.arrays["filter_params"], family.arrays["filter_probs"], strict=True
-    ):
-        distribution = compute_distribution(
-            family.arrays["filter_logits"][:, CODES], Sampling(top_k=int(top_k), temperature=float(temperature))
-        )
-        np.testing.assert_allclose(distribution, expected[:, CODES], rtol=0, atol=1e-4)
-        assert expected[:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
-
-
 def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
     """Return the guided logits `[tokens, codebook size]` for every token that a recorded run generated."""
     runs = PromptRunner(bundle, trace["prompt_ids"], trace["unconditional_ids"])
@@ -79,10 +74,8 @@ def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.flo
 
 
 @pytest.mark.parametrize("trace", SINGLE_IMAGE_RUNS, ids=get_trace_name)
-def test_recorded_tokens_are_the_codes_with_the_largest_guided_logits_unless_forced(
-    family: GoldenFamily, trace: dict[str, Any]
-) -> None:
-    scores = compute_guided_logits(family.bundle, trace)
+def test_recorded_tokens_have_the_largest_guided_logits(emu3_bundle: Path, trace: dict[str, Any]) -> None:
+    scores = compute_guided_logits(emu3_bundle, trace)
     ids = np.array(trace["generated_ids"])
     (rows, columns) = trace["grid"]
     assert len(ids) == rows * (columns + 1) + 3  # a row end per grid row, and three tokens after the image
@@ -94,19 +87,17 @@ def test_recorded_tokens_are_the_codes_with_the_largest_guided_logits_unless_for
 
 
 @pytest.mark.parametrize("trace", GUIDED_RUNS, ids=get_trace_name)
-def test_every_token_of_a_run_has_the_recorded_scores(family: GoldenFamily, trace: dict[str, Any]) -> None:
-    expected = family.arrays[f"{trace['name']}_scores"][:, CODES]
-    assert_close(log_softmax(compute_guided_logits(family.bundle, trace)), log_softmax(expected), GUIDED_TOLERANCE)
+def test_every_token_of_a_run_has_the_recorded_scores(emu3_bundle: Path, trace: dict[str, Any]) -> None:
+    expected = ARRAYS[f"{trace['name']}_scores"][:, CODES]
+    assert_close(log_softmax(compute_guided_logits(emu3_bundle, trace)), log_softmax(expected), GUIDED_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", range(2))
-def test_recorded_tokens_of_a_batch_are_the_codes_with_the_largest_guided_logits(
-    family: GoldenFamily, row: int
-) -> None:
+def test_recorded_tokens_of_a_batch_have_the_largest_logits(emu3_bundle: Path, row: int) -> None:
     is_real_token = np.array(BATCH["attention_mask"][row]) > 0
     trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
     trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[is_real_token].tolist()
-    scores = compute_guided_logits(family.bundle, trace)
+    scores = compute_guided_logits(emu3_bundle, trace)
     ids = np.array(trace["generated_ids"])
     is_code = ids >= CODES.start
     rows, columns = BATCH["grids"][row]
@@ -114,36 +105,152 @@ def test_recorded_tokens_of_a_batch_are_the_codes_with_the_largest_guided_logits
     np.testing.assert_array_equal(scores.argmax(-1)[is_code] + CODES.start, ids[is_code])
 
 
-def test_codes_decode_to_the_recorded_vectors_and_images(family: GoldenFamily) -> None:
-    path = family.bundle / "vq_decoder.onnx"
-    convolutions = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
-    post_quant = convolutions["decoder.post_quant_conv.weight"]
-    norm = convolutions[
-        "decoder.mid.0.norm1.conv_y.weight"
-    ]  # the norm in the layers where a pixel is a cell of the grid
-    names = [
-        post_quant.input[0],
-        post_quant.output[0],
-        convolutions["decoder.conv_in.weight"].input[0],
-        norm.input[0],
-        "images",
+PROTOCOL = json.loads((DATA / "emu3/protocol.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def original_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write the checkpoint in BAAI's layout; return the folders of the decoder and of the image tokenizer."""
+    return copy_published_emu3(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(original_folders: tuple[Path, Path]) -> dict[str, Tokenizer]:
+    """Return the tokenizers for bundles, by checkpoint layout: `hf` of transformers, `original` of BAAI."""
+    models = {"hf": read_emu3(EMU3, grid=4), "original": read_emu3(*original_folders, grid=4)}
+    return {name: Tokenizer.from_buffer(model.extra_files["tokenizer"][1]) for name, model in models.items()}
+
+
+def get_contents(model: BundleContents) -> tuple[Any, ...]:
+    """Return manifest fields, code embeddings, codebook, and the bytes of weights by graph and name."""
+    weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
+    weight_bytes = {(role, name): compute_deferred_tensor(weight).numpy().tobytes() for role, name, weight in weights}
+    code_embeddings = compute_deferred_tensor(model.code_embeddings).tolist()
+    return {**model.manifest_fields}, code_embeddings, model.codebook.tolist(), weight_bytes
+
+
+def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
+    """Write the ONNX files of a model and return their contents by file name."""
+    folder.mkdir()
+    return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_both_published_layouts_give_the_same_bundle(original_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    hf_model = read_emu3(EMU3, grid=4)
+    original_model = read_emu3(*original_folders, grid=4)
+    assert get_contents(hf_model) == get_contents(original_model)
+    assert write_graphs(hf_model, tmp_path / "hf") == write_graphs(original_model, tmp_path / "original")
+    assert [role for role, _ in original_model.sources] == [
+        "target_config",
+        "target_tokenizer",
+        "target_tokenizer",
+        "target",
+        "vq",
     ]
-    values = compute_graph_values(path, names, {"codes": family.arrays["vq_codes"]})
-    for array, name in zip(values, ("code_vectors", "post_quant", "z", "zq", "decoded"), strict=True):
-        assert_close(array, family.arrays[f"vq_{name}"])
 
 
-@pytest.mark.parametrize("trace", GUIDED_RUNS, ids=lambda trace: f"{trace['name']}_pixels_and_uint8")
-def test_codes_of_recorded_runs_decode_to_the_recorded_images(family: GoldenFamily, trace: dict[str, Any]) -> None:
-    (image,) = GraphFileSession(family.bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
-    assert_close(image, family.arrays[f"{trace['name']}_pixels"])
-    expected = family.arrays[f"{trace['name']}_uint8"]
-    assert np.abs(np.asarray(convert_pixels_to_image(image)).astype(int) - expected).max() <= 1
+def test_a_checkpoint_of_transformers_5_gives_the_same_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
+    folder = copy_checkpoint(EMU3, tmp_path / "transformers-5")
+    model.save_pretrained(folder, save_original_format=False)
+    names = load_file(folder / "model.safetensors").keys()
+    assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
+    assert get_contents(read_emu3(folder, grid=4)) == get_contents(read_emu3(EMU3, grid=4))
 
 
-def test_an_image_is_encoded_as_the_recorded_latents_and_codes(family: GoldenFamily) -> None:
-    outputs = GraphFileSession(family.bundle / "vq_encoder.onnx").run({"images": family.arrays["vq_image"]})
-    assert_close(outputs["pre_quant"], family.arrays["vq_pre_quant"])
-    np.testing.assert_array_equal(
-        outputs["codes"].reshape(family.arrays["vq_encoded"].shape), family.arrays["vq_encoded"]
+def test_omitted_configuration_fields_have_the_usual_defaults(tmp_path: Path) -> None:
+    folder = copy_checkpoint(
+        EMU3, tmp_path / "model", config=lambda c: c["text_config"].update(rope_theta=1e6, rms_norm_eps=1e-5)
     )
+    rope = [read_emu3(checkpoint, grid=4).graphs[0].module.rope for checkpoint in (folder, EMU3)]
+    assert torch.equal(*rope)
+
+
+def test_sizes_and_default_settings_equal_the_published_values() -> None:
+    ratios = PROTOCOL["sizes_for_image_area_518400"]
+    assert list_grid_shapes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
+    sampling = read_emu3(EMU3, grid=4).manifest_fields["sampling"]
+    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg_default"], PROTOCOL["top_k_default"])
+    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+    assert [PROTOCOL[name] for name in ("negative_default", "positive_suffix")] == [NEGATIVE, SUFFIX]
+
+
+@pytest.mark.parametrize("name", ["90x90", "68x120"])
+def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
+    forced = ARRAYS[f"official_forced_{name}"]
+    rows, columns = map(int, name.split("x"))
+    assert (rows, columns) in list_grid_shapes(PROTOCOL["image_area_default"], 8)
+    row_end = PROTOCOL["tokens"]["eol"]["official"]
+    layout = RowEndLayout(rows * columns, columns, row_end=row_end)
+    tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
+    tokens.append(row_end)  # the layout omits the last row end, since no code follows
+    assert tokens == forced[: rows * (columns + 1)].tolist()
+    assert (forced[len(tokens) :] >= 0).all()
+
+
+# ---------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("layout", ["hf", "original"])
+@pytest.mark.parametrize("trace", SINGLE_IMAGE_RUNS, ids=lambda trace: trace["name"])
+def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
+    tokenizers: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
+) -> None:
+    tokenizer = tokenizers[layout]
+    prompt_layout = make_emu3_prompt_layout(tokenizer, trace["negative"])
+    size = make_emu3_image_size(tokenizer, *trace["grid"], 2)
+    text = TemplateTokenizer(tokenizer, prompt_layout.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
+    assert [*prompt_layout.before, *text.tolist(), *prompt_layout.after, *size.tokens] == trace["prompt_ids"]
+    assert prompt_layout.uncond is not None
+    if trace["unconditional_ids"] is not None:
+        assert [*prompt_layout.uncond, *size.tokens] == trace["unconditional_ids"]
+    if trace["unconditional_ids"] is not None and trace["negative"]:
+        spec = ConditionSpec(kind="tokens", prefix=2048, layout=prompt_layout)
+        (request,) = build_prompt_requests(spec, TemplateTokenizer(tokenizer), size, ["a cat"], trace["negative"])
+        assert request.token_ids is not None
+        assert request.token_ids[1].tolist() == trace["unconditional_ids"]
+    assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
+
+
+@pytest.mark.parametrize("layout", ["hf", "original"])
+@pytest.mark.parametrize("case", PROTOCOL["tokenizer_cases"], ids=lambda case: case["text"][:20])
+def test_tokenizers_of_both_layouts_give_the_recorded_token_ids(
+    tokenizers: dict[str, Tokenizer], layout: str, case: dict[str, Any]
+) -> None:
+    ids = TemplateTokenizer(tokenizers[layout]).encode(case["text"], 2048).tolist()
+    assert ids == case[f"ids_{layout}"]
+
+
+def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """Encode a piece of text as tiktoken does: repeatedly merge the pair of neighbours with the lowest rank.
+
+    Returns:
+        The token ids. Of pairs with equal ranks, the first is merged first.
+    """
+    if piece in ranks:
+        return [ranks[piece]]
+    tokens = [piece[i : i + 1] for i in range(len(piece))]
+    while candidates := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(tokens)) if a + b in ranks]:
+        _, i = min(candidates)
+        tokens[i : i + 2] = [tokens[i] + tokens[i + 1]]
+    return [ranks[token] for token in tokens]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_and_ranks() -> tuple[Tokenizer, dict[bytes, int]]:
+    """Convert Emu3's tiktoken file; return the tokenizer, and the ranks in the file by token."""
+    lines = (EMU3_ORIGINAL / "emu3.tiktoken").read_text().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+    return Tokenizer.from_buffer(convert_tiktoken(EMU3_ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
+
+
+@given(text=st.text("aeilnorst dgu", min_size=1, max_size=40))
+def test_a_converted_tiktoken_file_encodes_text_as_tiktoken_does(
+    tokenizer_and_ranks: tuple[Tokenizer, dict[bytes, int]], text: str
+) -> None:
+    tokenizer, ranks = tokenizer_and_ranks
+    assert tokenizer.encode(text).ids == merge_pairs(text.encode(), ranks)

@@ -29,7 +29,7 @@ from lantern_rt.export.checkpoints.files import Weights
 from lantern_rt.export.registry import check_family_options
 
 
-def test_an_export_prints_the_bundle_and_the_command_that_writes_presets(program: Any, tmp_path: Path) -> None:
+def test_an_export_prints_the_bundle_and_the_presets_command(program: Any, tmp_path: Path) -> None:
     bundle = tmp_path / "b"
     command = ["export", "--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--output", bundle]
     exit_code, out, err = program(*command, "--compute", "float16")
@@ -63,7 +63,7 @@ def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     assert (exit_code, "passed" in out) == (0, True)
 
 
-def test_a_lumina2_bundle_is_exported_from_the_layout_of_its_repository(program: Any) -> None:
+def test_lumina2_is_exported_from_the_layout_of_its_repository(program: Any) -> None:
     files = ["--target", LUMINA2, "--vq", MOVQGAN, "--grid", 8, "--output", "lumina2"]
     assert program("export", "--family", "lumina2", *files)[0] == 0
     exit_code, out, _ = program("run", "lumina2", "a red fox", "--size", "32x64", "--output", "fox.png")
@@ -72,7 +72,7 @@ def test_a_lumina2_bundle_is_exported_from_the_layout_of_its_repository(program:
         assert image.size == (32, 64)
 
 
-def test_the_error_of_weights_that_overflow_float32_names_the_checkpoint(program: Any, tmp_path: Path) -> None:
+def test_weights_that_overflow_float32_are_rejected_by_name(program: Any, tmp_path: Path) -> None:
     def enlarge_weights(weights: Weights) -> None:
         weights["layers.0.attention.wqkv.weight"] *= 1e30
 
@@ -84,14 +84,12 @@ def test_the_error_of_weights_that_overflow_float32_names_the_checkpoint(program
     assert err.splitlines()[-1].startswith(f"lantern-rt: {target}: the weights overflow float32, found NaN or infinite")
 
 
-def test_the_error_of_a_missing_file_named_like_an_option_names_the_file(program: Any) -> None:
+def test_a_missing_file_named_like_an_option_is_rejected_by_name(program: Any) -> None:
     exit_code, _, err = program("export", "--target", "vq", "--vq", "model", "--output", "b")
     assert (exit_code, err.splitlines()[-1]) == (2, "lantern-rt: vq: no such file")
 
 
-def test_a_drafter_that_was_trained_with_another_target_is_exported_with_a_warning(
-    program: Any, t2i_bundle: Path, tmp_path: Path
-) -> None:
+def test_a_drafter_of_another_target_is_exported_with_a_warning(program: Any, t2i_bundle: Path, tmp_path: Path) -> None:
     files = open_bundle(t2i_bundle).manifest.files
     target_sha256 = files.get("target.data", files["target"]).sha256
     for i, training_sha256 in enumerate((target_sha256, "0" * 64)):
@@ -102,7 +100,7 @@ def test_a_drafter_that_was_trained_with_another_target_is_exported_with_a_warni
         assert (exit_code, warning in err) == (0, bool(i))
 
 
-def test_a_lumina_mgpt_image_may_exceed_the_max_position_embeddings_of_the_configuration(tmp_path: Path) -> None:
+def test_a_lumina_image_may_exceed_max_position_embeddings(tmp_path: Path) -> None:
     model = read_lumina(copy_checkpoint(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
     assert model.manifest_fields["condition"].prefix == 2048
 

@@ -15,19 +15,13 @@ from typing import Any
 import pytest
 from PIL import Image
 from published_host import EmptyCacheHost
-from stand_in_hub import COMMIT, COMPLETED_BYTES, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
+from stand_in_hub import COMMIT, COMPLETED_BYTES, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 
 REPOSITORY = "owner/finished"
 NAME = "llamagen-c2i-l-256"
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    with serve_hub() as address:
-        yield address
 
 
 @pytest.fixture
@@ -48,21 +42,13 @@ def make_bundle_fields(bundle: Bundle) -> dict[str, Any]:
 
 @pytest.fixture
 def host(hub: str, tmp_path: Path, bundle: Bundle) -> EmptyCacheHost:
-    """Make a host without PyTorch and other modules of exports.
-
-    Args:
-        hub: address of the hub.
-        tmp_path: folder of the host's files.
-        bundle: finished bundle of the host's model.
-    """
+    """Make a host without PyTorch and other modules of exports."""
     host = EmptyCacheHost(hub, tmp_path, NAME, bundles={"int8": make_bundle_fields(bundle)})
     host.missing_modules = ["torch", "onnx", "safetensors", "transformers"]
     return host
 
 
-def test_an_image_is_generated_without_pytorch_and_the_next_image_without_the_hub(
-    host: EmptyCacheHost, bundle: Bundle
-) -> None:
+def test_images_need_no_pytorch_and_then_no_hub(host: EmptyCacheHost, bundle: Bundle) -> None:
     assert f"int8 {make_bundle_fields(bundle)['download_bytes'] / 1e9:.1f} GB" in host("models").stdout
     process = host("run", NAME, "--class-id", 3, "--seed", 1, "--yes", "--output", host.folder / "a.png")
     assert process.returncode == 0, process.stderr
@@ -135,7 +121,7 @@ def test_caches_copied_to_another_home_are_used_read_only_and_offline(host: Empt
     assert (host.folder / "b.png").read_bytes() == image
 
 
-def test_a_killed_download_resumes_without_the_files_that_are_complete(host: EmptyCacheHost) -> None:
+def test_a_killed_download_resumes_without_complete_files(host: EmptyCacheHost) -> None:
     STALLING_FILES.add("vq_decoder.onnx")
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
@@ -155,8 +141,9 @@ def test_a_killed_download_resumes_without_the_files_that_are_complete(host: Emp
         STALLING_FILES.clear()
 
 
-@pytest.mark.parametrize("name", ["bundle.json", "target.onnx", "neighbors.npz"])
-@pytest.mark.parametrize("change", ["tampered", "truncated"])
+@pytest.mark.parametrize(
+    ("name", "change"), [("bundle.json", "tampered"), ("target.onnx", "truncated"), ("neighbors.npz", "tampered")]
+)
 def test_a_bundle_with_a_changed_file_on_the_hub_is_rejected(host: EmptyCacheHost, name: str, change: str) -> None:
     content = REPOSITORIES[REPOSITORY][name]
     last_byte = b"" if change == "truncated" else bytes([content[-1] ^ 1])
@@ -168,7 +155,7 @@ def test_a_bundle_with_a_changed_file_on_the_hub_is_rejected(host: EmptyCacheHos
     assert not host.cache.exists()
 
 
-def test_a_changed_manifest_is_rejected_before_graphs_are_downloaded(host: EmptyCacheHost) -> None:
+def test_a_changed_manifest_is_rejected_before_the_graphs(host: EmptyCacheHost) -> None:
     REPOSITORIES[REPOSITORY]["bundle.json"] += b"\n"
     STALLING_FILES.add("target.onnx")
     try:
@@ -178,13 +165,13 @@ def test_a_changed_manifest_is_rejected_before_graphs_are_downloaded(host: Empty
         STALLING_FILES.clear()
 
 
-def test_a_bundle_that_was_deleted_from_the_cache_is_downloaded_again(host: EmptyCacheHost) -> None:
+def test_a_bundle_deleted_from_the_cache_is_downloaded_again(host: EmptyCacheHost) -> None:
     host.generate("a.png")
     shutil.rmtree(host.folder / "home/hub/models--owner--finished")
     host.generate("b.png")
 
 
-def test_verify_rejects_a_bundle_that_differs_from_an_export_of_the_checkpoint(host: EmptyCacheHost) -> None:
+def test_verify_rejects_a_bundle_that_differs_from_an_export(host: EmptyCacheHost) -> None:
     host.generate("a.png")
     host.missing_modules = []
     process = host("verify", NAME, "--export")

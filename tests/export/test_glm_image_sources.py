@@ -58,10 +58,7 @@ def export_with_small_sizes(folder: Path, output: Path, precision: str | None = 
     """Export a checkpoint with the image sizes of `GRIDS`; return the folder of the bundle.
 
     Args:
-        folder: folder of the checkpoint.
-        output: folder of the bundle.
         precision: precision of the target's weights; None for the default.
-        compute: type of computations.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(glm_image, "list_image_grids", lambda square: GRIDS)
@@ -75,11 +72,7 @@ def pipe(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 class TransformersModel:
-    """Model and processor of transformers; the image processor uses Pillow instead of torchvision.
-
-    Args:
-        folder: folder of the checkpoint.
-    """
+    """Model and processor of transformers; the image processor uses Pillow instead of torchvision."""
 
     def __init__(self, folder: Path) -> None:
         from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
@@ -98,11 +91,6 @@ class TransformersModel:
     @torch.no_grad()
     def generate(self, image: Image.Image, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
         """Generate an image greedily from an image and `PROMPT`.
-
-        Args:
-            image: source image.
-            rows: grid rows of the new image.
-            columns: grid columns of the new image.
 
         Returns:
             The codes of the source image, the token ids of the prompt with these codes, and the codes of the new image.
@@ -131,13 +119,7 @@ def transformers_model(folder: Path) -> TransformersModel:
 
 
 def make_source_image(rows: int, columns: int, seed: int = 0) -> Image.Image:
-    """Make an image of random coloured spots.
-
-    Args:
-        rows: grid rows of the image, of 32 pixels each.
-        columns: grid columns of the image, of 32 pixels each.
-        seed: seed of the colours.
-    """
+    """Make an image of random coloured spots."""
     pixels = np.random.default_rng(seed).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)
     return Image.fromarray(pixels).resize((32 * columns, 32 * rows), Image.Resampling.BICUBIC)
 
@@ -152,7 +134,7 @@ def get_prompt_ids(request: Request) -> list[int]:
 
 @pytest.mark.parametrize("source_grid", [(2, 2), (3, 5), (5, 2)])
 @pytest.mark.parametrize("grid", [(2, 2), (3, 5), (5, 2)])
-def test_image_to_image_has_the_prompt_and_the_greedy_codes_of_transformers(
+def test_image_to_image_has_the_greedy_codes_of_transformers(
     pipe: Pipeline, transformers_model: TransformersModel, source_grid: tuple[int, int], grid: tuple[int, int]
 ) -> None:
     image = make_source_image(*source_grid)
@@ -166,7 +148,7 @@ def test_image_to_image_has_the_prompt_and_the_greedy_codes_of_transformers(
 
 
 @pytest.mark.parametrize(("precision", "compute"), PRECISIONS)
-def test_every_precision_encodes_a_source_image_alike_and_agrees_with_the_checkpoint(
+def test_every_precision_encodes_a_source_image_alike(
     folder: Path, pipe: Pipeline, tmp_path: Path, precision: str | None, compute: str
 ) -> None:
     rounded_pipe = Pipeline.from_bundle(
@@ -200,7 +182,7 @@ def test_verify_finds_changed_weights_of_the_image_encoder(folder: Path, pipe: P
     assert {row["graph"] for row in report.tensors if not row["passed"]} == {"vq_encoder"}
 
 
-def test_a_checkpoint_without_an_image_encoder_gives_a_bundle_for_text_to_image(folder: Path, tmp_path: Path) -> None:
+def test_without_an_image_encoder_a_bundle_is_text_to_image(folder: Path, tmp_path: Path) -> None:
     text_checkpoint = shutil.copytree(folder, tmp_path / "text")
 
     def remove_encoder(weights: dict[str, torch.Tensor]) -> None:
@@ -264,7 +246,7 @@ def test_colours_of_source_images_are_normalised_as_in_transformers(
         (f"{PART}/config.json", lambda c: c.update(image_end_token_id=5000), "image_end_token_id"),
     ],
 )
-def test_the_error_of_an_unsupported_image_encoder_names_the_wrong_field(
+def test_unsupported_image_encoders_are_rejected_by_field(
     folder: Path, tmp_path: Path, name: str, edit: Any, message: str
 ) -> None:
     checkpoint = shutil.copytree(folder, tmp_path / "copy")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import warnings
@@ -28,7 +27,6 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_config, read_weights
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.vq_checkpoints import read_vqgan
 
 C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
 VQ = DATA / "llamagen-vq/vq_tiny.pt"
@@ -38,11 +36,7 @@ JIT = DATA / "simplear/cosmos/encoder.jit"
 
 
 class TensorWithFalseMetadata(Tensor):
-    """Tensor that is saved with sizes, strides or an offset that exceed the storage of 4 numbers.
-
-    Attributes:
-        metadata: offset, sizes and strides to save.
-    """
+    """Tensor that is saved with sizes, strides or an offset that exceed the storage of 4 numbers."""
 
     metadata: tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -87,10 +81,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
     "cut.jit": (lambda path: path.write_bytes(JIT.read_bytes()[:9000]), "not a PyTorch checkpoint"),
     "compressed.jit": (lambda path: copy_torchscript(path, compression=zipfile.ZIP_DEFLATED), "is compressed"),
-    "within-itself.jit": (
-        lambda path: copy_torchscript(path, CYCLIC_PICKLE),
-        "changes an object that others contain",
-    ),
+    "within-itself.jit": (lambda path: copy_torchscript(path, CYCLIC_PICKLE), "changes an object that others contain"),
     "keys-without-end.jit": (
         lambda path: copy_torchscript(path, make_nested_pickle(DICT_WITH_KEY)),
         "objects within each other",
@@ -128,10 +119,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "data.pkl has 67,108,867 bytes",
     ),
     "numbers-as-names.pt": (lambda path: torch.save({0: torch.ones(2)}, path), "found 0, expected names of weights"),
-    "build.jit": (
-        lambda path: copy_torchscript(path, b"Vos\nVsystem\n\x93."),
-        "has the opcode UNICODE",
-    ),
+    "build.jit": (lambda path: copy_torchscript(path, b"Vos\nVsystem\n\x93."), "has the opcode UNICODE"),
     "code.jit": (lambda path: copy_torchscript(path, pickle.dumps(CommandPickle(), 2)), "not a PyTorch checkpoint"),
     "absent.pt": (lambda path: None, "no such file"),
 }
@@ -141,9 +129,7 @@ def copy_torchscript(path: Path, data_pickle: bytes | None = None, compression: 
     """Copy the valid TorchScript archive `JIT` with changes.
 
     Args:
-        path: file of the copy.
         data_pickle: pickle that replaces `data.pkl`, which describes the module; None leaves the original.
-        compression: compression method of the ZIP archive.
     """
     with zipfile.ZipFile(JIT) as source, zipfile.ZipFile(path, "w", compression) as copy:
         for name in source.namelist():
@@ -158,21 +144,13 @@ SET_WITH_ITEM = b"cbuiltins\nset\n%s\x85\x85R."  # pickle of a set; %s loads the
 
 
 def make_nested_pickle(container: bytes) -> bytes:
-    """Return a pickle of tuples that each contain the previous tuple twice.
-
-    Args:
-        container: pickle of the object that contains the last tuple, with `%s` at the place of this tuple.
-    """
+    """Return a pickle of tuples that each contain the previous tuple twice."""
     pairs = [b"(h%ch%ctq%c" % (i, i, i + 1) for i in range(LEVELS)]
     return b"\x80\x02)q\x00" + b"".join(pairs) + container % (b"h%c" % LEVELS)
 
 
 def make_nested_list_pickle(outermost_first: bool) -> bytes:
-    """Return a pickle of nested lists, of which each contains the next inner list twice.
-
-    Args:
-        outermost_first: fill the lists from the outermost to the innermost, not from the innermost.
-    """
+    """Return a pickle of nested lists, of which each contains the next inner list twice."""
     if outermost_first:
         empty_lists = b"".join(b"]q%c" % i for i in range(LEVELS + 1))
         filled_lists = b"".join(b"h%c(h%ch%ce" % (i, i + 1, i + 1) for i in range(LEVELS))
@@ -181,13 +159,6 @@ def make_nested_list_pickle(outermost_first: bool) -> bytes:
 
 
 def write_archive(path: Path, content: bytes, name: str = "data.pkl") -> None:
-    """Write a PyTorch checkpoint, which is a ZIP archive.
-
-    Args:
-        path: file of the checkpoint.
-        content: pickle in the checkpoint.
-        name: name of the pickle in the archive.
-    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for entry, data in ((name, content), ("version", b"3\n"), ("byteorder", b"little")):
             file.writestr(f"archive/{entry}", data)
@@ -210,13 +181,7 @@ def test_a_damaged_or_malicious_file_is_rejected(tmp_path: Path, name: str) -> N
 
 
 def save_checkpoint(path: Path, content: Any, **options: Any) -> Path:
-    """Save an object with `torch.save` and without warnings; return the path.
-
-    Args:
-        path: file of the checkpoint.
-        content: object to save, or a function that returns the object.
-        **options: options of `torch.save`.
-    """
+    """Save an object with `torch.save` and without warnings; return the path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save(content() if callable(content) else content, path, **options)
@@ -224,7 +189,7 @@ def save_checkpoint(path: Path, content: Any, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("words", UNUSUAL_TENSORS)
-def test_the_error_of_an_unsupported_tensor_says_what_is_unsupported(tmp_path: Path, words: str) -> None:
+def test_unsupported_tensors_are_rejected_with_the_reason(tmp_path: Path, words: str) -> None:
     path = save_checkpoint(
         tmp_path / "odd.pt", lambda: {"good": torch.ones(2), "layers.7.bad": UNUSUAL_TENSORS[words]()}
     )
@@ -234,7 +199,7 @@ def test_the_error_of_an_unsupported_tensor_says_what_is_unsupported(tmp_path: P
 
 
 @pytest.mark.parametrize("words", UNUSUAL_TENSORS)
-def test_an_unsupported_tensor_that_the_name_filter_omits_is_ignored(tmp_path: Path, words: str) -> None:
+def test_an_unsupported_tensor_that_is_not_read_is_ignored(tmp_path: Path, words: str) -> None:
     path = save_checkpoint(
         tmp_path / "odd.pt", lambda: {"module.good": torch.ones(2), "module.loss.bad": UNUSUAL_TENSORS[words]()}
     )
@@ -245,7 +210,7 @@ def test_an_unsupported_tensor_that_the_name_filter_omits_is_ignored(tmp_path: P
     "metadata", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))]
 )
 @pytest.mark.parametrize("is_zip_archive", [True, False])
-def test_a_weight_whose_metadata_exceeds_the_stored_numbers_is_rejected(
+def test_a_weight_larger_than_its_storage_is_rejected(
     tmp_path: Path, metadata: tuple[int, tuple[int, ...], tuple[int, ...]], is_zip_archive: bool
 ) -> None:
     path = save_checkpoint(
@@ -258,7 +223,7 @@ def test_a_weight_whose_metadata_exceeds_the_stored_numbers_is_rejected(
 
 
 @pytest.mark.parametrize("name", ["large.safetensors", "large.pt"])
-def test_the_error_of_a_file_that_is_larger_than_the_memory_says_so(tmp_path: Path, name: str) -> None:
+def test_a_file_larger_than_the_memory_is_rejected(tmp_path: Path, name: str) -> None:
     resource = pytest.importorskip("resource")
     weights = {"weight": torch.zeros(1 << 26)}
     save_file(weights, tmp_path / name) if name.endswith("safetensors") else torch.save(weights, tmp_path / name)
@@ -269,20 +234,6 @@ def test_the_error_of_a_file_that_is_larger_than_the_memory_says_so(tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert error.problem == "is larger than the memory"
-
-
-@pytest.mark.parametrize("name", ["output.weight", "tok_embeddings.weight", "cls_embedding.embedding_table.weight"])
-def test_boolean_weights_are_rejected(tmp_path: Path, name: str) -> None:
-    weights = torch.load(C2I, weights_only=True)["model"]
-    weights[name] = weights[name] > 0
-    with pytest.raises(CheckpointError, match=rf"{name}.* bool numbers, expected floating-point numbers"):
-        read_llamagen_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
-
-
-def test_a_position_table_of_another_shape_is_rejected(tmp_path: Path) -> None:
-    weights = torch.load(C2I, weights_only=True)["model"] | {"freqs_cis": torch.tensor(1.0)}
-    with pytest.raises(CheckpointError, match=r"freqs_cis: found shape \[\], expected 3 sizes"):
-        read_llamagen_transformer(save_checkpoint(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
 @pytest.mark.parametrize(
@@ -317,31 +268,12 @@ def test_errors_are_short_and_printable_for_any_names_of_weights(
         "\0\xff",
     ],
 )
-def test_a_configuration_that_breaks_the_json_parser_is_rejected_with_a_short_error(tmp_path: Path, text: str) -> None:
+def test_a_configuration_that_breaks_the_json_parser_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text, "latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
         read_llamagen_transformer(C2I, config=path)
     assert len(str(caught.value)) < 600
-
-
-@pytest.mark.parametrize(("text", "words"), [("#" * 20_000, "more than 16,384 bytes"), ("[" * 9000, "levels deep")])
-def test_a_yaml_file_that_would_take_minutes_to_parse_is_rejected(tmp_path: Path, text: str, words: str) -> None:
-    shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "vqgan.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        read_vqgan(tmp_path)
-    assert caught.value.field == str(tmp_path / "vqgan.yaml")
-
-
-def test_a_yaml_file_with_nested_aliases_is_rejected(tmp_path: Path) -> None:
-    nested_aliases = [f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]" for i in range(LEVELS)]
-    fields = f"model: {{params: {{n_embed: 128, ddconfig: {{resolution: *a{LEVELS}}}}}}}"
-    shutil.copytree(VQGAN, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "vqgan.yaml").write_text("\n".join(["a0: &a0 []", *nested_aliases, fields]))
-    error = catch_error(CheckpointError, read_vqgan, tmp_path)
-    assert error.field == str(tmp_path / "vqgan.yaml")
-    assert error.found.startswith("YAML aliases")
 
 
 def test_a_pipe_or_a_device_as_configuration_is_rejected(tmp_path: Path) -> None:
@@ -351,7 +283,7 @@ def test_a_pipe_or_a_device_as_configuration_is_rejected(tmp_path: Path) -> None
             read_config(path)
 
 
-def test_the_error_of_a_path_that_is_too_long_has_the_message_of_the_operating_system(tmp_path: Path) -> None:
+def test_a_too_long_path_is_rejected_with_the_systems_message(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="File name too long"):
         read_weights(tmp_path / ("a" * 300))
     target = read_llamagen_transformer(C2I, config=C2I.with_name("config.json")).decoder

@@ -83,12 +83,7 @@ def endpoint() -> Iterator[str]:
 
 
 class FetchResults:
-    """Results of fetching checkpoints from the hub, and then from the same cache without the hub.
-
-    Args:
-        endpoint: address of the hub.
-        home: folder of the cache.
-    """
+    """Results of fetching checkpoints from the hub, and then from the same cache without the hub."""
 
     known_references: ClassVar = [
         "hf:owner/target",
@@ -125,7 +120,7 @@ def fetch_results(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Fe
     return FetchResults(endpoint, tmp_path_factory.mktemp("hub"))
 
 
-def test_only_files_that_an_export_reads_are_fetched_and_all_at_one_commit(fetch_results: FetchResults) -> None:
+def test_only_needed_files_are_fetched_and_all_at_one_commit(fetch_results: FetchResults) -> None:
     assert [references for _, references in fetch_results.online] == [
         [f"hf:owner/target/config.json@{COMMIT}", f"hf:owner/target/model.safetensors@{COMMIT}"],
         [f"hf:owner/target/config.json@{OLD_COMMIT}", f"hf:owner/target/model.safetensors@{OLD_COMMIT}"],
@@ -136,7 +131,7 @@ def test_only_files_that_an_export_reads_are_fetched_and_all_at_one_commit(fetch
     assert weights.read_bytes() == REPOSITORIES["owner/target"]["model.safetensors"]
 
 
-def test_fetched_checkpoints_are_read_from_the_cache_without_the_hub(fetch_results: FetchResults) -> None:
+def test_fetched_checkpoints_are_read_without_the_hub(fetch_results: FetchResults) -> None:
     assert fetch_results.offline == fetch_results.online
 
 
@@ -154,9 +149,7 @@ def test_a_missing_repository_revision_or_file_is_rejected(fetch_results: FetchR
         assert words in message
 
 
-def test_the_error_of_an_uncached_checkpoint_without_the_hub_suggests_a_manual_download(
-    fetch_results: FetchResults,
-) -> None:
+def test_without_the_hub_a_manual_download_is_suggested(fetch_results: FetchResults) -> None:
     for reference, (field, message) in zip(
         FetchResults.uncached_references, fetch_results.uncached_offline, strict=True
     ):
@@ -166,9 +159,7 @@ def test_the_error_of_an_uncached_checkpoint_without_the_hub_suggests_a_manual_d
 
 
 @pytest.mark.slow
-def test_an_export_from_the_hub_records_the_commits_and_is_verified_from_the_cache(
-    endpoint: str, tmp_path: Path
-) -> None:
+def test_an_export_from_the_hub_is_verified_from_the_cache(endpoint: str, tmp_path: Path) -> None:
     output = tmp_path / "bundle"
     arguments = ["--target", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1", "--output", str(output)]
     arguments += ["--lora", "hf:owner/style:0.5"]
@@ -189,7 +180,7 @@ def test_an_export_from_the_hub_records_the_commits_and_is_verified_from_the_cac
 
 
 @pytest.mark.parametrize("reference", ["hf:owner/shards", "hf:owner/target"])
-def test_a_checkpoint_that_exceeds_the_free_disk_space_is_rejected_before_the_download(
+def test_a_checkpoint_beyond_the_free_disk_space_is_rejected(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
 ) -> None:
     sizes = {name: 10**17 for name in REPOSITORIES[reference.removeprefix("hf:")] if name.endswith(".safetensors")}
@@ -228,7 +219,7 @@ def test_a_size_of_the_hub_that_is_no_size_counts_as_zero(
 
 
 @pytest.mark.parametrize("heads_also_fail", [True, False])
-def test_the_error_of_a_listed_file_that_the_hub_lacks_names_the_reference_and_the_status(
+def test_a_file_that_the_hub_lacks_is_named_with_the_status(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads_also_fail: bool
 ) -> None:
     send_file = HubRequestHandler.send_file
@@ -313,9 +304,7 @@ def test_a_hub_that_does_not_respond_is_an_error_after_a_timeout(tmp_path: Path)
 
 
 @pytest.mark.parametrize("error_number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_the_error_of_a_cache_that_cannot_be_written_names_the_folder(
-    endpoint: str, tmp_path: Path, error_number: int
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named(endpoint: str, tmp_path: Path, error_number: int) -> None:
     code = (
         f"import os, huggingface_hub\ndef fail(*_, **__): raise OSError({error_number}, os.strerror({error_number}))\n"
     )
@@ -351,25 +340,14 @@ def test_fetching_a_local_path_returns_the_path_unchanged(tmp_path: Path) -> Non
 
 
 class HubCommandLine:
-    """Command line `lantern-rt` that uses the hub and a cache in a folder.
-
-    Args:
-        endpoint: address of the hub.
-        folder: parent folder of the caches.
-    """
+    """Command line `lantern-rt` that uses the hub and a cache in a folder."""
 
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.endpoint = endpoint
         self.folder = folder
 
     def __call__(self, *arguments: object, home: str = "home", **variables: str) -> tuple[int, str]:
-        """Run a command; return the exit code, and stdout or, after a failure, the last line of stderr.
-
-        Args:
-            *arguments: arguments of the command.
-            home: name of the cache folder.
-            **variables: environment variables; `endpoint` is the address of another hub.
-        """
+        """Run a command; return the exit code, and stdout or, after a failure, the last line of stderr."""
         words = ["-m", "lantern_rt", *map(str, arguments)]
         process = run(variables.pop("endpoint", self.endpoint), self.folder / home, *words, **variables)
         return process.returncode, process.stderr.splitlines()[-1] if process.returncode else process.stdout.strip()
@@ -382,9 +360,7 @@ def program(endpoint: str, tmp_path: Path) -> Iterator[HubCommandLine]:
 
 
 @pytest.mark.slow
-def test_a_pushed_bundle_reproduces_a_sample_image_with_and_without_the_hub(
-    program: HubCommandLine, tmp_path: Path
-) -> None:
+def test_a_pushed_bundle_reproduces_a_sample_image(program: HubCommandLine, tmp_path: Path) -> None:
     bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
     assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
     pushed_files = REPOSITORIES["owner/pushed"]
@@ -407,7 +383,7 @@ def test_a_pushed_bundle_reproduces_a_sample_image_with_and_without_the_hub(
 
 
 @pytest.mark.slow
-def test_a_bundle_without_an_image_decoder_is_pushed_without_sample_images(
+def test_a_bundle_of_codes_is_pushed_without_sample_images(
     program: HubCommandLine, glm_image_bundle: Path, tmp_path: Path
 ) -> None:
     assert program("push", glm_image_bundle, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")

@@ -1,7 +1,8 @@
-"""Tests of int8 target graphs: the outputs of a node do not depend on the other nodes of the forward pass."""
+"""int8 graphs: the outputs of a target's node do not depend on other nodes; image decoders stay near float32."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -12,17 +13,26 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
+from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_path, copy_weights
+from family_readers import read_emu3
+from goldens import compute_graph_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_models import CONFIG, make_target, randomise_norms
 
+from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import ParityError
-from lantern_rt.export.compare import run_torch_module
+from lantern_rt.export.compare import compare_graph_with_module, run_torch_module
+from lantern_rt.export.convolutions import measure_activation_ranges, quantize_convolutions
+from lantern_rt.export.families.common import make_vq_graphs
 from lantern_rt.export.graph.graphs import Graph, make_graph_file
 from lantern_rt.export.graph.precision import quantize, round_activations
-from lantern_rt.export.measures import measure_relative_error
+from lantern_rt.export.measures import measure_image_difference, measure_relative_error
+from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq, read_vqgan
 from lantern_rt.export.verify import check_graph_parity
 
 NODES = 24  # nodes of the tested sequence
@@ -56,12 +66,9 @@ def run_pass(
     """Run a forward pass and return the outputs by name.
 
     Args:
-        session: session of the graph.
         embeds: embeddings of the nodes, `[rows, nodes, width]`.
         positions: position ids, one for all nodes or `[nodes]`.
         new_mask: true where the first node attends to the second node, `[nodes, nodes]`.
-        past: keys and values of earlier nodes.
-        num_masked: number of masked nodes, which no node attends to, at the start of the past.
     """
     rows, nodes = embeds.shape[:2]
     num_past = len(next(iter(past.values())))
@@ -74,12 +81,7 @@ def run_pass(
 
 
 def make_masked_past(session: Any, num_masked: int = 1) -> Past:
-    """Return a KV cache of zeros for masked nodes. With an empty cache, ONNX Runtime would divide by zero.
-
-    Args:
-        session: session of the graph.
-        num_masked: number of masked nodes.
-    """
+    """Return a KV cache of zeros for masked nodes. With an empty cache, ONNX Runtime would divide by zero."""
     shapes = {value.name: value.shape[2:] for value in session.get_inputs() if value.name.startswith("past")}
     return {name: np.zeros((num_masked, 2, *shape), np.float32) for name, shape in shapes.items()}
 
@@ -88,10 +90,7 @@ def compute_chain_logits(session: Any, embeds: Floats, sizes: list[int], num_mas
     """Return the logits `[rows, nodes, codes]` of a sequence, run in several forward passes.
 
     Args:
-        session: session of the graph.
         embeds: embeddings of the sequence, `[rows, nodes, width]`.
-        sizes: numbers of nodes of the forward passes, repeated until the end of the sequence.
-        num_masked: number of masked nodes before the sequence.
     """
     past = make_masked_past(session, num_masked)
     num_done = 0
@@ -115,9 +114,7 @@ def compute_chain_logits(session: Any, embeds: Floats, sizes: list[int], num_mas
 
 @settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, NODES), min_size=1, max_size=6))
-def test_the_logits_of_a_sequence_do_not_depend_on_the_sizes_of_forward_passes(
-    session: Any, embeds: Floats, sizes: list[int]
-) -> None:
+def test_logits_do_not_depend_on_the_sizes_of_passes(session: Any, embeds: Floats, sizes: list[int]) -> None:
     np.testing.assert_array_equal(
         compute_chain_logits(session, embeds, sizes), compute_chain_logits(session, embeds, [1])
     )
@@ -125,7 +122,7 @@ def test_the_logits_of_a_sequence_do_not_depend_on_the_sizes_of_forward_passes(
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_a_path_of_a_draft_tree_has_exactly_the_logits_of_a_sequence(
+def test_a_path_of_a_tree_has_exactly_the_logits_of_a_sequence(
     session: Any, embeds: Floats, data: st.DataObject
 ) -> None:
     parents = [-1, *(data.draw(st.integers(-1, i - 1)) for i in range(1, 12))]
@@ -168,7 +165,7 @@ def test_other_rows_of_a_batch_do_not_change_the_logits_of_a_row(session: Any, e
 
 
 @pytest.mark.parametrize("width", [160, 256, 300])
-def test_logits_of_wide_heads_do_not_depend_on_the_number_of_masked_nodes(width: int, tmp_path: Path) -> None:
+def test_logits_of_wide_heads_do_not_depend_on_masked_nodes(width: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 2 * width, "num_heads": 2, "num_kv_heads": 1, "spare_positions": 200}
     target = make_target(
@@ -190,7 +187,7 @@ def test_embeddings_of_zeros_give_all_nodes_the_same_logits(session: Any) -> Non
     np.testing.assert_allclose(outputs["logits"], expected, rtol=0, atol=0.05)
 
 
-def test_the_parity_check_accepts_an_int8_graph_and_detects_changed_weights(graph: Graph, tmp_path: Path) -> None:
+def test_parity_accepts_an_int8_graph_and_detects_changes(graph: Graph, tmp_path: Path) -> None:
     plan = make_graph_file(graph, "int8")
     path = plan.write(tmp_path / "target.onnx")[0]
     assert plan.storage_types["head.weight"] == "columns"
@@ -211,9 +208,7 @@ def test_activations_with_outliers_have_the_precision_of_15_bits(graph: Graph, s
     assert measure_relative_error(outputs["new_key_values.0.key"], expected) < 5e-4  # would be 4e-2 with 8 bits
 
 
-def test_weights_are_quantized_with_a_separate_scale_for_every_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_output_of_a_weight_has_its_own_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(96, 5) * torch.logspace(-3, 3, 5)
     integers, scales = quantize(weight, "columns")
@@ -227,7 +222,85 @@ def test_weights_are_quantized_with_a_separate_scale_for_every_output(
     assert initialisers[0] == initialisers[1]
 
 
-def test_activations_are_rounded_to_multiples_of_the_maximum_divided_by_127() -> None:
+def test_activations_are_rounded_to_a_127th_of_the_maximum() -> None:
     x = torch.tensor([[-2.0, 1.0, 0.004], [0.0, 0.0, 0.0], [1e-30, 0.0, -1e-30]])
     rounded = round_activations(x)
     np.testing.assert_allclose(rounded, [[-2, 64 * 2 / 127, 0], [0, 0, 0], [1e-30, 0, -1e-30]], rtol=1e-6)
+
+
+def scale_down_residuals(weights: Weights) -> None:
+    """Scale the weights of residual blocks down, as in trained decoders, so that eight bits suffice."""
+    for name, weight in weights.items():
+        if "decoder" in name and (".conv2." in name or "proj_out" in name):
+            weight.mul_(0.03)
+
+
+def make_image_decoder(family: str) -> Graph:
+    """Make the graph of the image decoder of a family: `llamagen`, `chameleon` or `emu3`."""
+    if family == "emu3":
+        graphs = read_emu3(EMU3, grid=4).graphs
+    else:
+        graphs = make_vq_graphs(read_llamagen_vq(VQ)[0] if family == "llamagen" else read_vqgan(VQGAN).vq, 4)
+    return next(graph for graph in graphs if graph.role == "vq_decoder")
+
+
+@pytest.mark.parametrize("family", ["llamagen", "chameleon", "emu3"])
+def test_images_of_an_int8_decoder_are_near_float32_images(tmp_path: Path, family: str) -> None:
+    graph = make_image_decoder(family)
+    path = tmp_path / "vq_decoder.onnx"
+    scale_down_residuals(graph.module.state_dict())
+    plan = make_graph_file(graph)
+    quantize_convolutions(plan, measure_activation_ranges(graph, 96))
+    plan.write(path)
+    mean_levels, psnr = measure_image_difference(compare_graph_with_module(graph, path, [*graph.test_cases]))
+    assert mean_levels < 2  # 255 levels from black to white
+    assert psnr > 40  # dB
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    kernels = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    convolutions = [node for node in model.graph.node if node.op_type == "Conv" and node.input[1] in kernels][:-1]
+    assert max(np.abs(kernel).max() for name, kernel in kernels.items() if name.endswith(".int8")) == 64
+    feeds = dict(next(iter(graph.test_cases.values())))
+    values = compute_graph_values(
+        path, [name for node in convolutions for name in (node.input[0], node.output[0])], feeds
+    )
+    for node, node_input, node_output in zip(convolutions, values[::2], values[1::2], strict=True):
+        kernel, bias = (torch.from_numpy(kernels[name].astype(np.float64)) for name in node.input[1:])
+        pads = next(attribute.ints for attribute in node.attribute if attribute.name == "pads")
+        exact_sums = F.conv2d(torch.from_numpy(node_input.astype(np.float64)), kernel, bias, padding=pads[0])
+        # The sums of integers are so small that float32 never rounds, so the order of addition has no effect.
+        np.testing.assert_array_equal(node_output, exact_sums.numpy())
+
+
+def test_onnx_runtime_fuses_every_int8_convolution(tmp_path: Path) -> None:
+    graph = make_image_decoder("llamagen")
+    plan = make_graph_file(graph)
+    quantize_convolutions(plan, measure_activation_ranges(graph, 96))
+    options: Any = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    onnxruntime.InferenceSession(plan.write(tmp_path / "vq_decoder.onnx")[0], options)
+    ops = [node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node]
+    assert ops.count("QLinearConv") == sum(name.endswith(".int8") for name in plan.weights) > 20
+
+
+@pytest.mark.parametrize(("precision", "calibration"), [("int8", "8 pictures of random codes"), ("fp16", None)])
+def test_verify_compares_images_of_an_int8_decoder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, calibration: str | None
+) -> None:
+    scaled_vq = copy_weights(tmp_path, VQ, scale_down_residuals)
+    config = config_path(C2I)
+    export = ["export", "--target", C2I, "--config", config, "--vq-precision", precision, "--vq"]
+    if calibration:
+        assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2
+        # The random weights of `VQ` need more than eight bits.
+        assert "vq_decoder.onnx in int8: found images" in capsys.readouterr().err
+    assert run_program([str(word) for word in (*export, scaled_vq, "--output", tmp_path / "bundle")]) == 0
+    manifest = Manifest.model_validate_json((tmp_path / "bundle/bundle.json").read_text())
+    assert (manifest.vq_precision, manifest.provenance.calibration) == (precision, calibration)
+    weights = onnx.load(tmp_path / "bundle/vq_decoder.onnx").graph.initializer
+    assert any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in weights) == (precision == "int8")
+    capsys.readouterr()
+    for checkpoints, exit_code in (([], 0), ([C2I, scaled_vq, config], 0), ([C2I, VQ, config], 2)):
+        assert run_program([str(word) for word in ("verify", tmp_path / "bundle", *checkpoints, "--json")]) == exit_code
+        (row,) = json.loads(capsys.readouterr().out)["pictures"]
+        assert row["passed"] == (exit_code == 0) == (row["levels"] <= 1 and row["psnr"] >= 40)

@@ -88,13 +88,7 @@ GRAPHS |= {name: build_drafter_graph(*arguments) for name, arguments in DRAFTER_
 
 
 def measure_layout_difference(graph: Graph, folder: Path, rule: StorageRule = "fp32") -> float:
-    """Return the largest output difference between the file layout and the device layout.
-
-    Args:
-        graph: graph of a decoder, with the test cases to run.
-        folder: folder to write the graph to.
-        rule: storage of the weights.
-    """
+    """Return the largest output difference between the file layout and the device layout."""
     path, *_ = make_graph_file(graph, rule).write(folder / f"{graph.role}.onnx")
     file_session = GraphFileSession(path, low_memory=True)
     device_session = DeviceGraphSession(graph, path, low_memory=True)
@@ -108,7 +102,7 @@ def measure_layout_difference(graph: Graph, folder: Path, rule: StorageRule = "f
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_file_layout_and_the_device_layout_of_a_graph_give_the_same_outputs(name: str, tmp_path: Path) -> None:
+def test_file_layout_and_device_layout_give_the_same_outputs(name: str, tmp_path: Path) -> None:
     assert measure_layout_difference(GRAPHS[name], tmp_path) < 1e-5
 
 
@@ -116,13 +110,11 @@ def test_the_file_layout_and_the_device_layout_of_a_graph_give_the_same_outputs(
 @pytest.mark.parametrize(
     "name", ["normalized queries and keys, epsilon 0.01", "output head with a hidden layer", "drafter with bias"]
 )
-def test_the_file_layout_and_the_device_layout_give_the_same_outputs_with_rounded_weights(
-    name: str, rule: StorageRule, tmp_path: Path
-) -> None:
+def test_both_layouts_give_the_same_outputs_of_rounded_weights(name: str, rule: StorageRule, tmp_path: Path) -> None:
     assert measure_layout_difference(GRAPHS[name], tmp_path, rule) < 1e-5
 
 
-def test_keys_and_values_at_masked_positions_do_not_change_the_outputs(tmp_path: Path) -> None:
+def test_masked_keys_and_values_do_not_change_the_outputs(tmp_path: Path) -> None:
     graph = GRAPHS["grid positions, interleaved pairs"]
     path, *_ = make_graph_file(graph, "fp32").write(tmp_path / "target.onnx")
     session = DeviceGraphSession(graph, path)
@@ -149,7 +141,7 @@ def test_a_float16_graph_agrees_with_the_float32_module(name: str, tmp_path: Pat
     check_graph_parity(replace(graph, compute_type="float16"), path)
 
 
-def test_a_float16_graph_is_accurate_if_squares_of_inputs_exceed_the_range_of_float16(tmp_path: Path) -> None:
+def test_squares_beyond_float16_do_not_spoil_a_float16_graph(tmp_path: Path) -> None:
     # The norms square inputs of about 2,000; the largest number in float16 is 65,504.
     graph = replace(build_target_graph(CONFIG, input_scale=2000), tolerance=0.01, compute_type="float16")
     assert check_graph_parity(graph, write_graph(convert_to_float16(graph), tmp_path)[0]) < 0.01
@@ -166,7 +158,7 @@ def test_a_weight_above_the_largest_float16_number_is_rejected(tmp_path: Path) -
     assert error.remedy == "export with precision bf16-safe, or vq-precision fp32"
 
 
-def test_the_error_of_a_weight_above_the_float16_maximum_has_the_name_from_the_checkpoint(tmp_path: Path) -> None:
+def test_a_weight_beyond_float16_has_its_name_in_the_checkpoint(tmp_path: Path) -> None:
     name = "layers.1.feed_forward.w3.weight"
     changed_target = copy_weights(tmp_path, C2I, lambda weights: weights[name].__setitem__((0, 0), 1e6))
     model = read_llamagen(changed_target, VQ, config=config_path(C2I))
@@ -175,9 +167,7 @@ def test_the_error_of_a_weight_above_the_float16_maximum_has_the_name_from_the_c
 
 
 @pytest.mark.parametrize("method", ["ar", "lantern", "sjd"])
-def test_a_float16_bundle_generates_an_image_and_its_manifest_has_the_dtype_float16(
-    t2i_half_bundle: Path, method: str
-) -> None:
+def test_a_float16_bundle_generates_an_image(t2i_half_bundle: Path, method: str) -> None:
     bundle = open_bundle(t2i_half_bundle)
     manifest = bundle.manifest
     assert (manifest.target.dtype, manifest.target.precision) == ("float16", "fp16")

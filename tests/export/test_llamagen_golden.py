@@ -10,7 +10,6 @@ import pytest
 from goldens import GUIDED_TOLERANCE, Arrays, GraphRunner, assert_close, load_golden, mix_guidance_rows, read_manifest
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from shared_goldens import ImageTokenizerGolden
 
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
@@ -23,12 +22,7 @@ CONDITION_INPUTS = {
 
 
 def compute_prefix_embeddings(bundle: Path, **inputs: NDArray[np.generic]) -> NDArray[np.float32]:
-    """Return the prefix embeddings `[rows, positions, width]`: all conditional rows, then all unconditional rows.
-
-    Args:
-        bundle: folder of the bundle.
-        **inputs: inputs of the condition graph.
-    """
+    """Return the prefix embeddings `[rows, positions, width]`: all conditional rows, then all unconditional rows."""
     outputs = GraphFileSession(bundle / "condition.onnx").run(inputs)
     return np.concatenate([outputs["prefix_embeds"], outputs["uncond_embeds"]])
 
@@ -44,16 +38,7 @@ def read_rotary_table(path: Path) -> np.ndarray:
 
 
 class TargetRun:
-    """Run of a target graph, which starts with the prefill, and the recorded arrays for comparison.
-
-    Args:
-        bundle: folder of the bundle.
-        folder: folder of the recorded arrays.
-        lantern: whether padded positions of a prefix attend to all later unpadded positions, as in LANTERN's code.
-            Otherwise each padded position attends only to itself.
-        guided: whether to run an unconditional row for each conditional row, with the same attention mask.
-        masked: whether padding of captions is masked.
-    """
+    """Run of a target graph, which starts with the prefill, and the recorded arrays for comparison."""
 
     def __init__(
         self, bundle: Path, folder: str, lantern: bool = False, guided: bool = True, masked: bool = True
@@ -92,7 +77,6 @@ def make_prefix_mask(is_real: np.ndarray, lantern: bool) -> np.ndarray:
 
     Args:
         is_real: false at padding, `[rows, nodes]`.
-        lantern: whether padded positions attend to all later unpadded positions, as in LANTERN's code.
     """
     causal = np.tri(is_real.shape[1], dtype=bool)
     if lantern:
@@ -109,9 +93,7 @@ def official_bundle(request: pytest.FixtureRequest) -> tuple[Path, str]:
     return request.getfixturevalue(f"{request.param}_bundle"), f"llamagen-{request.param}"
 
 
-def test_logits_and_hidden_states_of_recorded_tokens_are_those_of_the_published_program(
-    official_bundle: tuple[Path, str],
-) -> None:
+def test_recorded_tokens_have_the_published_logits(official_bundle: tuple[Path, str]) -> None:
     target = TargetRun(*official_bundle)
     logits, hidden = target.predict_recorded_tokens()
     assert_close(logits, target.golden["tf_logits"])
@@ -122,9 +104,7 @@ def test_logits_and_hidden_states_of_recorded_tokens_are_those_of_the_published_
     )
 
 
-def test_an_image_without_guidance_takes_one_batch_row_and_has_the_recorded_tokens(
-    c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_without_guidance_takes_one_batch_row(c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipeline.from_bundle(c2i_bundle, threads=1)
     arrays = load_golden("llamagen-c2i")
     row_counts = []
@@ -137,7 +117,7 @@ def test_an_image_without_guidance_takes_one_batch_row_and_has_the_recorded_toke
     assert set(row_counts) == {len(arrays["class_ids"])}
 
 
-def test_padding_of_captions_is_masked_and_zeroed_as_in_the_published_program(t2i_bundle: Path) -> None:
+def test_padding_of_captions_is_masked_and_zeroed_as_published(t2i_bundle: Path) -> None:
     target = TargetRun(t2i_bundle, "llamagen-t2i")
     arrays = target.golden
     assert_close(target.prefill_output["logits"], arrays["prefill_logits"])
@@ -163,7 +143,7 @@ def test_padding_of_captions_is_masked_and_zeroed_as_in_the_published_program(t2
         ("t2i_drafter_bundle", "drafter", "lantern-drafter-llamagen"),  # starts at row 1 of the target's table
     ],
 )
-def test_the_rotary_table_equals_the_published_table_followed_by_zeros(
+def test_the_rotary_table_is_the_published_table_and_zeros(
     request: pytest.FixtureRequest, fixture: str, role: str, folder: str
 ) -> None:
     table = read_rotary_table(request.getfixturevalue(fixture) / f"{role}.onnx")
@@ -190,7 +170,7 @@ def lantern_run(request: pytest.FixtureRequest) -> TargetRun:
     return TargetRun(bundle, f"lantern-llamagen-hf/{request.param}", lantern=True)
 
 
-def test_prefill_outputs_keys_and_values_equal_the_recorded_arrays_of_lantern(lantern_run: TargetRun) -> None:
+def test_lanterns_prefill_has_the_recorded_outputs_and_cache(lantern_run: TargetRun) -> None:
     assert_close(lantern_run.prefill_output["hidden_states"], lantern_run.golden["prefill_hidden"])
     assert_close(lantern_run.prefill_output["logits"], lantern_run.golden["prefill_logits"])
     for part in ("key", "value"):
@@ -198,9 +178,7 @@ def test_prefill_outputs_keys_and_values_equal_the_recorded_arrays_of_lantern(la
             assert_close(lantern_run.run.past[f"{layer}.{part}"].transpose(1, 2, 0, 3), expected)
 
 
-def test_outputs_of_single_tokens_and_of_a_draft_tree_equal_the_recorded_arrays_of_lantern(
-    lantern_run: TargetRun,
-) -> None:
+def test_lanterns_tokens_and_trees_have_the_recorded_outputs(lantern_run: TargetRun) -> None:
     arrays = lantern_run.golden
     tokens = lantern_run.golden["decode_tokens"]
     steps = [lantern_run.run_tokens(tokens[:, k : k + 1]) for k in range(tokens.shape[1])]
@@ -213,9 +191,7 @@ def test_outputs_of_single_tokens_and_of_a_draft_tree_equal_the_recorded_arrays_
     assert_close(mix_guidance_rows(out["logits"], 4.0), arrays["tree_logits_cfg4"], GUIDED_TOLERANCE)
 
 
-def test_outputs_of_a_draft_tree_that_extends_past_the_last_cell_equal_the_recorded_arrays(
-    lantern_run: TargetRun,
-) -> None:
+def test_a_tree_past_the_last_cell_has_the_recorded_outputs(lantern_run: TargetRun) -> None:
     arrays = lantern_run.golden
     positions = lantern_run.golden["late_tree_position_ids"]
     assert positions.max() >= lantern_run.prefix.shape[1] + read_manifest(lantern_run.bundle).grid_rows ** 2
@@ -225,9 +201,7 @@ def test_outputs_of_a_draft_tree_that_extends_past_the_last_cell_equal_the_recor
     assert_close(mix_guidance_rows(out["logits"], 4.0), arrays["late_tree_logits_cfg4"], GUIDED_TOLERANCE)
 
 
-def test_bundles_of_lanterns_and_llamagens_checkpoints_differ_in_the_order_of_top_k_and_top_p(
-    lantern_t2i_bundle: Path, t2i_bundle: Path
-) -> None:
+def test_lanterns_and_llamagens_bundles_differ_in_filter_order(lantern_t2i_bundle: Path, t2i_bundle: Path) -> None:
     lantern, official = (read_manifest(bundle) for bundle in (lantern_t2i_bundle, t2i_bundle))
     differing_fields = {"name", "files", "provenance", "sampling"}
     assert lantern.model_dump(exclude=differing_fields) == official.model_dump(exclude=differing_fields)
@@ -247,22 +221,14 @@ def arrays() -> Arrays:
 
 
 def make_drafter_inputs(arrays: Arrays, start: int, end: int) -> Arrays:
-    """Return the drafter's inputs for positions `start` to `end`: token p + 1 and hidden state p at position p.
-
-    Args:
-        arrays: recorded arrays.
-        start: first position.
-        end: position after the last.
-    """
+    """Return the drafter's inputs for positions `start` to `end`: token p + 1 and hidden state p at position p."""
     return {
         "input_ids": arrays["token_ids"][:, start + 1 : end + 1],
         "target_hidden": arrays["target_hidden"][:, start:end],
     }
 
 
-def test_drafter_outputs_of_two_successive_forward_passes_equal_the_recorded_arrays(
-    t2i_drafter_bundle: Path, arrays: Arrays
-) -> None:
+def test_two_drafter_passes_have_the_recorded_outputs(t2i_drafter_bundle: Path, arrays: Arrays) -> None:
     run = GraphRunner(t2i_drafter_bundle, "drafter", 2)
     length = int(arrays["fwd_len"])
     out = run.step(**make_drafter_inputs(arrays, 0, length))
@@ -274,18 +240,14 @@ def test_drafter_outputs_of_two_successive_forward_passes_equal_the_recorded_arr
     assert_close(next_output["hidden_states"], arrays["fwd2_hidden"])
 
 
-def test_a_drafter_gives_the_same_hidden_states_for_a_sequence_in_parts_of_five_positions(
-    t2i_drafter_bundle: Path, arrays: Arrays
-) -> None:
+def test_drafter_outputs_do_not_depend_on_the_split_into_passes(t2i_drafter_bundle: Path, arrays: Arrays) -> None:
     run = GraphRunner(t2i_drafter_bundle, "drafter", 2)
     length = int(arrays["fwd_len"])
     outputs = [run.step(**make_drafter_inputs(arrays, start, min(start + 5, length))) for start in range(0, length, 5)]
     assert_close(np.concatenate([output["hidden_states"] for output in outputs], 1), arrays["fwd_hidden"])
 
 
-def test_the_target_graph_outputs_the_hidden_states_recorded_as_drafter_inputs(
-    t2i_drafter_bundle: Path, arrays: Arrays
-) -> None:
+def test_the_target_outputs_the_drafters_recorded_hidden_states(t2i_drafter_bundle: Path, arrays: Arrays) -> None:
     prefix = compute_prefix_embeddings(
         t2i_drafter_bundle, caption_embeds=arrays["caption_emb"], caption_mask=arrays["emb_mask"]
     )
@@ -295,15 +257,3 @@ def test_the_target_graph_outputs_the_hidden_states_recorded_as_drafter_inputs(
         make_prefix_mask(is_real_token, lantern=True), input_embeds=np.concatenate([prefix, codes], 1)
     )
     assert_close(out["hidden_states"], arrays["target_hidden"])
-
-
-# ---------------------------------------------------------------- the image tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(c2i_bundle: Path) -> tuple[Path, Arrays]:
-    return c2i_bundle, load_golden("llamagen-vq")
-
-
-class TestImageTokenizer(ImageTokenizerGolden):
-    pass

@@ -32,12 +32,6 @@ def save_adapter(
 ) -> tuple[Path, Weights]:
     """Save a random adapter of rank 2 and alpha 6 in PEFT's format.
 
-    Args:
-        folder: folder of the adapter.
-        shapes: numbers of outputs and inputs of each layer.
-        weights: further tensors of the adapter's file.
-        **config: fields of the adapter's configuration.
-
     Returns:
         The folder, and the product `B @ A` of each layer, by the name of the layer's weight.
     """
@@ -61,7 +55,7 @@ def list_target_weights(model: BundleContents) -> dict[str, Tensor]:
     return {name: compute_deferred_tensor(weight) for name, weight in model.graphs[0].module.state_dict().items()}
 
 
-def test_a_bundle_has_the_weights_merged_with_each_adapter_and_verify_checks_the_scales(
+def test_a_bundle_has_the_merged_weights_and_verify_checks_scales(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first_folder, first_products = save_adapter(tmp_path / "first", {QKV_LAYER: (192, 64), OUTPUT_LAYER: (64, 64)})
@@ -98,7 +92,7 @@ def test_a_bundle_has_the_weights_merged_with_each_adapter_and_verify_checks_the
     assert capsys.readouterr().err.splitlines()[-1].endswith("config (config.json), LoRA adapter, LoRA adapter")
 
 
-def test_an_adapter_whose_layer_names_have_another_module_prefix_than_the_checkpoint_is_merged(tmp_path: Path) -> None:
+def test_an_adapter_may_have_another_module_prefix(tmp_path: Path) -> None:
     layer = "layers.1.self_attn.q_proj"
     lora, products = save_adapter(tmp_path / "lora", {f"model.text_model.{layer}": (48, 48)}, use_rslora=True)
     (product,) = products.values()
@@ -115,7 +109,7 @@ def test_an_adapter_whose_layer_names_have_another_module_prefix_than_the_checkp
 
 
 @pytest.mark.parametrize("stores_head", [False, True])
-def test_an_adapter_of_a_tied_head_leaves_the_token_embeddings_unchanged(tmp_path: Path, stores_head: bool) -> None:
+def test_an_adapter_of_a_tied_head_leaves_the_embeddings(tmp_path: Path, stores_head: bool) -> None:
     rows, width = load_file(SIMPLEAR / "model.safetensors")[EMBED].shape
     lora, products = save_adapter(tmp_path / "lora", {"lm_head": (rows, width)})
 
@@ -136,9 +130,7 @@ def test_an_adapter_of_a_tied_head_leaves_the_token_embeddings_unchanged(tmp_pat
 
 
 @pytest.mark.parametrize("scale", [1e39, 1e308, -1e300])
-def test_an_adapter_scale_that_makes_weights_infinite_is_rejected_when_the_checkpoint_is_read(
-    tmp_path: Path, scale: float
-) -> None:
+def test_a_scale_that_makes_weights_infinite_is_rejected(tmp_path: Path, scale: float) -> None:
     lora, _ = save_adapter(tmp_path / "lora", {OUTPUT_LAYER: (64, 64)})
     error = catch_error(
         CheckpointError, read_llamagen_transformer, C2I, config=config_path(C2I), lora=[read_adapter(lora, scale)]
@@ -148,7 +140,7 @@ def test_an_adapter_scale_that_makes_weights_infinite_is_rejected_when_the_check
     assert error.remedy == "give a smaller scale, or correct lora_alpha"
 
 
-def test_merged_weights_above_the_float16_maximum_are_rejected_only_for_a_float16_target(tmp_path: Path) -> None:
+def test_merged_weights_beyond_float16_are_rejected_for_float16(tmp_path: Path) -> None:
     lora, _ = save_adapter(tmp_path / "lora", {OUTPUT_LAYER: (64, 64)}, lora_alpha=1e7)
     weights = {f"{OUTPUT_LAYER}.weight": torch.ones(64, 64)}
     read_adapter(lora, 1.0).merge(weights, lambda name: True)
@@ -156,7 +148,7 @@ def test_merged_weights_above_the_float16_maximum_are_rejected_only_for_a_float1
         read_adapter(lora, 1.0).merge({f"{OUTPUT_LAYER}.weight": torch.ones(64, 64).half()}, lambda name: True)
 
 
-def test_an_adapter_of_layers_that_do_not_generate_images_is_rejected(tmp_path: Path) -> None:
+def test_an_adapter_of_other_layers_is_rejected(tmp_path: Path) -> None:
     lora, _ = save_adapter(tmp_path / "lora", {"lm_head": (64, 64)})
     error = catch_error(
         CheckpointError,
@@ -167,7 +159,7 @@ def test_an_adapter_of_layers_that_do_not_generate_images_is_rejected(tmp_path: 
     assert error.problem == "adapts no layer that generates images"
 
 
-def test_the_error_of_an_adapter_without_safetensors_advises_to_save_the_adapter_again(tmp_path: Path) -> None:
+def test_an_adapter_without_safetensors_is_to_be_saved_again(tmp_path: Path) -> None:
     lora, _ = save_adapter(tmp_path / "lora", {OUTPUT_LAYER: (64, 64)})
     torch.save(load_file(lora / "adapter_model.safetensors"), lora / "adapter_model.bin")
     (lora / "adapter_model.safetensors").unlink()
@@ -175,65 +167,34 @@ def test_the_error_of_an_adapter_without_safetensors_advises_to_save_the_adapter
     assert error.remedy == "load the adapter with PEFT and save it again"
 
 
-@pytest.mark.parametrize(
-    ("shapes", "weights", "config", "message"),
-    [
-        ({"layers.0.attention.wq": (64, 64)}, {}, {}, "layers.0.attention.wq.weight: the target has no such weight"),
-        (
-            {"layers.0.attention.wq": (64, 64)},
-            {},
-            {},
-            "layers.0.attention.wqkv.weight",
-        ),  # the error lists weights of the target
-        ({QKV_LAYER: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
-        (
-            {OUTPUT_LAYER: (64, 64)},
-            {f"base_model.model.{OUTPUT_LAYER}.lora_magnitude_vector": torch.ones(64)},
-            {},
-            "magnitude_vector",
-        ),
-        (
-            {},
-            {f"base_model.model.{OUTPUT_LAYER}.lora_A.weight": torch.ones(2, 64)},
-            {},
-            "wo.weight: found lora_A [2, 64]",
-        ),
-        (
-            {OUTPUT_LAYER: (64, 64), f"model.{OUTPUT_LAYER}": (64, 64)},
-            {},
-            {},
-            f"model.{OUTPUT_LAYER}.weight: is in the file twice, under two names",
-        ),
-        (
-            {"tok_embeddings": (64, 64)},
-            {},
-            {},
-            "tok_embeddings.lora_A.weight: expected lora_A and lora_B of linear layers",
-        ),
-        (
-            {OUTPUT_LAYER: (64, 64)},
-            {},
-            {"a_field_to_come": "x"},
-            "adapter_config.json: a_field_to_come: found 'x', expected PEFT's",
-        ),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
-        ({OUTPUT_LAYER: (64, 64)}, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
-    ],
-)
-def test_the_error_of_an_invalid_adapter_names_the_weight_or_the_field(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    shapes: dict[str, tuple[int, int]],
-    weights: Weights,
-    config: dict[str, Any],
-    message: str,
+OUTPUT = {OUTPUT_LAYER: (64, 64)}
+QUERIES = {"layers.0.attention.wq": (64, 64)}
+LORA = f"base_model.model.{OUTPUT_LAYER}"
+# Shapes of layers, other weights of the adapter, other fields of its configuration, and words of the error message.
+INVALID_ADAPTERS: list[tuple[dict[str, tuple[int, int]], Weights, dict[str, Any], str]] = [
+    (QUERIES, {}, {}, "layers.0.attention.wq.weight: the target has no such weight"),
+    (QUERIES, {}, {}, "layers.0.attention.wqkv.weight"),  # the error lists weights of the target
+    ({QKV_LAYER: (64, 64)}, {}, {}, "found shape [64, 64], expected [192, 64], the target's"),
+    (OUTPUT, {f"{LORA}.lora_magnitude_vector": torch.ones(64)}, {}, "magnitude_vector"),
+    ({}, {f"{LORA}.lora_A.weight": torch.ones(2, 64)}, {}, "wo.weight: found lora_A [2, 64]"),
+    (OUTPUT | {f"model.{OUTPUT_LAYER}": (64, 64)}, {}, {}, f"model.{OUTPUT_LAYER}.weight: is in the file twice, under"),
+    ({"tok_embeddings": (64, 64)}, {}, {}, "tok_embeddings.lora_A.weight: expected lora_A and lora_B of linear layers"),
+    (OUTPUT, {}, {"a_field_to_come": "x"}, "adapter_config.json: a_field_to_come: found 'x', expected PEFT's"),
+    (OUTPUT, {}, {"rank_pattern": ["wo"]}, "adapter_config.json: rank_pattern: found nothing"),
+    (OUTPUT, {}, {"use_dora": True}, "adapter_config.json: use_dora: found True"),
+    (OUTPUT, {}, {"peft_type": "IA3"}, "peft_type: found 'IA3', expected 'LORA'"),
+    (OUTPUT, {}, {"init_lora_weights": "pissa"}, "merge it with PEFT, and export the result"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "weights", "config", "message"), INVALID_ADAPTERS)
+def test_invalid_adapters_are_rejected_by_weight_or_field(
+    tmp_path: Path, program: Any, shapes: Any, weights: Weights, config: dict[str, Any], message: str
 ) -> None:
     lora, _ = save_adapter(tmp_path / "lora", shapes, weights, **config)
     files = ["--target", C2I, "--vq", VQ, "--config", config_path(C2I), "--lora", lora, "--output", tmp_path / "b"]
-    assert run_program(["export", *map(str, files)]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    code, _, err = program("export", *files)
+    assert (code, message in err.splitlines()[-1]) == (2, True), err
 
 
 def test_an_adapter_option_holds_a_folder_and_an_optional_scale() -> None:

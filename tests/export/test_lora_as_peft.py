@@ -70,13 +70,7 @@ def peft() -> Any:
 
 
 def save_adapter(peft: Any, folder: Path, **fields: Any) -> dict[str, Tensor]:
-    """Save an adapter with random weights, and return the model's weights after PEFT merged the adapter.
-
-    Args:
-        peft: the module `peft`.
-        folder: folder of the adapter.
-        **fields: fields of the adapter's configuration.
-    """
+    """Save an adapter with random weights, and return the model's weights after PEFT merged the adapter."""
     config = peft.LoraConfig(**{"target_modules": ["q_proj", "o_proj"]} | fields)
     model = peft.get_peft_model(Model(), config)
     for name, weight in model.named_parameters():
@@ -108,9 +102,7 @@ def find_merge_error(folder: Path) -> CheckpointError | None:
     return None
 
 
-def test_an_adapter_with_default_or_missing_fields_is_merged_as_peft_merges_the_adapter(
-    peft: Any, tmp_path: Path
-) -> None:
+def test_default_and_missing_fields_are_merged_as_in_peft(peft: Any, tmp_path: Path) -> None:
     expected = save_adapter(peft, tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {UNSAVED_FIELD}
@@ -121,9 +113,7 @@ def test_an_adapter_with_default_or_missing_fields_is_merged_as_peft_merges_the_
         torch.testing.assert_close(merge_adapter(tmp_path), expected, rtol=0, atol=1e-6)
 
 
-def test_an_adapter_with_a_field_that_is_not_default_is_merged_as_in_peft_or_rejected_by_name(
-    peft: Any, tmp_path: Path
-) -> None:
+def test_other_fields_are_merged_as_in_peft_or_rejected(peft: Any, tmp_path: Path) -> None:
     for i, values in enumerate(values for name in FOLLOWED_FIELDS for values in FOLLOWED_FIELDS[name]):
         expected = save_adapter(peft, tmp_path / str(i), **values)
         torch.testing.assert_close(merge_adapter(tmp_path / str(i)), expected, rtol=0, atol=1e-6, msg=str(values))
@@ -168,7 +158,7 @@ def test_adapters_with_unsupported_peft_options_are_rejected(peft: Any, tmp_path
     assert find_merge_error(tmp_path) is not None
 
 
-def test_an_adapter_with_weights_of_another_rank_than_configured_is_rejected(peft: Any, tmp_path: Path) -> None:
+def test_weights_of_another_rank_than_configured_are_rejected(peft: Any, tmp_path: Path) -> None:
     save_adapter(peft, tmp_path, r=3)
     edit_config(tmp_path, r=2, rank_pattern={"o_proj": 3})
     assert find_merge_error(tmp_path) is None

@@ -18,7 +18,7 @@ def load_codebook() -> np.ndarray:
     return rows
 
 
-def test_the_neighbour_table_equals_the_published_table_of_lantern() -> None:
+def test_the_neighbour_table_equals_lanterns_published_table() -> None:
     published = np.load(DATA / "lantern-accept/top_127_indices.npy")
     table = compute_neighbour_table(load_codebook())
     np.testing.assert_array_equal(table, published)
@@ -26,7 +26,7 @@ def test_the_neighbour_table_equals_the_published_table_of_lantern() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 126, 127, 1000])
-def test_a_table_of_k_neighbours_equals_the_first_k_columns_of_the_whole_table(k: int) -> None:
+def test_fewer_neighbours_are_the_first_columns_of_the_table(k: int) -> None:
     codebook = load_codebook()
     whole_table = compute_neighbour_table(codebook)
     table = compute_neighbour_table(codebook, k)
@@ -40,7 +40,7 @@ def test_neighbours_at_equal_distances_are_sorted_by_index() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 40, 119])
-def test_the_neighbour_table_of_fsq_codes_equals_a_full_sort_by_distance(k: int) -> None:
+def test_the_table_of_fsq_codes_equals_a_sort_by_distance(k: int) -> None:
     vectors = decode_fsq_codes(torch.arange(120), (8, 5, 3)).double().numpy()
     # No rounding: all coordinates are multiples of a quarter.
     squared_distances = np.square(vectors[:, None] - vectors).sum(-1)

@@ -97,7 +97,7 @@ class RoundingModule(nn.Module):
         return x + self.offset - self.offset
 
 
-def test_the_default_tolerance_is_32_times_the_rounding_error_of_the_module() -> None:
+def test_the_tolerance_is_32_times_the_modules_rounding_error() -> None:
     values = np.full((1, 1), 0.1, np.float32)
     x = TensorSpec("x", ("float32",), ("rows", 1))
     y = TensorSpec("y", ("float32",), ("rows", 1))
@@ -129,7 +129,7 @@ def vq_configs(draw: st.DrawFn) -> VQTokenizerConfig:
 
 @settings(few_examples, max_examples=8)
 @given(config=vq_configs(), grid=st.integers(2, 4))
-def test_image_tokenizer_graphs_give_the_outputs_of_the_pytorch_module(
+def test_image_tokenizer_graphs_give_the_outputs_of_the_module(
     tmp_path_factory: pytest.TempPathFactory, config: VQTokenizerConfig, grid: int
 ) -> None:
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_image_tokenizer_graphs_give_the_outputs_of_the_pytorch_module(
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_image_tokenizer_graphs_for_large_images_are_tested_with_one_image_and_accept_several(
+def test_graphs_of_large_images_accept_several_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: bool
 ) -> None:
     torch.manual_seed(0)
@@ -160,9 +160,7 @@ def test_image_tokenizer_graphs_for_large_images_are_tested_with_one_image_and_a
         )
 
 
-def test_image_tokenizer_graphs_of_variable_size_are_tested_with_small_images_and_accept_any_size(
-    tmp_path: Path,
-) -> None:
+def test_graphs_of_variable_size_accept_images_of_any_size(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = LlamaGenVQ(VQTokenizerConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
     randomise_norms(tokenizer)
@@ -175,13 +173,13 @@ def test_image_tokenizer_graphs_of_variable_size_are_tested_with_small_images_an
         assert check_graph_parity(replace(graph, test_cases={"wide": inputs}), write_graph(graph, tmp_path)[0]) < 1e-4
 
 
-def test_test_cases_of_a_decoder_with_a_large_vocabulary_have_at_most_8_nodes() -> None:
+def test_large_vocabularies_are_tested_with_at_most_8_nodes() -> None:
     config = replace(CONFIG, vocab_size=1 << 17, prefix=99)
     graph = make_target_graph(Decoder(config), torch.zeros(1, config.hidden_size))
     assert [case["input_embeds"].shape[1] for case in graph.test_cases.values()] == [8, 1, 7, 8, 7]
 
 
-def test_the_error_of_a_graph_with_wrong_outputs_names_each_wrong_output(tmp_path: Path) -> None:
+def test_wrong_outputs_of_a_graph_are_named(tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     written = write_graph(graph, tmp_path)
     with torch.no_grad():
@@ -193,9 +191,7 @@ def test_the_error_of_a_graph_with_wrong_outputs_names_each_wrong_output(tmp_pat
     assert "new_key_values.1.key" not in message
 
 
-def test_the_error_of_wrong_outputs_in_the_device_layout_names_the_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_outputs_of_the_device_layout_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = make_target(torch.float32)
     path = write_graph(graph, tmp_path)[0]
     monkeypatch.setitem(MASKED, "float32", 0.0)  # masked positions are no longer masked
@@ -223,7 +219,7 @@ class BatchSizeModule(nn.Module):
         return x * len(x)
 
 
-def test_a_graph_that_is_correct_only_for_the_traced_number_of_rows_is_rejected(tmp_path: Path) -> None:
+def test_a_graph_correct_for_only_one_number_of_rows_is_rejected(tmp_path: Path) -> None:
     test_cases = name_test_cases(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
     graph = Graph(
         "batch_size",
@@ -236,9 +232,7 @@ def test_a_graph_that_is_correct_only_for_the_traced_number_of_rows_is_rejected(
         check_graph_parity(graph, write_graph(graph, tmp_path)[0])
 
 
-def test_attention_weights_are_below_1e_30_at_masked_positions_and_nowhere_denormal(
-    tmp_path: Path,
-) -> None:
+def test_masked_attention_weights_vanish_and_none_is_denormal(tmp_path: Path) -> None:
     graph = make_target(torch.float32)
     model = onnx.load(write_graph(graph, tmp_path)[0])
     softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]

@@ -11,13 +11,16 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
+from refusals import expect_error
 from small_models import make_target
 
 from lantern_rt.bundle.manifest import Precision
-from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.bundle.weights import StoredWeights
+from lantern_rt.errors import BundleError, CheckpointError, RequestError
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import convert_to_float16, make_graph_file
 from lantern_rt.export.graph.precision import (
+    StorageRule,
     StorageType,
     choose_storage_type,
     fake_quantize,
@@ -33,9 +36,7 @@ FLOAT32_PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  #
 
 
 @pytest.mark.parametrize(("storage_type", "max_integer"), [("int8", 127), ("int4", 7)])
-def test_the_rounding_error_of_a_weight_is_at_most_half_the_scale_of_the_block(
-    storage_type: str, max_integer: int
-) -> None:
+def test_a_weights_rounding_error_is_at_most_half_the_scale(storage_type: str, max_integer: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
     integers, scales = quantize(weight, storage_type)  # type: ignore[arg-type]
@@ -65,7 +66,7 @@ def test_concatenated_chunks_of_a_weight_equal_the_weight(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("storage_type", ["float16", "int8", "int4"])
-def test_rounding_a_weight_in_chunks_gives_the_same_result_and_leaves_the_weight_unchanged(
+def test_rounding_in_chunks_gives_the_same_result(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, storage_type: StorageType
 ) -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # not contiguous in memory
@@ -87,7 +88,7 @@ def test_only_matrices_of_whole_blocks_are_stored_as_integers() -> None:
     assert choose_storage_type(matrix, True, "fp32") == "float32"
 
 
-def test_int4_weights_quantize_the_matrices_of_layers_but_not_the_head_norms_and_rotary_table() -> None:
+def test_int4_quantizes_the_matrices_of_layers_only() -> None:
     plan = make_graph_file(make_target(torch.float32), "int4-weights")
     names_by_type = {
         storage_type: {name for name, other_type in plan.storage_types.items() if other_type == storage_type}
@@ -99,7 +100,7 @@ def test_int4_weights_quantize_the_matrices_of_layers_but_not_the_head_norms_and
 
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
-def test_weights_beyond_the_range_of_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
+def test_weights_beyond_float16_stay_float32_or_are_rejected(weight: torch.Tensor) -> None:
     assert resolve_storage_type("w", weight, "float16", "bf16-safe") == "float32"
     assert resolve_storage_type("w", weight, "float16", "int8-weights") == "float32"
     assert resolve_storage_type("w", torch.randn(9, 9), "float16", "fp16") == "float16"
@@ -111,14 +112,14 @@ def test_weights_beyond_the_range_of_float16_stay_float32_or_are_rejected(weight
         resolve_storage_type("w", weight, "float16", "fp16")
 
 
-def test_the_error_of_an_unknown_precision_lists_the_valid_precisions() -> None:
+def test_an_unknown_precision_is_rejected_with_the_valid_ones() -> None:
     with pytest.raises(
         RequestError, match=r"^precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
     ):
         parse_precisions("int4")
 
 
-def test_each_graph_has_a_precision_that_follows_from_the_options() -> None:
+def test_each_graphs_precision_follows_from_the_options() -> None:
     precisions = parse_precisions("int4-weights")
     assert [precisions.get_precision(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
         "int4-weights",
@@ -133,7 +134,7 @@ def test_each_graph_has_a_precision_that_follows_from_the_options() -> None:
     ("processor", "expected"),
     [("x86_64 avx avx2 avx512f avx512_vnni", "int8"), ("x86_64 avx avx2", "fp32"), ("aarch64 asimddp", "int8")],
 )
-def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32(
+def test_precision_auto_is_int8_on_processors_with_int8(
     monkeypatch: pytest.MonkeyPatch, processor: str, expected: str
 ) -> None:
     monkeypatch.setattr("lantern_rt.export.graph.precision.describe_processor", lambda: processor)
@@ -143,7 +144,7 @@ def test_precision_auto_is_int8_if_the_processor_has_int8_instructions_else_fp32
 
 
 @pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
-def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Path, rule: Precision) -> None:
+def test_bfloat16_graphs_compute_in_float32(tmp_path: Path, rule: Precision) -> None:
     graph = replace(make_target(torch.bfloat16), compute_type="bfloat16")
     plan = make_graph_file(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
@@ -156,7 +157,7 @@ def test_bfloat16_graphs_compute_in_float32_with_the_stored_weights(tmp_path: Pa
 
 
 @pytest.mark.parametrize("rule", FLOAT32_PRECISIONS)
-def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: Path, rule: Precision) -> None:
+def test_a_graph_gives_the_outputs_of_the_rounded_module(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.bfloat16)
     plan = make_graph_file(graph, rule)
     expected_bytes = plan.weight_bytes
@@ -172,7 +173,7 @@ def test_a_graph_gives_the_outputs_of_the_module_with_rounded_weights(tmp_path: 
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
-def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: Path, rule: Precision) -> None:
+def test_integer_weights_become_float16_in_float16_graphs(tmp_path: Path, rule: Precision) -> None:
     graph = convert_to_float16(make_target(torch.bfloat16))
     plan = make_graph_file(graph, rule)
     path = plan.write(tmp_path / "target.onnx")[0]
@@ -186,7 +187,7 @@ def test_integer_weights_are_dequantized_to_float16_in_float16_graphs(tmp_path: 
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
-def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path: Path, rule: Precision) -> None:
+def test_outputs_of_integer_graphs_do_not_depend_on_the_nodes(tmp_path: Path, rule: Precision) -> None:
     graph = make_target(torch.float32)
     path = make_graph_file(graph, rule).write(tmp_path / "target.onnx")[0]
     session = GraphFileSession(path)  # uses all fusions of ONNX Runtime, like generation
@@ -204,7 +205,7 @@ def test_outputs_of_integer_graphs_do_not_depend_on_the_number_of_nodes(tmp_path
         np.testing.assert_allclose(session.run(first_nodes)["logits"], logits[:, :num_nodes], rtol=0, atol=2e-6)
 
 
-def test_onnx_runtime_fuses_dequantization_and_product_of_integer_matrices(tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_dequantization_and_product(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     path = make_graph_file(make_target(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
     options = onnxruntime.SessionOptions()
@@ -214,3 +215,18 @@ def test_onnx_runtime_fuses_dequantization_and_product_of_integer_matrices(tmp_p
     ops = [node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node]
     assert ops.count("MatMulNBits") == 5 * 3  # five matrices in each of three layers
     assert "DequantizeLinear" not in ops
+
+
+@pytest.mark.parametrize("rule", ["fp32", "fp16", "int8", "int8-weights", "int4-weights"])
+def test_stored_weights_are_read_with_the_rounded_values(rule: StorageRule, tmp_path: Path) -> None:
+    graph = make_target(torch.float32)
+    plan = make_graph_file(graph, rule)
+    stored_weights = StoredWeights(plan.write(tmp_path / "target.onnx")[0])
+    module_weights = graph.module.state_dict()
+    for name in ("layers.1.attention.out.weight", "layers.2.ffn.down.weight", "head.weight"):
+        expected = fake_quantize(module_weights[name], plan.storage_types[name], name in plan.matrix_names)
+        np.testing.assert_array_equal(stored_weights.float32(name), expected.T)
+        assert stored_weights[name].shape == tuple(expected.T.shape)
+    assert "layers.9" not in stored_weights
+    with expect_error(BundleError, "target.onnx: has no weight layers.9; export the bundle again"):
+        stored_weights.float32("layers.9")

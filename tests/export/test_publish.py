@@ -17,18 +17,11 @@ import pytest
 import torch
 from PIL import Image
 from published_host import NAME, SMALL_CHECKPOINTS, EmptyCacheHost
-from stand_in_hub import COMMIT, PUBLIC_REPOSITORIES, REPOSITORIES, run, serve_hub
+from stand_in_hub import COMMIT, PUBLIC_REPOSITORIES, REPOSITORIES, run
 
 from lantern_rt import published
 
 MISSING_MODULES = ["torch", "onnx", "safetensors", "transformers"]
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    """Yield the address of the fake hub."""
-    with serve_hub() as address:
-        yield address
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +45,7 @@ def read_table_row(host: EmptyCacheHost, name: str = NAME) -> dict[str, Any]:
     return table[name]
 
 
-def test_a_published_bundle_generates_an_image_and_publishing_again_changes_nothing(hub: str, tmp_path: Path) -> None:
+def test_publishing_a_bundle_again_changes_nothing(hub: str, tmp_path: Path) -> None:
     host = EmptyCacheHost(hub, tmp_path)
     assert run_publish(host, "--dry-run").stdout.startswith(f"{NAME} int8: downloads 1.0 MB, exports to ")
     assert "owner/llamagen-c2i-b-256-int8" not in REPOSITORIES
@@ -87,9 +80,7 @@ def test_a_published_bundle_generates_an_image_and_publishing_again_changes_noth
         assert first_image.tobytes() == second_image.tobytes()
 
 
-def test_models_that_cannot_be_published_are_reported_and_the_next_model_is_still_published(
-    hub: str, tmp_path: Path
-) -> None:
+def test_after_a_model_that_fails_the_next_is_still_published(hub: str, tmp_path: Path) -> None:
     host = EmptyCacheHost(hub, tmp_path)
     missing_row = read_table_row(host) | {"files": read_table_row(host)["files"] | {"vq": "hf:owner/nothing/vq.pt"}}
     closed_row = read_table_row(host) | {"licence": "not stated"}
@@ -104,7 +95,7 @@ def test_models_that_cannot_be_published_are_reported_and_the_next_model_is_stil
     assert (read_table_row(host, "a").get("bundles"), read_table_row(host, "b").get("bundles")) == ({}, {})
 
 
-def test_a_bundle_that_differs_from_its_checkpoint_is_not_published(hub: str, tmp_path: Path) -> None:
+def test_a_bundle_unlike_its_checkpoint_is_not_published(hub: str, tmp_path: Path) -> None:
     host = EmptyCacheHost(hub, tmp_path)
     assert run_publish(host).returncode == 0
     del REPOSITORIES[f"owner/{NAME}-int8"]
@@ -123,7 +114,7 @@ def test_a_bundle_that_differs_from_its_checkpoint_is_not_published(hub: str, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "fp16"])
 @pytest.mark.parametrize("family", SMALL_CHECKPOINTS)
-def test_a_published_bundle_of_every_family_generates_on_a_host_without_pytorch(
+def test_published_bundles_of_every_family_need_no_pytorch(
     hub: str, tmp_path: Path, family: str, precision: str
 ) -> None:
     models = published.load_published_models()

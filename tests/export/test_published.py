@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from published_host import NAME, SMALL_CHECKPOINTS, EmptyCacheHost
-from stand_in_hub import COMMIT, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run, serve_hub
+from stand_in_hub import COMMIT, OLD_COMMIT, REPOSITORIES, STALLING_FILES, run
 
 from lantern_rt import published
 from lantern_rt.bundle.files import open_bundle
@@ -28,19 +28,12 @@ from lantern_rt.bundle.hub import parse_hub_reference
 from lantern_rt.errors import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    """Yield the address of the fake hub."""
-    with serve_hub() as address:
-        yield address
-
-
 @pytest.fixture
 def host(hub: str, tmp_path: Path) -> EmptyCacheHost:
     return EmptyCacheHost(hub, tmp_path)
 
 
-def test_a_published_model_is_downloaded_once_and_generates_later_images_without_the_hub(host: EmptyCacheHost) -> None:
+def test_a_published_model_is_downloaded_once(host: EmptyCacheHost) -> None:
     unconfirmed = host("run", NAME, "--class-id", 3, "--output", host.folder / "first.png")
     assert (unconfirmed.returncode, unconfirmed.stderr.count("\n")) == (2, 2)
     assert "1.0 MB from FoundationVision/LlamaGen (licence: MIT)" in unconfirmed.stderr
@@ -86,7 +79,7 @@ def test_in_a_terminal_the_program_asks_before_the_download(host: EmptyCacheHost
 
 
 @pytest.mark.slow
-def test_from_bundle_in_python_downloads_a_model_only_with_download_true(host: EmptyCacheHost) -> None:
+def test_from_bundle_downloads_only_with_download_true(host: EmptyCacheHost) -> None:
     code = (
         "import sys; from pathlib import Path; from lantern_rt import Pipeline, BundleError, published\n"
         "published.TABLE = Path(sys.argv[1])\n"
@@ -102,7 +95,7 @@ def test_from_bundle_in_python_downloads_a_model_only_with_download_true(host: E
 
 
 @pytest.mark.slow
-def test_export_accepts_the_name_of_a_published_model_and_other_options(host: EmptyCacheHost) -> None:
+def test_export_accepts_a_published_name_and_other_options(host: EmptyCacheHost) -> None:
     folder = host.folder / "bundle"
     process = host("export", NAME, "--precision", "fp16", "--output", folder)
     assert process.returncode == 0, process.stderr
@@ -112,7 +105,7 @@ def test_export_accepts_the_name_of_a_published_model_and_other_options(host: Em
     assert origins["target"] == f"hf:FoundationVision/LlamaGen/c2i_B_256.pt@{COMMIT}"
 
 
-def test_a_killed_download_continues_without_repeating_complete_files(host: EmptyCacheHost) -> None:
+def test_a_killed_download_continues_with_the_missing_files(host: EmptyCacheHost) -> None:
     STALLING_FILES.add("vq_ds16_c2i.pt")
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
@@ -129,7 +122,7 @@ def test_a_killed_download_continues_without_repeating_complete_files(host: Empt
         STALLING_FILES.clear()
 
 
-def test_programs_that_need_the_same_model_at_the_same_time_export_that_model_once(host: EmptyCacheHost) -> None:
+def test_programs_that_need_a_model_at_once_export_it_once(host: EmptyCacheHost) -> None:
     (host.cache / f".{NAME}@int8.lock").mkdir(parents=True)  # a lock is no file, which could be another user's
     commands = [("run", NAME, "--class-id", 3, "--yes", "--output", host.folder / f"{i}.png") for i in range(3)]
     programs = [host.start(*command, stderr=subprocess.PIPE) for command in commands]
@@ -140,7 +133,7 @@ def test_programs_that_need_the_same_model_at_the_same_time_export_that_model_on
 
 
 @pytest.mark.slow
-def test_files_of_a_killed_export_are_not_used_by_the_next_export(host: EmptyCacheHost) -> None:
+def test_files_of_a_killed_export_are_not_used_again(host: EmptyCacheHost) -> None:
     program = host.start("run", NAME, "--class-id", 3, "--yes", stderr=subprocess.DEVNULL, cwd=host.folder)
     try:
         _wait_until(lambda: [*host.cache.glob(".*.partial/new/*.onnx")])
@@ -171,7 +164,7 @@ def test_a_model_with_a_pinned_revision_ignores_later_uploads(hub: str, tmp_path
 
 
 @pytest.mark.slow
-def test_the_last_line_of_the_error_without_a_network_says_that_the_hub_cannot_be_reached(host: EmptyCacheHost) -> None:
+def test_without_a_network_the_last_line_names_the_hub(host: EmptyCacheHost) -> None:
     process = host("run", NAME, "--class-id", 3, "--yes", hub="http://127.0.0.1:9")
     assert process.returncode == 2
     assert "the hub cannot be reached" in process.stderr.splitlines()[-1]

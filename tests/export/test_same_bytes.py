@@ -61,9 +61,7 @@ PRECISIONS = {"int8": {"target": "int8"}, "fp16": {"compute": "float16", "vq": "
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", SOURCES)
-def test_exports_with_different_threads_and_vector_instructions_have_the_same_bytes(
-    tmp_path: Path, family: str, precision: str
-) -> None:
+def test_threads_and_vector_instructions_change_no_byte(tmp_path: Path, family: str, precision: str) -> None:
     sources, other_options = SOURCES[family](tmp_path)
     options = {name: str(path) for name, path in sources.items()} | other_options
     name = "llamagen" if family == "text" else family

@@ -28,7 +28,7 @@ MEGABYTE = 1 << 20
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
-def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
+def test_a_deferred_tensor_is_computed_only_when_used() -> None:
     calls: list[int] = []
 
     def make_tensor() -> Tensor:
@@ -45,9 +45,7 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
 
 @only_linux
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
-def test_reading_a_checkpoint_of_64_mb_takes_less_than_24_mb_of_memory(
-    tmp_path: Path, call_in_new_process: Any, name: str
-) -> None:
+def test_reading_64_mb_of_weights_takes_less_than_24_mb(tmp_path: Path, call_in_new_process: Any, name: str) -> None:
     weights = {f"w{i}": torch.ones(8, MEGABYTE, dtype=torch.bfloat16) for i in range(4)}  # 16 MB each
     if name.endswith(".pt"):
         torch.save(weights, tmp_path / name)
@@ -66,15 +64,13 @@ def measure_reading_memory(path: Path) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_module_with_weights_of_any_dtype_equals_its_graph_and_keeps_the_dtype(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_module_of_any_dtype_equals_its_graph(tmp_path: Path, dtype: torch.dtype) -> None:
     graph = make_target(dtype)
     assert check_graph_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
 
 
-def test_a_converted_module_has_the_original_weights_again_after_an_error() -> None:
+def test_a_converted_module_is_restored_after_an_error() -> None:
     module = nn.Linear(3, 2).to(torch.bfloat16)
     weight = module.weight
     with convert_weights(module):
@@ -125,7 +121,7 @@ class SimilarWeights(nn.Module):
         return mixed
 
 
-def test_a_traced_graph_stores_a_shared_weight_once_and_other_weights_of_its_shape_separately(tmp_path: Path) -> None:
+def test_a_traced_graph_stores_a_shared_weight_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     test_cases = name_test_cases(*({"ids": np.arange(rows)} for rows in (2, 3)))
     graph = Graph(

@@ -25,13 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def make_caption_condition(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
-    """Return a random projection of text embeddings to prefixes.
-
-    Args:
-        prefix: maximum number of positions of a prefix.
-        caption_dim: width of a text embedding.
-        width: width of a prefix embedding.
-    """
+    """Return a random projection of text embeddings to prefixes."""
     torch.manual_seed(1)
     return CaptionCondition(
         torch.randn(width, caption_dim) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_dim)
@@ -44,8 +38,6 @@ def compute_published_prefixes(
     """Compute prefixes as LlamaGen does: encode, roll the padding to the left, zero the padding, project.
 
     Args:
-        encoder: T5 encoder of `transformers`.
-        condition: projection of the text embeddings.
         ids: token ids with padding on the right, `[rows, positions]`.
         mask: 1 at tokens and 0 at padding, `[rows, positions]`.
 
@@ -68,18 +60,12 @@ def pad_left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def make_prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random token ids with padding on the right, and the mask of the tokens, both `[prompts, prefix]`.
-
-    Args:
-        lengths: number of tokens of each prompt.
-        prefix: number of positions.
-        vocabulary: number of token ids.
-    """
+    """Return random token ids with padding on the right, and the mask of the tokens, both `[prompts, prefix]`."""
     mask = (np.arange(prefix) < np.array(lengths)[:, None]).astype(np.int64)
     return np.random.default_rng(0).integers(1, vocabulary, size=mask.shape) * mask, mask
 
 
-def test_prefixes_of_prompts_of_any_length_equal_the_prefixes_of_llamagen_with_transformers(tmp_path: Path) -> None:
+def test_prefixes_of_prompts_equal_those_of_llamagen(tmp_path: Path) -> None:
     encoder = save_t5(tmp_path / "t5")
     condition = make_caption_condition(120, 32)
     graph = make_text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", condition).graph
@@ -114,7 +100,7 @@ few_examples = settings(max_examples=8, deadline=None, suppress_health_check=lis
     distance=st.integers(20, 200),
     prefix=st.integers(2, 40),
 )
-def test_prefixes_of_t5_encoders_of_any_size_equal_the_prefixes_with_transformers(
+def test_prefixes_of_t5_encoders_of_any_size_are_equal(
     tmp_path_factory: pytest.TempPathFactory,
     heads: int,
     head_dim: int,
@@ -144,7 +130,7 @@ def test_prefixes_of_t5_encoders_of_any_size_equal_the_prefixes_with_transformer
     np.testing.assert_allclose(embeds, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
 
 
-def test_the_encoder_is_read_from_a_sharded_checkpoint_of_a_whole_t5(tmp_path: Path) -> None:
+def test_the_encoder_is_read_from_a_sharded_whole_t5(tmp_path: Path) -> None:
     save_t5(tmp_path / "whole", whole=True)
     shards_folder = copy_as_shards(tmp_path / "whole", tmp_path / "sharded", shards=2)
     # Indices of converted files list other names of shared.weight, which the files do not have.
@@ -168,9 +154,7 @@ def test_a_checkpoint_with_two_equal_embedding_tables_is_read(tmp_path: Path) ->
     assert torch.equal(encoder.embed_tokens.weight, weights["shared.weight"])
 
 
-def test_reading_a_t5_with_an_invalid_padding_id_prints_no_warnings_of_transformers(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_padding_id_prints_no_warnings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_t5(tmp_path)
     copy_json(tmp_path / "config.json", tmp_path / "config.json", pad_token_id=-1)
     capfd.readouterr()

@@ -46,7 +46,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, encoder: tuple[Path, Any]) 
     return output
 
 
-def test_the_manifest_has_the_condition_and_sources_of_a_text_bundle(bundle: Path, encoder: tuple[Path, Any]) -> None:
+def test_the_manifest_has_the_text_condition_and_its_sources(bundle: Path, encoder: tuple[Path, Any]) -> None:
     manifest = read_manifest(bundle)
     assert manifest.condition.model_dump(exclude_none=True) == {"kind": "text", "prefix": 8, "cleaning": "llamagen"}
     assert (bundle / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
@@ -67,11 +67,6 @@ def compute_published_embeddings(
     encoder: tuple[Path, Any], prompt: str, num_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute text embeddings as LlamaGen's T5 wrapper does, with the classes of `transformers`.
-
-    Args:
-        encoder: folder of the text encoder, and its model in `transformers`.
-        prompt: text of the prompt.
-        num_positions: number of positions with padding.
 
     Returns:
         Embeddings `[1, positions, width]`, and the mask of the tokens `[1, positions]`.
@@ -94,7 +89,7 @@ def compute_published_embeddings(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_prefix_of_a_prompt_equals_the_prefix_of_text_embeddings_from_transformers(
+def test_a_prompts_prefix_equals_that_of_its_text_embeddings(
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
 ) -> None:
     text_pipeline, embeddings_pipeline = (
@@ -113,7 +108,7 @@ def test_the_prefix_of_a_prompt_equals_the_prefix_of_text_embeddings_from_transf
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle"])
-def test_prompts_and_their_text_embeddings_from_transformers_lead_to_the_same_codes(
+def test_prompts_and_their_text_embeddings_give_the_same_codes(
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], method: str
 ) -> None:
     result = Pipeline.from_bundle(bundle, threads=1)(PROMPTS, method=method, **GREEDY)
@@ -132,7 +127,7 @@ def test_the_command_line_generates_an_image_of_a_prompt(program: Any, bundle: P
     assert image["codes"] == Pipeline.from_bundle(bundle)(PROMPTS[0], seed=3).codes[0].tolist()
 
 
-def test_verify_passes_with_the_exported_text_encoder_and_fails_with_changed_weights(
+def test_verify_detects_changed_weights_of_the_text_encoder(
     program: Any, bundle: Path, encoder: tuple[Path, Any], tmp_path: Path
 ) -> None:
     files = ["verify", bundle, TARGET, VQ, DRAFTER]
@@ -161,7 +156,7 @@ def test_verify_allows_for_the_rounding_of_a_float16_encoder(program: Any, tmp_p
     assert row["difference"] < row["limit"]
 
 
-def test_the_error_of_a_text_encoder_without_transformers_names_the_missing_library(
+def test_without_transformers_the_missing_library_is_named(
     encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

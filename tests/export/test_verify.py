@@ -23,6 +23,7 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
+    Edit,
     Weights,
     config_path,
     copy_as_shards,
@@ -44,14 +45,11 @@ C2I_FILES = [C2I, VQ, config_path(C2I)]
 T2I_FILES = [T2I, VQ, DRAFTER, config_path(T2I)]
 ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
+TABLES = {"code_embeddings", "neighbors", "tokenizer"}
 
 
 def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
     """Run `verify --json`.
-
-    Args:
-        program: fixture that runs `lantern-rt`.
-        *arguments: paths of the bundle and of the checkpoints.
 
     Returns:
         The report, and the pairs of graph and tensor that failed.
@@ -63,14 +61,15 @@ def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tu
 
 
 @pytest.fixture(scope="module")
-def rounded_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rounded_bundle(export_once: Any) -> Path:
     """Return a text-conditional bundle whose target and drafter are stored in int8."""
-    folder = tmp_path_factory.mktemp("rounded") / "bundle"
-    arguments: list[object] = ["export", "--target", T2I, "--vq", VQ, "--config", T2I.with_name("config.json")]
-    arguments += ["--drafter", DRAFTER, "--output", folder]
-    arguments += ["--precision", "int8-weights"]
-    assert run_program([str(argument) for argument in arguments]) == 0
-    return folder
+
+    def export(output: Path) -> None:
+        files = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", DRAFTER, "--output", output]
+        assert run_program(["export", *map(str, files), "--precision", "int8-weights"]) == 0
+
+    path: Path = export_once("rounded/bundle", export)
+    return path
 
 
 def test_the_kl_divergence_of_distributions_is_in_nats() -> None:
@@ -81,13 +80,13 @@ def test_the_kl_divergence_of_distributions_is_in_nats() -> None:
     )
 
 
-def test_top_tokens_agree_if_they_are_equal_or_have_almost_equal_probabilities() -> None:
+def test_almost_equally_probable_top_tokens_agree() -> None:
     expected = np.log([[0.5, 0.45, 0.05], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     logits = np.log([[0.45, 0.5, 0.05], [0.45, 0.5, 0.05], [0.6, 0.3, 0.1]])
     assert compare_top_tokens(expected, logits).tolist() == [True, False, True]
 
 
-def test_verify_passes_for_a_bundle_and_the_checkpoints_of_the_export(c2i_bundle: Path, program: Any) -> None:
+def test_verify_passes_with_the_checkpoints_of_the_export(c2i_bundle: Path, program: Any) -> None:
     code, out, err = program("verify", c2i_bundle, *C2I_FILES)
     assert code == 0, out
     assert out.strip().endswith("passed")
@@ -104,12 +103,10 @@ def test_verify_finds_the_checkpoints_in_a_folder_by_their_names(
     assert run_verify(program, c2i_bundle, tmp_path)[1] == set()
 
 
-def test_verify_of_an_anole_bundle_fails_for_a_changed_output_head(
-    anole_bundle: Path, tmp_path: Path, program: Any
-) -> None:
+def test_verify_detects_a_changed_output_head_of_anole(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
     report, failed = run_verify(program, anole_bundle, *ANOLE_FILES)
     assert not failed
-    assert {row["graph"] for row in report["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS | TABLES
     assert [row["agreement"] for row in report["distributions"]] == [1.0, 1.0]
     other_target = copy_checkpoint(
         ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1)
@@ -118,57 +115,54 @@ def test_verify_of_an_anole_bundle_fails_for_a_changed_output_head(
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
 
-def test_verify_of_a_lumina2_bundle_fails_for_changed_weights_fields_or_shards(
-    lumina2_bundle: Path, tmp_path: Path, program: Any
+def check_changes(
+    program: Any, bundle: Any, files: list[Path], folder: Path, part: str, weight: str, base: Edit
 ) -> None:
-    report, failed = run_verify(program, lumina2_bundle, LUMINA2, MOVQGAN)
-    assert not failed
-    assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"} | {
-        "code_embeddings",
-        "neighbors",
-        "tokenizer",
-    }
-    changed_target = copy_checkpoint(
-        LUMINA2, tmp_path / "weight", lambda w: w["model.layers.1.mlp.up_proj.weight"][:, 0].add_(0.1)
-    )
-    assert ("target", "logits") in run_verify(program, lumina2_bundle, changed_target, MOVQGAN)[1]
-    code, _, err = program(
-        "verify", lumina2_bundle, copy_checkpoint(LUMINA2, tmp_path / "field", rope_theta=500.0), MOVQGAN
-    )
+    """Check that `verify` finds a changed weight, another base of positions, and a shard with another's content.
+
+    Args:
+        files: checkpoints; the model is in the folder `part` of the first.
+        base: sets the base of positions in the configuration to 500.
+    """
+    target, *others = files
+    changed = shutil.copytree(target, folder / "changed")
+    copy_checkpoint(target / part, changed / part, lambda w: w[weight].mul_(1.5))
+    assert ("target", "logits") in run_verify(program, bundle, changed, *others)[1]
+    copy_checkpoint(target / part, changed / part, config=base)
+    code, _, err = program("verify", bundle, changed, *others)
     assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = copy_as_shards(LUMINA2, tmp_path / "shards")
-    assert not run_verify(program, lumina2_bundle, shards, MOVQGAN)[1]
+    sharded = folder / "sharded"
+    shards = copy_as_shards(target / part, sharded / part)
+    if part:
+        shutil.copytree(target / "processor", sharded / "processor")
+    assert not run_verify(program, bundle, sharded, *others)[1]
     shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
-    code, _, err = program("verify", lumina2_bundle, shards, MOVQGAN)
+    code, _, err = program("verify", bundle, sharded, *others)
     assert (code, "does not hold what the index says" in err) == (2, True)
 
 
-def test_verify_of_a_glm_image_bundle_fails_for_changed_weights_fields_or_shards(tmp_path: Path, program: Any) -> None:
+def test_verify_detects_changes_of_a_lumina2_checkpoint(lumina2_bundle: Path, tmp_path: Path, program: Any) -> None:
+    report, failed = run_verify(program, lumina2_bundle, LUMINA2, MOVQGAN)
+    assert not failed
+    assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"} | TABLES
+    weight = "model.layers.1.mlp.up_proj.weight"
+    files = [LUMINA2, MOVQGAN]
+    check_changes(program, lumina2_bundle, files, tmp_path, "", weight, lambda config: config.update(rope_theta=500.0))
+
+
+def test_verify_detects_changes_of_a_glm_image_checkpoint(tmp_path: Path, program: Any) -> None:
     assert program("export", "--family", "glm_image", "--target", GLM_IMAGE, "--grid", 2, "--output", "glm")[0] == 0
     report, failed = run_verify(program, "glm", GLM_IMAGE)
     assert not failed
-    assert {row["graph"] for row in report["tensors"]} == {
-        *("target", "condition", "vq_encoder", "code_embeddings", "neighbors", "tokenizer")
-    }
+    assert {row["graph"] for row in report["tensors"]} == {"target", "condition", "vq_encoder"} | TABLES
     report, failed = run_verify(program, "glm")
     assert (failed, {row["graph"] for row in report["tensors"]}) == (set(), {"target", "condition", "vq_encoder"})
-    part = "vision_language_encoder"
     scale = "model.language_model.layers.1.post_mlp_layernorm.weight"
-    changed_folder = shutil.copytree(GLM_IMAGE, tmp_path / "changed")
-    copy_checkpoint(GLM_IMAGE / part, changed_folder / part, lambda w: w[scale].mul_(1.5))
-    assert ("target", "logits") in run_verify(program, "glm", changed_folder)[1]
-    config = json.loads((changed_folder / part / "config.json").read_text())
-    config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
-    (changed_folder / part / "config.json").write_text(json.dumps(config))
-    code, _, err = program("verify", "glm", changed_folder)
-    assert (code, "target.rope_base: found 500.0, expected 10000.0, as the bundle has" in err) == (2, True)
-    shards = tmp_path / "shards"
-    shutil.copytree(GLM_IMAGE / "processor", shards / "processor")
-    copy_as_shards(GLM_IMAGE / part, shards / part)
-    assert not run_verify(program, "glm", shards)[1]
-    shutil.copy(shards / part / "model-00001-of-00003.safetensors", shards / part / "model-00002-of-00003.safetensors")
-    code, _, err = program("verify", "glm", shards)
-    assert (code, "does not hold what the index says" in err) == (2, True)
+
+    def change_base(config: dict[str, Any]) -> None:
+        config["text_config"]["rope_parameters"]["rope_theta"] = 500.0
+
+    check_changes(program, "glm", [GLM_IMAGE], tmp_path, "vision_language_encoder", scale, change_base)
 
 
 def test_verify_fails_for_a_target_with_changed_weights(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
@@ -179,7 +173,7 @@ def test_verify_fails_for_a_target_with_changed_weights(c2i_bundle: Path, tmp_pa
     assert "new_key_values.1.key" not in tensors
 
 
-def test_verify_without_a_checkpoint_compares_graphs_with_the_reference_evaluator_of_onnx(
+def test_without_a_checkpoint_the_reference_evaluator_compares(
     rounded_bundle: Path, emu3_bundle: Path, program: Any
 ) -> None:
     report, failed = run_verify(program, rounded_bundle)
@@ -192,9 +186,7 @@ def test_verify_without_a_checkpoint_compares_graphs_with_the_reference_evaluato
     assert {row["graph"] for row in report["tensors"]} == GRAPHS - {"drafter"}
 
 
-def test_verify_compares_targets_with_rounded_weights_by_kl_divergence_not_by_tensors(
-    rounded_bundle: Path, program: Any
-) -> None:
+def test_targets_of_rounded_weights_are_compared_by_kl_divergence(rounded_bundle: Path, program: Any) -> None:
     report, failed = run_verify(program, rounded_bundle, *T2I_FILES)
     assert not failed
     target, drafter = report["distributions"]
@@ -202,9 +194,7 @@ def test_verify_compares_targets_with_rounded_weights_by_kl_divergence_not_by_te
     assert all(row["limit"] is None for row in report["tensors"] if row["graph"] == "target")
 
 
-def test_a_bundle_with_rounded_weights_generates_images_and_has_the_precisions_in_the_manifest(
-    rounded_bundle: Path,
-) -> None:
+def test_a_bundle_of_rounded_weights_generates_images(rounded_bundle: Path) -> None:
     manifest = open_bundle(rounded_bundle).manifest
     assert manifest.target.precision == "int8-weights"
     assert manifest.drafter is not None
@@ -234,7 +224,7 @@ def test_verify_rejects_missing_and_additional_checkpoints(
     assert words.format(C2I) in err
 
 
-def test_verify_rejects_a_checkpoint_for_a_bundle_of_an_unknown_family(program: Any) -> None:
+def test_verify_rejects_a_bundle_of_an_unknown_family(program: Any) -> None:
     code, _, err = program("verify", "scenes", C2I)
     assert code == 2
     families = "llamagen, par, nar, anole, lumina, lumina2, glm_image, janus, emu3, emu35, simplear"
@@ -242,14 +232,7 @@ def test_verify_rejects_a_checkpoint_for_a_bundle_of_an_unknown_family(program: 
 
 
 def copy_with_edited_file(bundle: Path, output_path: Path, role: str, edit: Callable[[Path], Any]) -> Path:
-    """Copy a bundle, edit a file of the copy, and update the hash in the manifest.
-
-    Args:
-        bundle: folder of the bundle.
-        output_path: folder of the copy.
-        role: role of the file.
-        edit: function that changes the file.
-    """
+    """Copy a bundle, edit a file of the copy, and update the hash in the manifest."""
     shutil.copytree(bundle, output_path)
     manifest = json.loads((output_path / "bundle.json").read_text())
     path = output_path / manifest["files"][role]["path"]
@@ -272,22 +255,11 @@ def swap_neighbours(path: Path) -> None:
     np.savez(path, **arrays)
 
 
-@pytest.mark.parametrize(
-    ("role", "edit", "failed"),
-    [
-        ("code_embeddings", add_noise, {("code_embeddings", "rows")}),
-        ("neighbors", swap_neighbours, {("neighbors", "indices")}),
-    ],
-)
-def test_verify_fails_for_changed_code_embeddings_or_neighbours(
-    c2i_bundle: Path,
-    tmp_path: Path,
-    program: Any,
-    role: str,
-    edit: Callable[[Path], None],
-    failed: set[tuple[str, str]],
-) -> None:
-    assert run_verify(program, copy_with_edited_file(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
+def test_verify_fails_for_changed_code_embeddings_or_neighbours(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
+    bundle = copy_with_edited_file(c2i_bundle, tmp_path / "embeddings", "code_embeddings", add_noise)
+    assert run_verify(program, bundle, *C2I_FILES)[1] == {("code_embeddings", "rows")}
+    bundle = copy_with_edited_file(c2i_bundle, tmp_path / "neighbors", "neighbors", swap_neighbours)
+    assert run_verify(program, bundle, *C2I_FILES)[1] == {("neighbors", "indices")}
 
 
 def test_verify_fails_for_a_changed_tokenizer_file(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
@@ -319,7 +291,7 @@ def remove_last_layer(weights: Weights) -> None:
         (lambda weights: None, {"block_size": 25}, "config.json: block_size: found a grid of 5, expected 4"),
     ],
 )
-def test_verify_rejects_a_checkpoint_of_other_sizes_with_one_line(
+def test_verify_rejects_a_checkpoint_of_other_sizes(
     c2i_bundle: Path, tmp_path: Path, program: Any, edit: Any, fields: Any, words: str
 ) -> None:
     config = copy_json(config_path(C2I), tmp_path / "config.json", **fields)
@@ -328,9 +300,7 @@ def test_verify_rejects_a_checkpoint_of_other_sizes_with_one_line(
     assert words in err.splitlines()[-1]
 
 
-def test_verify_compares_with_the_weights_of_the_export_if_a_checkpoint_has_model_and_ema(
-    tmp_path: Path, program: Any
-) -> None:
+def test_verify_reads_the_exported_weights_of_model_and_ema(tmp_path: Path, program: Any) -> None:
     content = torch.load(C2I, weights_only=True)
     torch.save(
         content | {"ema": {name: weight * 1.5 for name, weight in content["model"].items()}}, tmp_path / "both.pt"
@@ -345,9 +315,7 @@ def test_verify_compares_with_the_weights_of_the_export_if_a_checkpoint_has_mode
     assert averaged_sha256 != model_sha256
 
 
-def test_the_error_of_a_drafter_with_more_layers_than_the_bundle_names_the_drafter_file(
-    t2i_drafter_bundle: Path, tmp_path: Path, program: Any
-) -> None:
+def test_a_drafter_with_more_layers_is_rejected_by_file(t2i_drafter_bundle: Path, tmp_path: Path, program: Any) -> None:
     def add_second_layer(weights: Weights) -> None:
         second_layer = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
         weights |= second_layer | {"layers.1.input_layernorm.weight": torch.ones(64)}
@@ -361,8 +329,6 @@ def test_the_error_of_a_drafter_with_more_layers_than_the_bundle_names_the_draft
 
 
 def make_file_edit(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], None]:
-    """Return a function of a path that changes the ONNX model in a file."""
-
     def edit(path: Path) -> None:
         model = onnx.load(path, load_external_data=False)
         change(model)
@@ -376,12 +342,7 @@ def find_first_matrix(model: onnx.ModelProto) -> TensorProto:
 
 
 def move_weight_to_file(key: str, value: str) -> Callable[[Path], None]:
-    """Return a function that moves a weight of a graph to another file and sets one field of the reference.
-
-    Args:
-        key: field of the graph's reference to the file, such as `offset`.
-        value: wrong value of the field.
-    """
+    """Return a function that moves a weight of a graph to another file and sets one field of the reference."""
 
     def edit(path: Path) -> None:
         model = onnx.load(path)
@@ -423,7 +384,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_error_of_a_damaged_graph_file_is_one_line_with_the_file_name(
+def test_a_damaged_graph_file_is_rejected_by_name(
     c2i_bundle: Path, tmp_path: Path, program: Any, damage: str, against: list[object]
 ) -> None:
     bundle = copy_with_edited_file(c2i_bundle, tmp_path / "b", "condition", DAMAGES[damage])

@@ -36,12 +36,7 @@ Case = list[str] | Callable[[], object]  # arguments of a command line, or a fun
 
 
 class ValidInputs:
-    """A collection of valid inputs of every kind, whose copies the cases damage.
-
-    Args:
-        folder: folder for the inputs.
-        trained: LlamaGen bundle that generates the images of the training shards.
-    """
+    """A collection of valid inputs of every kind, whose copies the cases damage."""
 
     def __init__(self, folder: Path, trained: Path) -> None:
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
@@ -171,7 +166,6 @@ def make_bundle_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random
 
 
 def _make_open_command(bundle: Path, folder: Path, rng: random.Random) -> list[str]:
-    """Return the command `inspect` or `run` for a bundle."""
     if rng.random() < 0.15:
         return ["inspect", str(bundle), *rng.choice(((), ("--json",)))]
     return make_run_command(bundle, folder / "out", *_choose_method_options(rng))
@@ -273,14 +267,7 @@ KINDS: dict[str, Callable[[ValidInputs, Path, random.Random], Case]] = {
 
 
 def check_case(kind: str, seed: int, valid_inputs: ValidInputs, capture: pytest.CaptureFixture[str]) -> None:
-    """Run a case and check the exit code, output, remaining files, time and memory of the program.
-
-    Args:
-        kind: kind of the input, a key of `KINDS`.
-        seed: seed of the case.
-        valid_inputs: valid inputs, of which the case damages a copy.
-        capture: pytest's fixture `capfd`, which also captures the output of native libraries.
-    """
+    """Run a case and check the exit code, output, remaining files, time and memory of the program."""
     rng = random.Random(f"{kind} {seed}")
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)

@@ -140,11 +140,6 @@ def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
 def move_weight_to_file(data: bytes, location: str, rng: random.Random) -> bytes:
     """Move a random weight of an ONNX model to an external file, without writing that file.
 
-    Args:
-        data: serialized ONNX model.
-        location: path of the external file in the model.
-        rng: generator that chooses the weight, and whether the model keeps the weight's data.
-
     Returns:
         The changed model, serialized.
     """

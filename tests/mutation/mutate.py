@@ -102,7 +102,6 @@ def _is_skipped(parent: ast.AST, node: ast.AST) -> bool:
 
 
 def _mutate(node: ast.AST) -> ast.expr | None:
-    """Return a mutated copy of an expression; None if the expression cannot be mutated."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
         return ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)  # type: ignore[list-item]
     if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in SWAPS:
@@ -135,14 +134,7 @@ def apply_mutant(source: str, mutant: ast.expr) -> tuple[str, str]:
 
 
 def run_tests(folder: Path, tests: Iterable[str], max_seconds: float, write_bytecode: bool = False) -> bool:
-    """Run tests in a copy of the checkout; return whether all tests pass within the time limit.
-
-    Args:
-        folder: folder of the copy.
-        tests: test files such as `unit/decode`, which stands for tests/unit/test_decode.py.
-        max_seconds: time limit in seconds.
-        write_bytecode: whether Python stores compiled modules for later calls.
-    """
+    """Run tests in a copy of the checkout; return whether all tests pass within the time limit."""
     paths = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1"}

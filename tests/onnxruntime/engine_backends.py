@@ -14,11 +14,7 @@ import torch
 from host_tensorrt import HostTensorRT, write_engine_file
 from numpy.typing import NDArray
 from toy_distributions import compute_naive_distribution
-from toy_engine import (
-    ToyModel,
-    make_model,
-    make_prompt,
-)
+from toy_engine import ToyModel, make_model, make_prompt
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.gpu import find_gpu

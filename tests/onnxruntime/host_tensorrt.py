@@ -213,12 +213,7 @@ class _CudaEngine:
 
 
 class HostTensorRT:
-    """Stand-in for the Python module of TensorRT, with the classes and functions that run engines.
-
-    Attributes:
-        engines: all engines, in the order of loading.
-        caches: all runtime caches, in the order of creation.
-    """
+    """Stand-in for the Python module of TensorRT, with the classes and functions that run engines."""
 
     __name__ = "host_tensorrt"
     __version__ = "1.0"
@@ -246,13 +241,6 @@ class HostTensorRT:
 
 
 def write_engine_file(graph_path: Path, inputs: Sequence[Inputs], engine_path: Path) -> Path:
-    """Write the engine file of a graph, and return its path.
-
-    Args:
-        graph_path: path of the ONNX graph; the weights, or a symbolic link to them, are in the same folder.
-        inputs: shape bounds of the inputs, for each profile.
-        engine_path: output path.
-    """
     graph = base64.b64encode(graph_path.read_bytes()).decode()
     folder = graph_path.with_suffix(".onnx.data").resolve().parent
     engine_path.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))

@@ -68,14 +68,6 @@ def make_causal_pass(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, h
 
 
 def make_filled_cache(engine: OrtDeviceEngine, first_prefix: int, codes: list[list[int]], capacity: int) -> DeviceCache:
-    """Return a KV cache with a prefix and codes in each row.
-
-    Args:
-        engine: engine that computes the entries.
-        first_prefix: index in `PREFIXES` of the prefix of row 0; later rows have the next prefixes.
-        codes: codes of each row.
-        capacity: maximum number of entries in each row.
-    """
     cache = engine.make_cache(len(codes), capacity)
     prefixes = PrefixBatch(
         [
@@ -97,13 +89,7 @@ def make_filled_cache(engine: OrtDeviceEngine, first_prefix: int, codes: list[li
 
 
 def compute_next_logits(engine: OrtDeviceEngine, cache: DeviceCache, codes: list[int]) -> Floats:
-    """Return logits `[rows, vocabulary]` after one more code in each row; the code is not appended to the KV cache.
-
-    Args:
-        engine: engine to run.
-        cache: KV cache of the rows.
-        codes: the next code of each row.
-    """
+    """Return logits `[rows, vocabulary]` after one more code in each row; the code is not appended to the KV cache."""
     logits: Floats = engine.run(make_causal_pass(engine, cache, [[code, 0] for code in codes]), cache).logits[:, 0]
     return logits
 
@@ -111,7 +97,7 @@ def compute_next_logits(engine: OrtDeviceEngine, cache: DeviceCache, codes: list
 CODES: list[list[int]] = [[0, 1, 2], [3] * 20, [1, 2], [], [2, 0, 3, 1] * 22]
 
 
-def test_a_row_with_a_nearly_full_kv_cache_shares_passes_with_a_row_of_many_nodes(target: OrtDeviceEngine) -> None:
+def test_a_nearly_full_row_shares_passes_with_many_nodes(target: OrtDeviceEngine) -> None:
     full_row = [1] * 118
     short_row = [2, 1]
     cache = make_filled_cache(target, 0, [full_row, short_row], capacity=127)
@@ -128,9 +114,7 @@ def test_a_row_with_a_nearly_full_kv_cache_shares_passes_with_a_row_of_many_node
     )
 
 
-def test_a_drafter_reads_the_hidden_states_of_the_target_from_device_memory(
-    target: OrtDeviceEngine, drafter: OrtDeviceEngine
-) -> None:
+def test_a_drafter_reads_hidden_states_from_device_memory(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
     cache = make_filled_cache(target, 0, [[0], [1], [2]], 40)
     target_hidden = target.run(make_causal_pass(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
     rows = np.array([[2, 0, 1], [1, 1, 0]])  # 5 nodes are stored as 8
@@ -164,7 +148,7 @@ def test_a_drafter_reads_the_hidden_states_of_the_target_from_device_memory(
     assert np.abs(outputs[0][0][0] - outputs[0][0][1]).max() > 0.1
 
 
-def test_outputs_of_a_pass_stay_valid_after_the_kv_cache_is_freed(target: OrtDeviceEngine) -> None:
+def test_outputs_stay_valid_after_the_kv_cache_is_freed(target: OrtDeviceEngine) -> None:
     cache = make_filled_cache(target, 0, CODES[:2], 40)
     output = target.run(make_causal_pass(target, cache, [[1, 2], [3, 0]]), cache)
     hidden_before = output.hidden[:, :2]
@@ -176,7 +160,7 @@ def test_outputs_of_a_pass_stay_valid_after_the_kv_cache_is_freed(target: OrtDev
     np.testing.assert_array_equal(output.hidden[:, :2], hidden_before)
 
 
-def test_sampled_codes_stay_valid_when_a_pass_of_the_same_shape_runs_again(target: OrtDeviceEngine) -> None:
+def test_sampled_codes_stay_valid_when_the_shape_runs_again(target: OrtDeviceEngine) -> None:
     cache = make_filled_cache(target, 0, CODES[:2], 40)
     nodes = np.array([[0, 1], [0, 1]])
     request = SamplingRequest(
@@ -195,7 +179,7 @@ def test_sampled_codes_stay_valid_when_a_pass_of_the_same_shape_runs_again(targe
         np.testing.assert_array_equal(scores, scores_before)
 
 
-def test_a_pass_whose_outputs_are_not_read_still_runs_before_the_kv_cache_is_used(target: OrtDeviceEngine) -> None:
+def test_an_unread_pass_still_runs_before_the_cache_is_used(target: OrtDeviceEngine) -> None:
     expected = compute_next_logits(target, make_filled_cache(target, 0, [[0, 1], [2, 3]], 40), [1, 1])
     cache = make_filled_cache(target, 0, [[0], [2]], 40)
     output = target.run(make_causal_pass(target, cache, [[1, 0], [3, 0]]), cache)
@@ -205,7 +189,7 @@ def test_a_pass_whose_outputs_are_not_read_still_runs_before_the_kv_cache_is_use
     np.testing.assert_allclose(compute_next_logits(target, cache, [1, 1]), expected, atol=1e-5)
 
 
-def test_bindings_of_passes_with_more_than_64_nodes_are_not_stored_for_reuse(target: OrtDeviceEngine) -> None:
+def test_bindings_of_more_than_64_nodes_are_not_reused(target: OrtDeviceEngine) -> None:
     cache = make_filled_cache(target, 0, [[0]], 200)
     bound_passes = cache.block_handle.block.bound_passes
     for nodes, num_kept in ((64, 1), (65, 0)):
@@ -219,9 +203,7 @@ def write_identity_graph(graph: GraphWriter) -> GraphTensors:
     return [TensorSpec("data", ("float32",), (None,))], [TensorSpec("out", ("float32",), (None,))]
 
 
-def test_up_to_a_limit_bound_graphs_are_recorded_at_the_third_run_until_the_binding_is_deleted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bound_graphs_are_recorded_at_the_third_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROVIDERS, "cpu", PROVIDERS["cpu"]._replace(max_captured_graphs=1))
     device = OrtDevice("cpu")
     graph_ids = list[str]()
@@ -287,9 +269,7 @@ def test_several_threads_can_use_the_same_device_engine(target: OrtDeviceEngine)
         sys.setswitchinterval(previous_interval)
 
 
-def test_a_pass_with_missing_inputs_or_a_wrong_kv_cache_length_is_rejected(
-    target: OrtDeviceEngine, drafter: OrtDeviceEngine
-) -> None:
+def test_missing_inputs_and_wrong_cache_lengths_are_rejected(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
     for engine, message in ((target, "either `tokens` or `embeds`"), (drafter, "`tokens` and `hidden`")):
         cache = engine.make_cache(1, 40)
         mask = np.zeros((1, 2, 64 + 2), bool)
@@ -305,7 +285,7 @@ def load_device_engine(path: Path, spec: Any, table: Floats | None) -> OrtDevice
 
 
 @pytest.mark.parametrize("content", [b"", b"no graph", b"\x3a\x05abc"], ids=["empty", "text", "truncated"])
-def test_a_missing_file_or_a_file_without_an_onnx_graph_is_rejected(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_an_onnx_graph_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "target.onnx"
     path.write_bytes(content)
     with expect_error(BundleError, "target.onnx: ", "export the bundle again"):
@@ -331,17 +311,13 @@ def test_a_graph_with_a_missing_or_short_weight_file_is_rejected(tmp_path: Path,
 
 
 @pytest.mark.parametrize("spec_changes", [{"num_layers": 1}, {"num_layers": 3}, {"vocab_size": 5}], ids=str)
-def test_a_graph_whose_sizes_differ_from_the_manifest_is_rejected(
-    small_model: SmallModel, spec_changes: dict[str, int]
-) -> None:
+def test_a_graph_whose_sizes_differ_is_rejected(small_model: SmallModel, spec_changes: dict[str, int]) -> None:
     spec = small_model.target_spec.model_copy(update=spec_changes)
     with expect_error(BundleError, "target.onnx: ", "; "):
         load_device_engine(small_model.folder / "target.onnx", spec, small_model.code_embeddings)
 
 
-def test_a_target_graph_in_place_of_a_drafter_is_rejected_and_the_reverse(
-    small_model: SmallModel, tmp_path: Path
-) -> None:
+def test_a_target_in_place_of_a_drafter_is_rejected(small_model: SmallModel, tmp_path: Path) -> None:
     shutil.copy(small_model.folder / "target.onnx", tmp_path / "drafter.onnx")
     shutil.copy(small_model.folder / "drafter.onnx", tmp_path / "target.onnx")
     with expect_error(BundleError, "drafter.onnx: has no weight embed.weight; export the bundle again"):

@@ -54,12 +54,7 @@ def make_graph(config: DecoderConfig, is_drafter: bool) -> Graph:
 
 
 def convert_to_device_inputs(arrays: Arrays, cache_names: list[str]) -> Arrays:
-    """Convert inputs of the exported graph to inputs of the device graph, which writes new entries into the KV cache.
-
-    Args:
-        arrays: inputs of the exported graph.
-        cache_names: names of the cache inputs.
-    """
+    """Convert inputs of the exported graph to inputs of the device graph, which writes into the KV cache."""
     rows, nodes = arrays["position_ids"].shape
     past_length = arrays["attention_mask"].shape[3] - nodes
     mask = np.zeros((rows, nodes, MASK_COLUMNS), bool)
@@ -82,7 +77,7 @@ def convert_to_device_inputs(arrays: Arrays, cache_names: list[str]) -> Arrays:
 @pytest.mark.parametrize("is_float16", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize("is_drafter", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_device_graph_that_writes_into_the_kv_cache_computes_the_outputs_of_the_exported_graph(
+def test_a_graph_that_writes_into_the_cache_computes_the_same(
     tmp_path: Path, config: DecoderConfig, is_drafter: bool, is_float16: bool
 ) -> None:
     graph = convert_to_float16(make_graph(config, is_drafter)) if is_float16 else make_graph(config, is_drafter)
@@ -120,7 +115,7 @@ def test_a_device_graph_that_writes_into_the_kv_cache_computes_the_outputs_of_th
 @pytest.mark.parametrize("weight_precision", ["bf16", "int4-weights"])
 @pytest.mark.parametrize("is_drafter", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_bfloat16_device_graph_agrees_with_the_exported_graph_up_to_rounding(
+def test_a_bfloat16_graph_agrees_up_to_rounding(
     tmp_path: Path, config: DecoderConfig, is_drafter: bool, weight_precision: StorageRule
 ) -> None:
     """Compare with ONNX's reference evaluator, as ONNX Runtime supports bfloat16 only on GPUs."""
@@ -145,7 +140,7 @@ def test_a_bfloat16_device_graph_agrees_with_the_exported_graph_up_to_rounding(
 @pytest.mark.parametrize("attention", ATTENTION_OPTIONS)
 @pytest.mark.parametrize("is_drafter", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_device_graph_computes_the_outputs_of_the_torch_module_for_any_order_of_cache_columns(
+def test_any_order_of_cache_columns_gives_the_modules_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: DecoderConfig, is_drafter: bool, attention: str | None
 ) -> None:
     is_float16 = attention == "MultiHeadAttention"

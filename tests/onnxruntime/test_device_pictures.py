@@ -65,13 +65,6 @@ def make_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[str,
 
 
 def generate_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[str, Any]) -> list[ImageSequence]:
-    """Generate images in a batch.
-
-    Args:
-        pipe: pipeline to use.
-        prompt_numbers: indices of the images in `PROMPTS` and `SEEDS`.
-        options: method and sampling options.
-    """
     sequences = make_sequences(pipe, prompt_numbers, options)
     batch = Batch(load_model(pipe.bundle, pipe.engines, [sequence.method for sequence in sequences]))
     batch.add(sequences)
@@ -81,7 +74,7 @@ def generate_sequences(pipe: Pipeline, prompt_numbers: list[int], options: dict[
 
 
 @pytest.mark.parametrize("options", METHOD_OPTIONS, ids=str)
-def test_the_graphs_for_devices_generate_the_same_tokens_as_the_graphs_for_cpus(
+def test_graphs_for_devices_generate_the_same_tokens(
     cpu_pipe: Pipeline, device_pipe: Pipeline, options: dict[str, Any]
 ) -> None:
     expected, sequences = (generate_sequences(pipe, [0, 1, 2], options) for pipe in (cpu_pipe, device_pipe))
@@ -99,7 +92,7 @@ def test_the_graphs_for_devices_generate_the_same_tokens_as_the_graphs_for_cpus(
 
 
 @pytest.mark.parametrize("options", [METHOD_OPTIONS[3], METHOD_OPTIONS[5], METHOD_OPTIONS[7]], ids=str)
-def test_a_target_and_a_drafter_on_different_providers_generate_the_same_tokens(
+def test_target_and_drafter_may_be_on_different_providers(
     cpu_pipe: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(PROVIDERS, "twin", PROVIDERS["cpu"]._replace(name="twin"))
@@ -110,7 +103,7 @@ def test_a_target_and_a_drafter_on_different_providers_generate_the_same_tokens(
     assert [sequence.codes for sequence in sequences] == [sequence.codes for sequence in expected]
 
 
-def test_evicting_the_bindings_of_forward_passes_changes_no_token(
+def test_evicting_bindings_changes_no_token(
     cpu_pipe: Pipeline, float_scenes_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
@@ -134,9 +127,7 @@ def test_evicting_the_bindings_of_forward_passes_changes_no_token(
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
-def test_the_manifest_of_the_embedded_bundle_has_the_architecture_that_export_writes(
-    float_scenes_bundle: Path, role: str
-) -> None:
+def test_the_embedded_bundle_has_the_exported_architecture(float_scenes_bundle: Path, role: str) -> None:
     embedded, exported = (getattr(open_bundle(name).manifest, role) for name in ("scenes", float_scenes_bundle))
     assert embedded.architecture == exported.architecture
 

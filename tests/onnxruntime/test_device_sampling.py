@@ -58,11 +58,7 @@ def make_request(
     """Make a request for the tokens of nodes 0, 1 and so on; the unconditional logits are at nodes 1, 2 and so on.
 
     Args:
-        sampling: sampling settings.
         noise: Gumbel noise of the image; None for greedy decoding.
-        first_row: first batch row.
-        first_position: position of the first token.
-        count: number of tokens.
     """
     num_rows = 1 + sampling.uses_guidance
     nodes = np.stack([np.arange(count) + row for row in range(num_rows)])
@@ -121,7 +117,7 @@ def test_the_device_samples_the_same_tokens_as_the_host(
     assert_samples_agree(samples, sample_on_host(logits, request, count))
 
 
-def test_a_top_p_above_the_rounded_sum_of_all_probabilities_keeps_all_tokens(device: OrtDevice) -> None:
+def test_a_top_p_above_the_rounded_sum_keeps_all_tokens(device: OrtDevice) -> None:
     """Use a top-p so close to 1 that a float32 sum of all probabilities may be smaller."""
     for seed in range(4):
         logits = make_random_logits(seed=seed)
@@ -130,7 +126,7 @@ def test_a_top_p_above_the_rounded_sum_of_all_probabilities_keeps_all_tokens(dev
         assert_samples_agree(samples, sample_on_host(logits, request, 1))
 
 
-def test_sampling_with_top_p_before_top_k_is_not_supported_on_the_device(device: OrtDevice) -> None:
+def test_top_p_before_top_k_is_not_supported_on_the_device(device: OrtDevice) -> None:
     filters = {"top_k": 5, "top_p": 0.5, "filter_order": "top-p, top-k"}
     device_logits = upload_logits(device, make_random_logits())
     assert not device_logits.supports_sampling(Sampling(**filters))
@@ -138,7 +134,7 @@ def test_sampling_with_top_p_before_top_k_is_not_supported_on_the_device(device:
     assert device_logits.supports_sampling(Sampling(**{**filters, "top_k": 0}))
 
 
-def test_requests_with_different_sampling_settings_are_sampled_in_a_single_call(device: OrtDevice) -> None:
+def test_different_settings_are_sampled_in_a_single_call(device: OrtDevice) -> None:
     logits = make_random_logits(rows=8, nodes=9)
     requests = []
     settings = [Sampling(), Sampling(cfg_scale=3.0), Sampling(temperature=0.7), Sampling(cfg_scale=2.0, top_k=9)]
@@ -169,7 +165,7 @@ def test_nan_makes_all_scores_of_its_node_non_finite(device: OrtDevice, filters:
         assert np.isfinite(other_scores[:, 0]).all()
 
 
-def test_more_seeds_and_positions_than_the_noise_table_holds_are_sampled_correctly() -> None:
+def test_seeds_beyond_the_noise_table_are_sampled_correctly() -> None:
     device = OrtDevice("cpu")
     logits = make_random_logits(rows=2, nodes=70)
     device_logits = upload_logits(device, logits)
@@ -181,7 +177,7 @@ def test_more_seeds_and_positions_than_the_noise_table_holds_are_sampled_correct
             assert_samples_agree(samples, sample_on_host(logits, request, 2))
 
 
-def test_only_noise_of_the_sampled_positions_is_uploaded_to_the_device() -> None:
+def test_only_noise_of_sampled_positions_is_uploaded() -> None:
     device_logits = upload_logits(OrtDevice("cpu"), make_random_logits())
     noises = [UploadRecordingNoise(seed) for seed in range(80)]
     device_logits.sample_top_codes([make_request(Sampling(), noises[0], first_position=GROUP_SIZE + 1, count=4)], 1)
@@ -191,7 +187,7 @@ def test_only_noise_of_the_sampled_positions_is_uploaded_to_the_device() -> None
     assert [noise.uploads for noise in noises] == [[1, 0], *[[0]] * 79]  # the table holds all 80 groups
 
 
-def test_threads_compute_the_noise_of_the_next_positions_while_the_device_samples() -> None:
+def test_threads_compute_the_next_noise_while_the_device_samples() -> None:
     prepared_groups: Queue[tuple[int, int]] = Queue()
 
     class PreparationRecordingNoise(UploadRecordingNoise):
@@ -213,7 +209,7 @@ def test_threads_compute_the_noise_of_the_next_positions_while_the_device_sample
     assert_samples_agree(samples, sample_on_host(make_random_logits(), request, 1))
 
 
-def test_noise_that_was_evicted_from_the_device_table_is_uploaded_again() -> None:
+def test_evicted_noise_is_uploaded_again() -> None:
     device = OrtDevice("cpu")
     logits = make_random_logits(rows=1, nodes=4)
     device_logits = upload_logits(device, logits)
@@ -230,7 +226,7 @@ def test_noise_that_was_evicted_from_the_device_table_is_uploaded_again() -> Non
     assert max(len(noise.uploads) for noise in noises) > 1  # otherwise nothing was evicted
 
 
-def test_several_threads_that_share_a_device_sample_the_same_tokens_as_the_host() -> None:
+def test_threads_that_share_a_device_sample_the_hosts_tokens() -> None:
     device = OrtDevice("cpu")
     logits = make_random_logits(rows=2, nodes=6)
     device_logits = upload_logits(device, logits)

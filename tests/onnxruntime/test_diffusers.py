@@ -90,7 +90,7 @@ def generate_pixels(diffusers_pipeline: Any, **arguments: Any) -> list[int]:
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 5), (5, 2)])
 @pytest.mark.parametrize("has_source", [False, True], ids=["text", "image"])
-def test_diffusers_decodes_codes_of_lantern_rt_to_the_image_that_diffusers_generates_alone(
+def test_diffusers_decodes_our_codes_to_its_own_image(
     diffusers_pipeline: Any, glm_image_bundle: Path, rows: int, columns: int, has_source: bool
 ) -> None:
     pixels = np.random.default_rng(rows).integers(0, 256, (4 * rows, 4 * columns, 3), np.uint8)

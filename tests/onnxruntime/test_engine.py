@@ -44,19 +44,13 @@ def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def compute_next_logits(harness: DecoderHarness, cache: Any, codes: list[int]) -> np.ndarray:
-    """Return logits `[rows, vocabulary]` after one more code in each row; the code is not appended to the KV cache.
-
-    Args:
-        harness: harness of the decoder.
-        cache: KV cache of the rows.
-        codes: the next code of each row.
-    """
+    """Return logits `[rows, vocabulary]` after one more code in each row; the code is not appended to the KV cache."""
     tokens = np.array([[code, 0] for code in codes])
     output = harness.run_pass(cache, tokens, np.eye(2, dtype=bool), np.repeat(cache.lengths[:, None], 2, 1))
     return output.logits[:, 0]
 
 
-def test_rows_with_kv_caches_of_different_lengths_agree_with_full_forward_passes(harness: DecoderHarness) -> None:
+def test_rows_of_different_lengths_agree_with_full_passes(harness: DecoderHarness) -> None:
     rng = np.random.default_rng(1)
     codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
     cache = harness.prefill(4)
@@ -68,7 +62,7 @@ def test_rows_with_kv_caches_of_different_lengths_agree_with_full_forward_passes
         assert_close(logits[row], harness.compute_reference_logits(row, [*codes[row], last_code])[-1])
 
 
-def test_a_pass_over_a_draft_tree_scores_every_path_and_accepted_nodes_are_appended(harness: DecoderHarness) -> None:
+def test_a_draft_tree_scores_every_path(harness: DecoderHarness) -> None:
     parents = [-1, 0, 0, 1, 1, 2, 4]
     depths = [0, 1, 1, 2, 2, 2, 3]
     node_mask = np.eye(7, dtype=bool)
@@ -92,7 +86,7 @@ def test_a_pass_over_a_draft_tree_scores_every_path_and_accepted_nodes_are_appen
         )
 
 
-def test_graph_outputs_with_fewer_rows_than_the_forward_pass_are_rejected(
+def test_outputs_with_fewer_rows_than_the_pass_are_rejected(
     tiny_harness: DecoderHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tiny_harness.prefill(5)
@@ -102,7 +96,7 @@ def test_graph_outputs_with_fewer_rows_than_the_forward_pass_are_rejected(
         compute_next_logits(tiny_harness, cache, [0] * 5)
 
 
-def test_truncated_entries_of_the_kv_cache_have_no_effect_and_are_overwritten(harness: DecoderHarness) -> None:
+def test_truncated_cache_entries_have_no_effect(harness: DecoderHarness) -> None:
     cache = harness.prefill(2)
     harness.append_codes(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
     cache.truncate(np.array([5, 7]))
@@ -113,7 +107,7 @@ def test_truncated_entries_of_the_kv_cache_have_no_effect_and_are_overwritten(ha
     assert_close(logits[1], harness.compute_reference_logits(1, [5, 6, 7, 12, 9])[-1])
 
 
-def test_batch_rows_that_are_kept_in_a_new_order_continue_their_sequences(harness: DecoderHarness) -> None:
+def test_reordered_batch_rows_continue_their_sequences(harness: DecoderHarness) -> None:
     cache = harness.prefill(3)
     codes = [[1, 2, 3], [4], [5, 6]]
     harness.append_codes(cache, codes)
@@ -124,7 +118,7 @@ def test_batch_rows_that_are_kept_in_a_new_order_continue_their_sequences(harnes
         assert_close(logits[new_row], harness.compute_reference_logits(row, [*codes[row], 7])[-1])
 
 
-def test_rows_of_two_kv_caches_continue_after_the_caches_are_joined(harness: DecoderHarness) -> None:
+def test_rows_of_two_joined_caches_continue(harness: DecoderHarness) -> None:
     cache = harness.prefill(2, capacity=310)
     added_cache = harness.engine.make_cache(1, 100)
     codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
@@ -156,7 +150,7 @@ def test_the_kv_cache_is_passed_to_onnx_runtime_without_a_copy(
         assert graph_inputs[name].shape[0] == COLUMN_STEP
 
 
-def test_the_padded_length_of_the_kv_cache_is_a_multiple_of_64_and_never_0(tiny_harness: DecoderHarness) -> None:
+def test_the_padded_cache_length_is_a_multiple_of_64(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.engine.make_cache(2, 130)
     assert tiny_harness.engine.past_columns(cache, 2) == 64  # ONNX Runtime crashes with an empty past
     for length, past_length in ((64, 64), (65, 128), (130, 192)):
@@ -165,9 +159,7 @@ def test_the_padded_length_of_the_kv_cache_is_a_multiple_of_64_and_never_0(tiny_
         assert cache.view_past_columns(past_length)[0].shape[0] == past_length
 
 
-def test_a_wrong_kv_cache_length_or_too_many_entries_are_rejected_before_the_graph_runs(
-    tiny_harness: DecoderHarness,
-) -> None:
+def test_wrong_cache_lengths_are_rejected_before_the_graph_runs(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.prefill(1, capacity=5)
     wrong_pass = PassInput(
         positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
@@ -184,9 +176,7 @@ def test_a_wrong_kv_cache_length_or_too_many_entries_are_rejected_before_the_gra
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_other_rows_of_the_batch_change_no_bit_of_the_outputs_of_a_row(
-    wide_harness: DecoderHarness, threads: int
-) -> None:
+def test_other_rows_of_the_batch_change_no_bit(wide_harness: DecoderHarness, threads: int) -> None:
     engine = wide_harness.load_engine(threads)
     rng = np.random.default_rng(4)
     for length in (33, 75):
@@ -210,9 +200,7 @@ def test_other_rows_of_the_batch_change_no_bit_of_the_outputs_of_a_row(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_number_of_nodes_in_a_pass_changes_no_bit_of_the_logits_of_a_node(
-    wide_harness: DecoderHarness, threads: int
-) -> None:
+def test_the_number_of_nodes_changes_no_bit(wide_harness: DecoderHarness, threads: int) -> None:
     engine = wide_harness.load_engine(threads)
     tokens = np.random.default_rng(5).integers(0, 256, (2, 60))
     for length in (5, 61, 130):
@@ -228,13 +216,7 @@ def test_the_number_of_nodes_in_a_pass_changes_no_bit_of_the_logits_of_a_node(
 
 
 def append_random_entries(cache: KVCache, entries: int, seed: int) -> None:
-    """Append random entries to every row of a KV cache.
-
-    Args:
-        cache: KV cache.
-        entries: number of entries to append.
-        seed: seed of the random entries.
-    """
+    """Append random entries to every row of a KV cache."""
     rng = np.random.default_rng(seed)
     shape = (entries, *cache.tensors[0].shape[1:])
     new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
@@ -242,13 +224,6 @@ def append_random_entries(cache: KVCache, entries: int, seed: int) -> None:
 
 
 def add_random_rows(cache: KVCache, rows: int, length: int) -> KVCache:
-    """Add rows with random entries to a KV cache, and return the cache.
-
-    Args:
-        cache: KV cache.
-        rows: number of rows to add.
-        length: number of entries in each new row.
-    """
     num_rows = len(cache.lengths)
     start = cache.lengths
     cache.keep_rows(np.concatenate([np.arange(num_rows), np.zeros(rows, np.int64)]))
@@ -260,7 +235,7 @@ def add_random_rows(cache: KVCache, rows: int, length: int) -> KVCache:
     return cache
 
 
-def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Path) -> None:
+def test_a_drafter_engine_computes_the_torch_drafters_logits(tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = replace(TINY_CONFIG, num_layers=1, input_norm=False)
     module = make_tiny_drafter(config)
@@ -279,8 +254,7 @@ def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Pat
         node_slice = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
         output = engine.run(
-            PassInput(positions, attention_mask, tokens=ids[:, node_slice], hidden=hidden[:, node_slice]),
-            cache,
+            PassInput(positions, attention_mask, tokens=ids[:, node_slice], hidden=hidden[:, node_slice]), cache
         )
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
@@ -293,7 +267,7 @@ def test_a_drafter_engine_computes_the_logits_of_the_torch_drafter(tmp_path: Pat
         engine.run(PassInput(positions, attention_mask, tokens=ids[:, node_slice]), cache)
 
 
-def test_several_threads_can_use_the_same_engine_with_separate_kv_caches(tiny_harness: DecoderHarness) -> None:
+def test_threads_can_share_an_engine_with_separate_caches(tiny_harness: DecoderHarness) -> None:
     codes = [np.random.default_rng(i).integers(0, 48, 10 + 4 * i).tolist() for i in range(3)]
     caches = [tiny_harness.engine.make_cache(1, 60) for _ in codes]
 
@@ -325,7 +299,7 @@ def test_several_threads_can_use_the_same_engine_with_separate_kv_caches(tiny_ha
         ({"dtype": "float16"}, "input `past_key_values.0.key`"),
     ],
 )
-def test_the_error_for_a_graph_that_differs_from_the_manifest_names_the_tensor(
+def test_a_graph_that_differs_from_the_manifest_is_rejected(
     tiny_harness: DecoderHarness, change: dict[str, Any], tensor: str
 ) -> None:
     error = catch_error(
@@ -361,12 +335,12 @@ def test_the_error_for_a_damaged_graph_file_is_a_single_line(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_graph_with_keys_and_values_of_different_dtypes_is_rejected() -> None:
+def test_keys_and_values_of_different_dtypes_are_rejected() -> None:
     with pytest.raises(BundleError):
         find_kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
 
 
-def test_graph_outputs_with_another_shape_than_declared_are_rejected(
+def test_outputs_of_an_undeclared_shape_are_rejected(
     tiny_harness: DecoderHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flat = np.zeros((1, 5), np.float32)
@@ -376,9 +350,7 @@ def test_graph_outputs_with_another_shape_than_declared_are_rejected(
 
 
 @pytest.mark.parametrize("length", [2, 7, 24])
-def test_a_longer_prefix_in_the_batch_changes_no_bit_of_the_outputs_of_a_short_prefix(
-    wide_harness: DecoderHarness, length: int
-) -> None:
+def test_a_longer_prefix_in_the_batch_changes_no_bit(wide_harness: DecoderHarness, length: int) -> None:
     """Compare prefills of several lengths, because prompts are padded to the longest prompt of a batch."""
 
     def prefill(rows: int, nodes: int) -> list[np.ndarray]:

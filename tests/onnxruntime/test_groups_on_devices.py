@@ -42,7 +42,7 @@ def device_pipe(bundle: Path) -> Pipeline:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_grouped_generation_with_the_graphs_for_devices_has_the_same_tokens_as_on_the_cpu(
+def test_groups_have_the_same_tokens_as_on_the_cpu(
     cpu_pipe: Pipeline, device_pipe: Pipeline, options: dict[str, Any]
 ) -> None:
     expected = cpu_pipe(class_ids=CLASSES, seed=SEEDS, **options)
@@ -55,9 +55,7 @@ def test_grouped_generation_with_the_graphs_for_devices_has_the_same_tokens_as_o
     assert alone.codes[0].tolist() == expected.codes[2].tolist()
 
 
-def test_edits_and_likelihoods_of_grouped_generation_are_the_same_on_device_and_cpu(
-    cpu_pipe: Pipeline, device_pipe: Pipeline
-) -> None:
+def test_edits_and_likelihoods_are_the_same_as_on_the_cpu(cpu_pipe: Pipeline, device_pipe: Pipeline) -> None:
     result = cpu_pipe(class_ids=3, seed=1)
     mask = np.zeros((128, 128), np.uint8)
     mask[40:100, 20:90] = 255

@@ -25,9 +25,7 @@ METHODS = ["eagle:tree=mc-25", "eagle:tree=dynamic-16", "sjd:window=3", "sjd:win
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_exact_method_generates_the_tokens_of_plain_decoding_with_int8_matmuls(
-    t2i_products_bundle: Path, temperature: float
-) -> None:
+def test_exact_methods_generate_the_tokens_of_ar_with_int8(t2i_products_bundle: Path, temperature: float) -> None:
     pipe = Pipeline.from_bundle(t2i_products_bundle)
     request = {"embeddings": PROMPT_EMBEDDINGS, "temperature": temperature, "seed": [5, 6, 7, 8]}
     expected = pipe(**request, method="ar").codes
@@ -41,7 +39,7 @@ def test_near_equal_logits_of_int8_bundles_need_no_recomputation(t2i_products_bu
     assert Pipeline.from_bundle(t2i_products_bundle).engines.rounding_bound == 0.0
 
 
-def test_the_memory_estimate_of_int8_weights_is_the_size_of_the_weight_files(t2i_products_bundle: Path) -> None:
+def test_the_memory_estimate_of_int8_weights_is_their_file_size(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     stored = sum(entry.bytes for role, entry in bundle.manifest.files.items() if role in ("target", "target.data"))
     assert count_weight_bytes(bundle, "target") == stored
@@ -65,7 +63,7 @@ def test_tensorrt_graphs_dequantize_all_int8_weights(t2i_products_bundle: Path, 
     assert len(stored) > 10
 
 
-def test_int8_graphs_run_on_the_cpu_unless_a_provider_is_requested_for_the_graph(t2i_products_bundle: Path) -> None:
+def test_int8_graphs_run_on_the_cpu_unless_requested_otherwise(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     assert choose_providers(ProviderChoice(), bundle) == ProviderChoice("cpu")
     int8_decoder_bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"vq_precision": "int8"}))
@@ -78,7 +76,7 @@ def test_int8_graphs_run_on_the_cpu_unless_a_provider_is_requested_for_the_graph
     )
 
 
-def test_providers_that_lack_the_quantized_matmuls_of_a_bundle_are_rejected(t2i_products_bundle: Path) -> None:
+def test_providers_without_quantized_matmuls_are_rejected(t2i_products_bundle: Path) -> None:
     bundle = open_bundle(t2i_products_bundle)
     with pytest.raises(RequestError):
         check_matmul_support(bundle, "onnxruntime-openvino")

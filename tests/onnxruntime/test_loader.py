@@ -117,9 +117,7 @@ def test_the_drafter_of_a_bundle_is_loaded_at_the_first_use(
     assert catch_error(BundleError, BundleEngines, bundle, SINGLE_THREAD).field.endswith("input `class_ids`")
 
 
-def test_a_wrong_graph_in_place_of_the_image_decoder_is_detected_when_the_bundle_is_loaded(
-    bundle_folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_graph_as_image_decoder_is_detected_on_loading(bundle_folder: Path, tmp_path: Path) -> None:
     bundle_copy = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
     shutil.copy(bundle_copy / "condition.onnx", bundle_copy / "vq_decoder.onnx")
     manifest = json.loads((bundle_copy / "bundle.json").read_text())
@@ -159,9 +157,7 @@ def test_an_image_encoder_must_accept_images_of_three_channels(
             engines.encode_images(image)
 
 
-def test_decoding_codes_outside_the_codebook_raises_an_error_and_prints_nothing(
-    bundle_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_outside_the_codebook_are_an_error(bundle_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with expect_error(EngineError, "failed to run the graph"):
         BundleEngines(open_bundle(bundle_folder), SINGLE_THREAD).decode_images(np.full((1, 64), 999))
     assert capfd.readouterr() == ("", "")

@@ -37,16 +37,7 @@ UNUSED: Any = None
 
 
 class RecordedFamily(NamedTuple):
-    """Recordings of a model family, and the bundle that reproduces them.
-
-    Attributes:
-        bundle: name of the fixture that exports the bundle.
-        golden: recorded arrays.
-        layout: layout of cache slots and positions in the drafter.
-        prefix: number of positions of the conditional prefix.
-        padding: number of positions by which the unconditional prefix is shorter than the conditional prefix.
-        cfg_scale: scale of classifier-free guidance.
-    """
+    """Recordings of a model family, and the bundle that reproduces them."""
 
     bundle: str
     golden: Any
@@ -142,9 +133,7 @@ def recorded_run(request: pytest.FixtureRequest, family: str, run: str) -> Recor
 
 
 @pytest.mark.parametrize(("family", "run"), DYNAMIC_RUNS)
-def test_dynamic_draft_trees_have_the_published_tokens_masks_positions_and_leaves(
-    recorded_run: RecordedRun, run: str
-) -> None:
+def test_dynamic_draft_trees_equal_the_published_trees(recorded_run: RecordedRun, run: str) -> None:
     golden = recorded_run.family.golden
     code_offset = recorded_run.family.layout.code_offset
     for call, tree in recorded_run.draft_trees():
@@ -157,9 +146,7 @@ def test_dynamic_draft_trees_have_the_published_tokens_masks_positions_and_leave
 
 
 @pytest.mark.parametrize(("family", "run"), STATIC_RUNS)
-def test_static_draft_trees_contain_the_published_top_tokens_of_every_expanded_node(
-    recorded_run: RecordedRun, run: str
-) -> None:
+def test_static_draft_trees_hold_the_published_top_tokens(recorded_run: RecordedRun, run: str) -> None:
     indices = STATIC_TREES[run.removeprefix("static_")]["verify"]["tree_indices"]
     code_offset = recorded_run.family.layout.code_offset
     for call, tree in recorded_run.draft_trees():
@@ -263,7 +250,6 @@ def select_traces(folder: str, name: str) -> list[Trace]:
 
 
 def make_published_method(trace: Trace) -> MethodConfig:
-    """Return the decoding method of a trace."""
     if trace["name"] == "ar":
         return Autoregressive()
     tree = STATIC_TREE_NAMES[trace.get("tree", "naive_extend_57")] if trace["static"] else "dynamic-59-5-10"
@@ -276,7 +262,7 @@ def make_published_method(trace: Trace) -> MethodConfig:
 
 
 @pytest.mark.parametrize(("folder", "name"), TRACE_NAMES)
-def test_greedy_generations_follow_the_published_trace_in_every_token_and_step(
+def test_greedy_generations_follow_the_published_trace(
     load_model: Callable[[str], LoadedPrompts], folder: str, name: str
 ) -> None:
     """Generate all prompts in one batch; prompts of Anole differ in length."""
@@ -338,7 +324,7 @@ def test_anole_text_prompts_generate_the_published_tokens(pipe: Pipeline, name: 
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])
-def test_anole_images_with_prompts_of_any_length_do_not_depend_on_the_batch(pipe: Pipeline, method: str) -> None:
+def test_anole_images_do_not_depend_on_the_batch(pipe: Pipeline, method: str) -> None:
     texts = ["tok145", " ".join(["tok150 tok151"] * 40), *map(make_prompt_text, select_traces("anole/e2e", "ar"))]
     batch_result = pipe(texts, seed=[1, 2, 3, 4, 5], method=method, top_k=50)
     for i, text in enumerate(texts):
@@ -350,7 +336,7 @@ def test_anole_images_with_prompts_of_any_length_do_not_depend_on_the_batch(pipe
 # ---------------------------------------------------------------- LlamaGen as a user runs it
 
 
-def test_llamagen_prompt_embeddings_are_left_padded_as_in_the_published_code(
+def test_llamagen_prompts_are_left_padded_as_published(
     t2i_drafter_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = Pipeline.from_bundle(t2i_drafter_bundle, threads=1)

@@ -69,7 +69,7 @@ def generate_tokens(
 
 @every_method
 @pytest.mark.parametrize("backend", ["tensorrt, host"], indirect=True)
-def test_tensorrt_engines_generate_the_same_tokens_as_onnx_runtime(
+def test_tensorrt_generates_the_tokens_of_onnx_runtime(
     small_model: SmallModel, backend: str, model: ToyModel, method: MethodConfig
 ) -> None:
     prompts = [small_model.make_prompt(backend, i) for i in range(8)]
@@ -91,7 +91,7 @@ def test_images_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("tree", [BRANCHING_TREE, "dynamic-6-3-2", "chain-2"])
-def test_greedy_decoding_with_a_draft_tree_generates_the_tokens_of_plain_decoding(
+def test_greedy_trees_generate_the_tokens_of_plain_decoding(
     small_model: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
@@ -102,7 +102,7 @@ def test_greedy_decoding_with_a_draft_tree_generates_the_tokens_of_plain_decodin
 
 @pytest.mark.parametrize("tree", [BRANCHING_TREE, "dynamic-6-3-2"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt, host"], indirect=True)
-def test_sampled_images_have_the_probability_distribution_that_torch_computes(
+def test_sampled_images_have_the_distribution_of_torch(
     small_model: SmallModel, backend: str, model: ToyModel, tree: str
 ) -> None:
     prompt = small_model.make_prompt(backend, 3)
@@ -128,7 +128,7 @@ def test_sampled_images_have_the_probability_distribution_that_torch_computes(
     assert chisquare(observed, np.append(expected[~is_rare], expected[is_rare].sum())).pvalue > 1e-3
 
 
-def test_images_that_join_a_running_batch_have_the_same_codes_as_images_generated_alone(
+def test_images_that_join_a_batch_have_the_codes_of_one_alone(
     small_model: SmallModel, backend: str, model: ToyModel
 ) -> None:
     batch = Batch(model)

@@ -27,7 +27,6 @@ BATCH_SIZE = 4  # images of the batch whose memory is measured
 
 @pytest.fixture(scope="module")
 def pipe_by_threads() -> dict[int, Pipeline]:
-    """Return a pipeline with one thread and a pipeline with two threads, by number of threads."""
     return {threads: Pipeline.from_bundle("scenes", threads=threads) for threads in (1, 2)}
 
 
@@ -38,12 +37,6 @@ def prompts(pipe_by_threads: dict[int, Pipeline]) -> list[str]:
 
 def generate(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Codes:
     """Generate an image of each prompt with the seeds 7000, 7001 and so on.
-
-    Args:
-        pipe: pipeline to use.
-        prompts: prompts.
-        batch: number of images in a batch.
-        options: method and sampling options.
 
     Returns:
         codes `[prompts, cells]`.
@@ -83,7 +76,7 @@ def results_by_method(pipe_by_threads: dict[int, Pipeline]) -> ResultsByMethod:
 
 
 @pytest.mark.parametrize("method", ["sjd", *RELAXED_METHODS])
-def test_an_image_in_a_batch_has_the_same_tokens_as_the_image_generated_alone(
+def test_an_image_in_a_batch_has_the_tokens_of_one_alone(
     pipe: Pipeline, results_by_method: ResultsByMethod, method: str
 ) -> None:
     alone = pipe(results_by_method.texts[1], seed=results_by_method.seeds[1], method=method)
@@ -91,21 +84,17 @@ def test_an_image_in_a_batch_has_the_same_tokens_as_the_image_generated_alone(
 
 
 @pytest.mark.parametrize("method", ["eagle", "sjd"])
-def test_exact_methods_generate_the_tokens_of_autoregressive_decoding_in_batches(
-    results_by_method: ResultsByMethod, method: str
-) -> None:
+def test_exact_methods_generate_the_tokens_of_ar_in_batches(results_by_method: ResultsByMethod, method: str) -> None:
     np.testing.assert_array_equal(results_by_method[method].codes, results_by_method["ar"].codes)
 
 
-def test_a_seed_generates_the_same_tokens_with_every_release_of_onnx_runtime(
-    results_by_method: ResultsByMethod,
-) -> None:
+def test_a_seed_gives_the_same_tokens_with_every_onnx_runtime(results_by_method: ResultsByMethod) -> None:
     digests = [sha256(codes.tobytes()).hexdigest()[:16] for codes in results_by_method["ar"].codes]
     assert digests == ["049ad42d3a923d2d", "4b8735a7d432545f"]  # `.ci/run` checks the lowest and the newest release
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}, {"temperature": 0}], ids=str)
-def test_filtered_and_greedy_tokens_are_the_same_with_exact_methods_on_any_number_of_threads(
+def test_filtered_and_greedy_tokens_do_not_depend_on_threads(
     pipe_by_threads: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:
     expected = generate(pipe_by_threads[1], prompts[:1], 1, method="ar", **options)
@@ -117,7 +106,7 @@ def test_filtered_and_greedy_tokens_are_the_same_with_exact_methods_on_any_numbe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0}, *SAMPLINGS], ids=str)
-def test_fifty_prompts_lead_to_the_same_tokens_with_every_exact_method(
+def test_fifty_prompts_give_equal_tokens_with_exact_methods(
     pipe_by_threads: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:
     expected = generate(pipe_by_threads[2], prompts, 8, method="ar", **options)
@@ -128,7 +117,7 @@ def test_fifty_prompts_lead_to_the_same_tokens_with_every_exact_method(
 
 
 @pytest.mark.parametrize("count", [40, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, "50%", 255))])
-def test_images_of_which_only_the_first_tokens_are_guided_are_the_same_with_every_exact_method(
+def test_guidance_of_the_first_token_is_exact_with_every_method(
     pipe: Pipeline, prompts: list[str], count: int | str
 ) -> None:
     options = {"cfg_scale": 3.0, "cfg_tokens": count}
@@ -139,7 +128,7 @@ def test_images_of_which_only_the_first_tokens_are_guided_are_the_same_with_ever
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", *EXACT_METHODS])
-def test_the_batch_size_and_the_number_of_threads_change_no_token(
+def test_batch_size_and_threads_change_no_token(
     pipe_by_threads: dict[int, Pipeline], prompts: list[str], method: str
 ) -> None:
     expected = generate(pipe_by_threads[1], prompts, 1, method=method)
@@ -157,9 +146,7 @@ def test_relaxed_methods_commit_several_tokens_per_pass(
 
 
 @pytest.mark.parametrize("method", ["ar", *RELAXED_METHODS])
-def test_the_sky_at_sunset_is_redder_than_at_night_and_grass_is_green(
-    results_by_method: ResultsByMethod, method: str
-) -> None:
+def test_sunset_is_redder_than_night_and_grass_is_green(results_by_method: ResultsByMethod, method: str) -> None:
     sunset, night = results_by_method[method].images
     sky_colors = [np.asarray(image)[: image.height * 5 // 16].mean((0, 1)) for image in (sunset, night)]
     assert sky_colors[0][0] > sky_colors[1][0] + 60
@@ -171,7 +158,7 @@ def test_the_sky_at_sunset_is_redder_than_at_night_and_grass_is_green(
 @pytest.mark.parametrize(
     "method", ["sjd:window=31", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ar", "eagle:tree=dynamic-32-6-6"))]
 )
-def test_the_predicted_memory_of_images_agrees_with_the_measured_memory(
+def test_the_predicted_memory_agrees_with_the_measured_memory(
     pipe: Pipeline, call_in_new_process: Any, method: str
 ) -> None:
     settings = resolve_settings(pipe.bundle.manifest, {"method": method})

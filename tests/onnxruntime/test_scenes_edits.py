@@ -50,10 +50,7 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
     """Check that every exact method generates the same edits, alone and in batches of four.
 
     Args:
-        pipe: pipeline of the embedded model.
         masks: `[16, 16]` for each image, true for cells to regenerate.
-        images: images to edit.
-        prompts: prompt of each edit.
     """
     requests: list[dict[str, Any]] = [
         {"prompts": prompt, "seed": 90 + i, "image": image, "mask": expand_to_pixels(cells)}
@@ -78,7 +75,7 @@ def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], p
                 assert edit.images[0].tobytes() == last_step.image(0).tobytes() == result.images[0].tobytes(), method
 
 
-def test_every_exact_method_generates_the_same_edit_alone_and_in_a_batch(pipe: Pipeline) -> None:
+def test_exact_methods_generate_the_same_edit_in_any_batch(pipe: Pipeline) -> None:
     images = [Image.linear_gradient("L").convert("RGB")] * 2
     first_mask, second_mask = np.zeros((2, GRID_CELLS, GRID_CELLS), bool)
     # Preserved tokens at the end of an image need no pass.
@@ -86,7 +83,7 @@ def test_every_exact_method_generates_the_same_edit_alone_and_in_a_batch(pipe: P
     check_edits(pipe, [first_mask, second_mask], images, ["a blue cube on sand", "a green cone on snow"])
 
 
-def test_edit_returns_the_try_in_which_the_cells_around_the_edit_are_most_probable(pipe: Pipeline) -> None:
+def test_edit_returns_the_try_with_the_most_probable_border(pipe: Pipeline) -> None:
     edited_cells = np.zeros((GRID_CELLS, GRID_CELLS), bool)
     edited_cells[3:6, 5:9] = True
     request: dict[str, Any] = {"prompts": "a red cube on sand", "seed": 4, "num_images": 3, "method": "sjd:window=7"}
@@ -107,7 +104,7 @@ def test_edit_returns_the_try_in_which_the_cells_around_the_edit_are_most_probab
 
 
 @pytest.mark.slow
-def test_edits_of_fifty_masks_are_the_same_with_every_exact_method_and_preserve_other_cells(pipe: Pipeline) -> None:
+def test_edits_of_fifty_masks_are_exact_with_every_method(pipe: Pipeline) -> None:
     rng = np.random.default_rng(39)
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()[:50]
     images = [pipe(prompt, seed=i, method="sjd:window=7").images[0] for i, prompt in enumerate(prompts)]

@@ -16,7 +16,7 @@ GENERATE = (
 
 
 @pytest.mark.parametrize("code", [GENERATE, "import lantern_rt.export.verify"])
-def test_generating_and_exporting_write_no_telemetry_files_to_the_home_folder(tmp_path: Path, code: str) -> None:
+def test_no_telemetry_files_are_written_to_the_home_folder(tmp_path: Path, code: str) -> None:
     if "export" in code:
         pytest.importorskip("torch")
     bundle = make_tiny_bundle(tmp_path / "tiny")

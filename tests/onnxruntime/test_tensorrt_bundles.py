@@ -38,7 +38,7 @@ from lantern_rt.pipeline import Pipeline
 # ---------------------------------------------------------------- functions and bundles
 
 
-def test_a_batch_with_more_images_than_engine_rows_is_decoded_in_several_runs(tmp_path: Path) -> None:
+def test_more_images_than_engine_rows_decode_in_several_runs(tmp_path: Path) -> None:
     path = tmp_path / "vq.onnx"
     codes = np.random.default_rng(0).integers(0, 48, (5, 16))
     module = TinyImageDecoder(48, 4).eval()
@@ -72,13 +72,7 @@ def host_library(monkeypatch: pytest.MonkeyPatch) -> HostTensorRT:
 
 
 def build_host_engines(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
-    """Build the engines of a bundle with the stand-in for TensorRT, and return their folder.
-
-    Args:
-        bundle: path or name of the bundle.
-        folder: output folder.
-        max_nodes: maximum number of nodes in a forward pass.
-    """
+    """Build the engines of a bundle with the stand-in for TensorRT, and return their folder."""
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=max_nodes, compute_capabilities=("SM89",))
     build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda stage, done, total: None)
     return folder
@@ -102,7 +96,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tensorrt_engines_generate_the_same_images_as_onnx_runtime(
+def test_tensorrt_generates_the_images_of_onnx_runtime(
     built_engines: tuple[Path, Path, HostTensorRT], method: str
 ) -> None:
     bundle, folder, host_library = built_engines
@@ -125,7 +119,7 @@ def test_tensorrt_engines_generate_the_same_images_as_onnx_runtime(
 
 
 @pytest.mark.parametrize(("max_nodes", "window"), [(64, 15), (8, 7)])
-def test_the_default_method_is_jacobi_decoding_with_the_widest_window_that_the_engines_allow(
+def test_the_default_is_the_widest_window_that_engines_allow(
     tmp_path: Path, host_library: HostTensorRT, t2i_drafter_bundle: Path, max_nodes: int, window: int
 ) -> None:
     folder = build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes)
@@ -162,9 +156,7 @@ def test_a_float16_bundle_generates_with_a_float16_kv_cache(
     assert [get_value_dtype(value) for value in cache.block_handle.block.device_tensors] == ["float16"]
 
 
-def test_row_end_tokens_halve_the_maximum_number_of_nodes_of_a_pass(
-    tmp_path: Path, host_library: HostTensorRT, lumina_bundle: Path
-) -> None:
+def test_row_ends_halve_the_nodes_of_a_pass(tmp_path: Path, host_library: HostTensorRT, lumina_bundle: Path) -> None:
     folder = build_host_engines(lumina_bundle, tmp_path / "plans", max_nodes=64)
     max_nodes = max(profile.nodes[2] for profile in open_engine_folder(folder).manifest.graphs["target"].profiles)
     engines = Pipeline.from_bundle(lumina_bundle, threads=1, engines=folder).engines
@@ -182,7 +174,7 @@ def generate_and_release(bundle: Path, folder: Path) -> None:
     gc.collect()
 
 
-def test_compiled_kernels_are_shared_by_all_engines_and_stored_for_the_next_process(
+def test_compiled_kernels_are_shared_and_stored(
     built_engines: tuple[Path, Path, HostTensorRT], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle, folder, host_library = built_engines
@@ -201,7 +193,7 @@ def test_compiled_kernels_are_shared_by_all_engines_and_stored_for_the_next_proc
     generate_and_release(bundle, folder)
 
 
-def test_verify_compares_device_graphs_and_engines_with_the_graphs_of_the_bundle(
+def test_verify_compares_device_graphs_and_engines(
     built_engines: tuple[Path, Path, HostTensorRT], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, folder, host_library = built_engines
@@ -249,7 +241,7 @@ def test_verify_compares_device_graphs_and_engines_with_the_graphs_of_the_bundle
     assert {"present_key_values.0.key", "hidden_states"} < {row["tensor"] for row in result.tensors}
 
 
-def test_verify_detects_a_device_graph_that_differs_from_the_graph_of_the_bundle(
+def test_verify_detects_a_device_graph_that_differs(
     built_engines: tuple[Path, Path, HostTensorRT], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, folder, _ = built_engines

@@ -82,7 +82,7 @@ POOL = CachePair(1).cache.pool
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), rows=st.integers(1, 3), num_passes=st.integers(1, 4), same_for_all_rows=st.booleans())
-def test_a_kv_cache_on_the_device_has_the_same_entries_as_a_numpy_kv_cache(
+def test_a_cache_on_the_device_has_the_entries_of_numpys(
     data: st.DataObject, rows: int, num_passes: int, same_for_all_rows: bool
 ) -> None:
     caches = CachePair(rows, pool=POOL)
@@ -106,9 +106,7 @@ def test_a_kv_cache_on_the_device_has_the_same_entries_as_a_numpy_kv_cache(
     caches.check()
 
 
-def test_cache_entries_of_accepted_nodes_are_moved_in_one_call_and_only_if_the_nodes_are_no_chain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accepted_entries_are_moved_only_if_they_are_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     moved_counts: list[int] = []
     move_vectors = OrtDevice.move_vectors
     monkeypatch.setattr(
@@ -130,7 +128,7 @@ def test_cache_entries_of_accepted_nodes_are_moved_in_one_call_and_only_if_the_n
         caches.check()
 
 
-def test_the_memory_of_outputs_is_reused_only_after_the_outputs_are_released(tiny_harness: DecoderHarness) -> None:
+def test_memory_of_outputs_is_reused_only_after_their_release(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.prefill(2)
     node_mask = np.eye(2, dtype=bool)
     positions = cache.lengths[:, None] + np.arange(2)
@@ -156,9 +154,7 @@ def test_the_memory_of_outputs_is_reused_only_after_the_outputs_are_released(tin
 # ---------------------------------------------------------------- shapes
 
 
-def test_a_pass_runs_in_the_smallest_sufficient_profile_and_the_number_of_nodes_is_rounded_up(
-    tiny_harness: DecoderHarness,
-) -> None:
+def test_a_pass_runs_in_the_smallest_sufficient_profile(tiny_harness: DecoderHarness) -> None:
     cache = tiny_harness.prefill(1, capacity=320)
     engine_runs = tiny_harness.library.engines[0].runs
     for length, nodes, expected in (
@@ -172,7 +168,7 @@ def test_a_pass_runs_in_the_smallest_sufficient_profile_and_the_number_of_nodes_
         assert (engine_runs[-1][0], engine_runs[-1][1]["token_ids"]) == (expected[0], (1, expected[1])), (length, nodes)
 
 
-def test_padding_nodes_attend_to_the_first_column_and_no_node_attends_to_them() -> None:
+def test_padding_nodes_attend_to_the_first_column_only() -> None:
     cache = CachePair(2, pool=POOL).cache
     cache.lengths = np.array([20, 3])
     mask = np.zeros((2, 3, 67), bool)
@@ -194,7 +190,7 @@ def test_padding_nodes_attend_to_the_first_column_and_no_node_attends_to_them() 
 # ---------------------------------------------------------------- errors
 
 
-def test_the_error_for_sizes_beyond_the_profiles_names_the_build_option_to_change(tiny_harness: DecoderHarness) -> None:
+def test_sizes_beyond_the_profiles_name_the_build_option(tiny_harness: DecoderHarness) -> None:
     engine = tiny_harness.engine
     error = catch_error(EngineError, lambda: engine.make_cache(5, 10))
     assert (error.found, error.remedy) == ("5 rows", "rebuild with `lantern-rt build-engine tiny --max-rows 5`")
@@ -205,9 +201,7 @@ def test_the_error_for_sizes_beyond_the_profiles_names_the_build_option_to_chang
         assert catch_error(EngineError, lambda nodes=nodes: engine.past_columns(cache, nodes)).found == size
 
 
-def test_a_missing_file_or_a_file_that_is_not_an_engine_is_rejected(
-    tiny_harness: DecoderHarness, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_an_engine_is_rejected(tiny_harness: DecoderHarness, tmp_path: Path) -> None:
     junk = tmp_path / "junk.plan"
     junk.write_bytes(b"junk")
     assert catch_error(EngineError, lambda: tiny_harness.load_tensorrt_engine(junk)).problem.startswith(
@@ -228,13 +222,13 @@ def test_a_missing_file_or_a_file_that_is_not_an_engine_is_rejected(
         ({"dtype": "float16"}, "tensor `embeddings`: float32 [any, 64]"),
     ],
 )
-def test_an_engine_that_differs_from_the_manifest_or_the_profiles_is_rejected(
+def test_an_engine_that_differs_from_the_manifest_is_rejected(
     tiny_harness: DecoderHarness, load_options: dict[str, Any], difference: str
 ) -> None:
     assert catch_error(EngineError, lambda: tiny_harness.load_tensorrt_engine(**load_options)).found == difference
 
 
-def test_an_engine_run_that_fails_without_a_message_raises_an_error(
+def test_an_engine_that_fails_without_a_message_is_an_error(
     tiny_harness: DecoderHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_ExecutionContext, "execute_async_v3", lambda self, stream: False)

@@ -66,15 +66,7 @@ def export_graph(
     dynamic_axes: dict[str, dict[int, str]],
     path: Path,
 ) -> None:
-    """Write a module as an ONNX graph with the tracing exporter of PyTorch, which is fast.
-
-    Args:
-        module: module to export.
-        inputs: example inputs by name.
-        outputs: names of the outputs.
-        dynamic_axes: names of the axes without a fixed size, by input or output name and axis number.
-        path: output path of the graph.
-    """
+    """Write a module as an ONNX graph with the tracing exporter of PyTorch, which is fast."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(

@@ -48,14 +48,7 @@ def make_drafter_spec(config: DecoderConfig) -> DrafterSpec:
 
 
 class DecoderHarness:
-    """Engine of a decoder with random weights, and the torch module that computes the expected logits.
-
-    Args:
-        folder: folder for the graph.
-        config: configuration of the decoder.
-        backend: `cpu` for ONNX Runtime with NumPy buffers, `device` for ONNX Runtime with device memory, or `plan` for
-            TensorRT. In place of a GPU, `device` and `plan` use the host.
-    """
+    """Engine of a decoder with random weights, and the torch module that computes the expected logits."""
 
     def __init__(self, folder: Path, config: DecoderConfig, backend: str = "cpu") -> None:
         torch.manual_seed(0)
@@ -106,9 +99,7 @@ class DecoderHarness:
         """Run the first `rows` prefixes and return their KV cache.
 
         Args:
-            rows: number of batch rows, at most 8.
             engine: engine to run; by default `self.engine`.
-            capacity: maximum number of entries in each row of the cache.
         """
         engine = engine or self.engine
         length = self.config.prefix
@@ -125,7 +116,6 @@ class DecoderHarness:
         """Run a forward pass over tokens or prefixes.
 
         Args:
-            cache: KV cache of earlier nodes, to which every node attends.
             tokens: token ids `[rows, nodes]`; None runs the prefixes.
             node_mask: `[nodes, nodes]`; true where the node of a row attends to the node of a column.
             positions: positions in the sequence, `[rows, nodes]`.
@@ -146,8 +136,6 @@ class DecoderHarness:
         """Append codes to the rows of a KV cache, two codes per forward pass.
 
         Args:
-            cache: KV cache.
-            codes: codes to append to each row; shorter lists are padded with nodes that are not accepted.
             engine: engine to run; by default `self.engine`.
         """
         for start in range(0, max(map(len, codes)), 2):

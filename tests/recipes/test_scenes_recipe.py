@@ -34,7 +34,7 @@ from recipes.scenes.vocabulary import (  # noqa: E402
 )
 
 
-def test_every_caption_has_only_known_words_and_at_most_the_maximum_number_of_words() -> None:
+def test_every_caption_has_known_words_and_is_short_enough() -> None:
     rng = np.random.default_rng(0)
     for _ in range(2000):
         caption = write_caption(sample_scene(rng), rng)
@@ -43,7 +43,7 @@ def test_every_caption_has_only_known_words_and_at_most_the_maximum_number_of_wo
         assert set(re.findall("[a-z]+", caption)) <= set(vocabulary())
 
 
-def test_rendering_a_scene_is_deterministic_and_matches_the_description() -> None:
+def test_rendering_a_scene_is_deterministic() -> None:
     scene = Scene("clear", "sand", (Solid("sphere", "red", "large", "matte", 0.26),), 5)
     image = render(scene).astype(np.int64)
     assert (render(scene) == image).all()
@@ -54,7 +54,7 @@ def test_rendering_a_scene_is_deterministic_and_matches_the_description() -> Non
     assert (image[row, SIZE // 2 :] == render(Scene("clear", "sand", (), 5))[row, SIZE // 2 :]).all()
 
 
-def test_decoding_with_folded_code_tables_gives_the_hidden_states_of_a_training_pass() -> None:
+def test_folded_code_tables_give_the_training_passs_states() -> None:
     torch.manual_seed(0)
     target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CONFIG.vocab_size, 8), dim=1)).eval()
     decoder, table = target.fold_code_tables()
@@ -85,7 +85,7 @@ def work_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(
+def test_a_restored_work_folder_gives_the_same_weights(
     work_folder: Path, float_scenes_bundle: Path, tmp_path: Path
 ) -> None:
     embedded_bundle = open_bundle("scenes")
@@ -125,7 +125,7 @@ def test_muon_updates_have_singular_values_near_one() -> None:
         assert values.max() < 1.4
 
 
-def test_detected_attributes_are_compared_with_scenes_of_one_solid_and_of_two_solids() -> None:
+def test_attributes_are_compared_with_scenes_of_one_and_two_solids() -> None:
     single = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
     marks = compare_attributes(single, DetectedScene("night", "snow", {"middle": ("green", "cube")}))
     assert marks == {"sky": True, "ground": False, "position": True, "colour": True, "shape": False}
@@ -141,14 +141,14 @@ def test_detected_attributes_are_compared_with_scenes_of_one_solid_and_of_two_so
     assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
 
 
-def test_the_judge_model_recognizes_the_attributes_of_rendered_scenes() -> None:
+def test_the_judge_recognizes_attributes_of_rendered_scenes() -> None:
     scenes = sample_scenes(40, seed=915_000)
     accuracy = measure_judge_accuracy(load_judge(), scenes, render_scenes(scenes))
     assert min(accuracy.values()) >= 0.9
     assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
 
 
-def test_an_evaluation_reports_the_accuracy_of_methods_judge_and_image_tokenizer(tmp_path: Path) -> None:
+def test_an_evaluation_reports_methods_judge_and_tokenizer(tmp_path: Path) -> None:
     report = evaluate_bundle(EMBEDDED / "scenes", tmp_path / "work", tmp_path, 2, ["sjd:window=7"], threads=1)
     assert json.loads((tmp_path / "evaluation.json").read_text())["prompts"] == 2
     assert report["judge"]["sky"][0] == report["judge"]["ground"][0] == 1

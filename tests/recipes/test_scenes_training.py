@@ -92,9 +92,7 @@ def save_drafter(work_folder: Path, config: DecoderConfig) -> EagleDrafter:
     return drafter
 
 
-def test_training_of_the_image_tokenizer_continues_after_an_interruption(
-    work_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_the_image_tokenizer_continues(work_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first_step = load_checkpoint(work_folder / "vq-state.pt")["step"]
     train_vq(work_folder, minutes=0.5, batch=4)
     assert load_checkpoint(work_folder / "vq-state.pt")["step"] > first_step > 2
@@ -104,9 +102,7 @@ def test_training_of_the_image_tokenizer_continues_after_an_interruption(
     assert capsys.readouterr().out == "vq has had its 0.5 minutes\n"
 
 
-def test_a_work_folder_with_another_model_size_or_without_an_image_tokenizer_is_rejected(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_work_folder_of_another_model_is_rejected(tokenizer_folder: Path, tmp_path: Path) -> None:
     save_target(tokenizer_folder, SMALL)
     save_drafter(tokenizer_folder, replace(SMALL, hidden_size=128))
     with pytest.raises(CheckpointError, match=r"shape \[2048, 128\], expected \[2048, 64\]"):
@@ -120,9 +116,7 @@ def test_a_work_folder_with_another_model_size_or_without_an_image_tokenizer_is_
         assert catch_error(CheckpointError, train).field == str(tokenizer_folder / name)
 
 
-def test_sharpening_changes_only_the_decoder_of_the_image_tokenizer(
-    work_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharpening_changes_only_the_image_decoder(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.scenes.sharpen.ALONE", 2)
     before = load_vq(work_folder).state_dict()
     sharpen_vq_decoder(work_folder, minutes=0.3, batch=4)
@@ -155,7 +149,7 @@ def test_training_of_a_target_continues_after_an_interruption(
     assert train(0.4)["step"] > 1000
 
 
-def test_a_student_learns_the_guided_logits_of_the_teacher_and_training_continues(
+def test_a_student_learns_the_guided_logits_of_the_teacher(
     work_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bfloat16: bool
 ) -> None:
     for name, value in (("SCENES", 32), ("BLANK", 0.2)):
@@ -184,9 +178,7 @@ def test_a_student_learns_the_guided_logits_of_the_teacher_and_training_continue
     assert capsys.readouterr().out.endswith("the student has had its 4 minutes\n")
 
 
-def test_a_target_of_another_size_is_exported_with_a_drafter_and_restored(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_target_of_another_size_is_exported_and_restored(tokenizer_folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     target = save_target(tokenizer_folder, SMALL)
     bundle = open_target_bundle(tokenizer_folder)
@@ -231,7 +223,7 @@ def test_a_tokenizer_of_another_size_is_restored_from_its_bundle(tmp_path: Path)
     assert load_vq(tmp_path / "again").config == config
 
 
-def test_round_layer_gives_a_smaller_output_error_than_rounding_each_weight_to_nearest() -> None:
+def test_round_layer_has_less_error_than_rounding_to_nearest() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(3, 200, 8) @ torch.randn(8, 32)
     layer = torch.nn.Linear(32, 24, bias=False)

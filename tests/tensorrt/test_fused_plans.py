@@ -27,14 +27,7 @@ _KINDS_WITHOUT_WORK = ("shape_call", "signal", "wait")  # kinds of layers that c
 
 
 class EngineLayer(NamedTuple):
-    """A layer of a TensorRT engine.
-
-    Attributes:
-        name: names of the fused operations.
-        kind: kind of the layer, such as `reshape`.
-        inputs: names of the input tensors.
-        outputs: names of the output tensors.
-    """
+    """A layer of a TensorRT engine."""
 
     name: str
     kind: str
@@ -45,15 +38,7 @@ class EngineLayer(NamedTuple):
 def write_decoder(
     folder: Path, num_layers: int, compute_dtype: str, weight_precision: str, is_drafter: bool
 ) -> tuple[Path, DecoderSpec | DrafterSpec]:
-    """Write the graph of a decoder with random weights and the widths of LlamaGen-XL; return its path and description.
-
-    Args:
-        folder: folder for the graph.
-        num_layers: number of decoder layers.
-        compute_dtype: dtype of activations.
-        weight_precision: precision of stored weights.
-        is_drafter: true for an EAGLE drafter, false for a target.
-    """
+    """Write the graph of a random decoder with the widths of LlamaGen-XL; return its path and description."""
     import torch
 
     from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph, write_graph
@@ -81,7 +66,6 @@ def write_decoder(
 def build_engine_layers(
     path: Path, spec: DecoderSpec | DrafterSpec, is_drafter: bool, compute_dtype: str
 ) -> list[EngineLayer]:
-    """Build the TensorRT engine of a decoder, and return the engine layers that compute on the device."""
     import tensorrt_rtx as library
 
     messages: list[str] = []
@@ -148,7 +132,7 @@ def find_cache_copies(layers: list[EngineLayer]) -> list[EngineLayer]:
         ("bfloat16", "int4-weights", 13),
     ],
 )
-def test_a_decoder_layer_becomes_few_fused_layers_of_a_tensorrt_engine(
+def test_a_decoder_layer_becomes_few_fused_layers(
     tmp_path: Path, is_drafter: bool, compute_dtype: str, weight_precision: str, max_layers: int
 ) -> None:
     counts = []

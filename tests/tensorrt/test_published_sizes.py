@@ -24,7 +24,6 @@ def ignore_progress(*_: object) -> None:
 
 
 def build_and_check_engines(bundle: Path) -> EngineManifest:
-    """Build the engines of a bundle in the folder `engines` beside the bundle; check and return the engine manifest."""
     loaded_bundle = open_bundle(bundle)
     folder = bundle.with_name("engines")
     options = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=64, compute_capabilities=GPUS)
@@ -38,7 +37,7 @@ def build_and_check_engines(bundle: Path) -> EngineManifest:
 
 
 @pytest.mark.parametrize("compute", ["float16", "float32"])
-def test_engines_with_the_sizes_of_llamagen_xl_are_built_for_two_gpus(compute: str, tmp_path: Path) -> None:
+def test_engines_of_llamagen_xls_sizes_are_built_for_two_gpus(compute: str, tmp_path: Path) -> None:
     import torch
     from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 

@@ -56,13 +56,13 @@ def library_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("class_name", USED_MEMBERS)
-def test_the_tensorrt_library_has_every_class_member_that_engines_use(library_name: str, class_name: str) -> None:
+def test_tensorrt_has_every_member_that_engines_use(library_name: str, class_name: str) -> None:
     library = import_library(library_name)
     assert [member for member in USED_MEMBERS[class_name] if not hasattr(getattr(library, class_name), member)] == []
 
 
 @pytest.mark.parametrize("class_name", RTX_MEMBERS)
-def test_tensorrt_rtx_has_the_class_members_that_store_compiled_kernels(class_name: str) -> None:
+def test_tensorrt_rtx_has_the_members_that_store_kernels(class_name: str) -> None:
     library = pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     assert [member for member in RTX_MEMBERS[class_name] if not hasattr(getattr(library, class_name), member)] == []
     signatures = library.ICudaEngine.create_execution_context.__doc__
@@ -72,14 +72,7 @@ def test_tensorrt_rtx_has_the_class_members_that_store_compiled_kernels(class_na
 def load_image_decoder(
     library_name: str, bundle: Path, folder: Path, provider: str
 ) -> tuple[TensorRTFunction, GraphSession]:
-    """Return the image decoder of the `scenes` bundle as a TensorRT engine and as an ONNX Runtime session.
-
-    Args:
-        library_name: `tensorrt` or `tensorrt-rtx`.
-        bundle: path of the bundle.
-        folder: folder for the engine.
-        provider: ONNX Runtime provider that allocates the memory of the TensorRT engine.
-    """
+    """Return the image decoder of the `scenes` bundle as a TensorRT engine and as an ONNX Runtime session."""
     scenes_bundle = open_bundle(bundle)
     manifest = scenes_bundle.manifest
     profiles = (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
@@ -98,9 +91,7 @@ def load_image_decoder(
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
-def test_loading_an_engine_without_a_cuda_driver_raises_an_error_that_names_the_driver(
-    float_scenes_bundle: Path, tmp_path: Path
-) -> None:
+def test_loading_without_a_cuda_driver_names_the_driver(float_scenes_bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs lantern-rt[tensorrt-rtx]")
     with pytest.raises(EngineError) as caught:
         load_image_decoder("tensorrt-rtx", float_scenes_bundle, tmp_path, "cpu")
@@ -108,7 +99,7 @@ def test_loading_an_engine_without_a_cuda_driver_raises_an_error_that_names_the_
 
 
 @pytest.mark.gpu
-def test_a_tensorrt_engine_on_a_gpu_decodes_the_same_images_as_onnx_runtime(
+def test_an_engine_on_a_gpu_decodes_the_images_of_onnx_runtime(
     library_name: str, float_scenes_bundle: Path, tmp_path: Path
 ) -> None:
     if find_gpu() is None:

@@ -41,7 +41,6 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 
 def catch_error(call: Callable[[], object], error_type: type[LanternError] = EngineError) -> LanternError:
-    """Return the error that a call raises."""
     with pytest.raises(error_type) as caught:
         call()
     return caught.value
@@ -70,7 +69,7 @@ def engine_folder(scenes_bundle: Bundle, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
-def test_the_error_for_a_missing_tensorrt_library_names_the_installation_command(
+def test_a_missing_tensorrt_names_the_installation_command(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for imported_module in (None, ModuleType(module)):  # no module, or an empty folder with the name of the module
@@ -79,7 +78,7 @@ def test_the_error_for_a_missing_tensorrt_library_names_the_installation_command
         assert error.remedy == f"install it with `{make_install_command(name)}`"
 
 
-def test_engines_are_built_for_the_gpu_of_the_host_unless_options_name_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_built_for_the_hosts_gpu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "find_gpu", lambda: None)
     for name in MODULES:
         error = catch_error(lambda name=name: choose_compute_capabilities(BuildOptions(name)))
@@ -89,7 +88,7 @@ def test_engines_are_built_for_the_gpu_of_the_host_unless_options_name_gpus(monk
     assert choose_compute_capabilities(RTX_OPTIONS) == ("SM89", "SM120")
 
 
-def test_the_shape_bounds_of_graph_inputs_follow_from_the_shape_profile() -> None:
+def test_shape_bounds_of_inputs_follow_from_the_profile() -> None:
     tree_profile = ShapeProfile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), columns=(64, 192, 384))
     for name in ("token_ids", "hidden_ids", "position_ids"):
         assert make_shape_bounds(name, (None, None), tree_profile, 512) == ((1, 2), (2, 64), (8, 64))
@@ -109,7 +108,7 @@ def test_the_shape_bounds_of_graph_inputs_follow_from_the_shape_profile() -> Non
 # ---------------------------------------------------------------- ahead of time, without a GPU
 
 
-def test_the_manifest_of_engines_for_two_gpus_records_how_they_were_built(
+def test_the_manifest_records_how_engines_were_built(
     engine_folder: Path, scenes_bundle: Bundle, tensorrt_rtx: Any
 ) -> None:
     manifest = open_engine_folder(engine_folder).manifest
@@ -129,9 +128,7 @@ def test_the_manifest_of_engines_for_two_gpus_records_how_they_were_built(
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
-def test_loading_engines_on_a_host_without_an_nvidia_gpu_raises_an_error(
-    engine_folder: Path, scenes_bundle: Bundle
-) -> None:
+def test_loading_without_an_nvidia_gpu_is_an_error(engine_folder: Path, scenes_bundle: Bundle) -> None:
     assert (
         catch_error(lambda: BundleEngines(scenes_bundle, engine_folder=open_engine_folder(engine_folder))).found
         == "no NVIDIA GPU and driver"
@@ -149,7 +146,7 @@ def test_loading_engines_on_a_host_without_an_nvidia_gpu_raises_an_error(
     ],
     ids=["float16", "int4", "grouped heads", "heads of 100 numbers"],
 )
-def test_the_weights_in_an_engine_need_no_more_bytes_than_in_the_bundle(
+def test_an_engines_weights_need_no_more_bytes_than_the_bundles(
     tmp_path: Path, shape_changes: dict[str, Any], compute: str, precision: str | None
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -169,9 +166,7 @@ def test_the_weights_in_an_engine_need_no_more_bytes_than_in_the_bundle(
 
 
 @pytest.mark.usefixtures("tensorrt_rtx")
-def test_an_unknown_compute_capability_is_rejected_before_files_are_written(
-    scenes_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_an_unknown_compute_capability_is_rejected(scenes_bundle: Bundle, tmp_path: Path) -> None:
     options = replace(RTX_OPTIONS, compute_capabilities=("SM31",))
     build = partial(build_engines, scenes_bundle, "scenes", options, tmp_path / "new", False, ignore_progress)
     error = catch_error(build, RequestError)
@@ -180,7 +175,7 @@ def test_an_unknown_compute_capability_is_rejected_before_files_are_written(
 
 
 @pytest.mark.usefixtures("tensorrt_rtx")
-def test_the_error_of_a_failed_engine_build_names_the_node_or_the_input(scenes_bundle: Bundle, tmp_path: Path) -> None:
+def test_a_failed_build_names_the_node_or_the_input(scenes_bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "vq_decoder.onnx"
     node = helper.make_node("Bogus", ["codes"], ["images"], name="strange_2")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in ("codes", "images")]
@@ -200,9 +195,7 @@ def test_the_error_of_a_failed_engine_build_names_the_node_or_the_input(scenes_b
 
 
 @pytest.mark.usefixtures("tensorrt_rtx")
-def test_an_engine_build_reports_progress_and_stops_at_ctrl_c_without_writing_an_engine(
-    scenes_bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_build_reports_progress_and_stops_at_ctrl_c(scenes_bundle: Bundle, tmp_path: Path) -> None:
     progress_reports: list[tuple[str, int, int]] = []
 
     def interrupt_during_optimization(stage: str, done: int, total: int) -> None:

@@ -44,14 +44,6 @@ def source(pipeline: Pipeline) -> ShardSource:
 
 
 def write_shards(pipeline: Pipeline, output: Path, count: int = 4, prompts: Prompts = CLASSES) -> None:
-    """Generate shards of two images each.
-
-    Args:
-        pipeline: pipeline that generates the images.
-        output: folder for the shards.
-        count: number of images in all shards.
-        prompts: classes of the images; the list repeats.
-    """
     for _ in generate_shards(pipeline, prompts, count, output, lambda *_: None, images_per_shard=2):
         pass
 
@@ -69,9 +61,7 @@ def read_file_contents(folder: Path) -> dict[str, Any]:
     return files
 
 
-def test_a_shard_has_the_codes_of_the_pipeline_and_the_hidden_states_of_the_target(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_a_shard_has_the_pipelines_codes_and_hidden_states(pipeline: Pipeline, tmp_path: Path) -> None:
     write_shards(pipeline, tmp_path)
     shard = Shard(get_shard_path(tmp_path, 1))
     assert shard.prompts == [4, 3]
@@ -86,9 +76,7 @@ def test_a_shard_has_the_codes_of_the_pipeline_and_the_hidden_states_of_the_targ
     np.testing.assert_allclose(images.states.reshape(4, 16, 64), states, rtol=1e-3, atol=1e-3)
 
 
-def test_a_continued_folder_keeps_its_shards_and_equals_an_uninterrupted_folder(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_a_continued_folder_equals_an_uninterrupted_folder(pipeline: Pipeline, tmp_path: Path) -> None:
     write_shards(pipeline, tmp_path / "whole", 6)
     write_shards(pipeline, tmp_path / "parts", 2)
     before = get_shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
@@ -114,7 +102,7 @@ def test_an_interrupted_generation_leaves_only_complete_shards(pipeline: Pipelin
     assert read_file_contents(tmp_path / "data") == read_file_contents(tmp_path / "whole")
 
 
-def test_a_folder_with_shards_of_other_prompts_or_with_a_broken_link_is_rejected(
+def test_shards_of_other_prompts_are_rejected(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(pipeline, tmp_path)
@@ -189,7 +177,7 @@ def test_shards_that_contradict_the_bundle_are_rejected(
         ("prompts", [3]),
     ],
 )
-def test_shards_with_invalid_numbers_types_or_shapes_are_rejected(
+def test_invalid_numbers_types_or_shapes_are_rejected(
     pipeline: Pipeline, tmp_path: Path, field: str, value: Any
 ) -> None:
     write_shards(pipeline, tmp_path / "good", 2)
@@ -218,7 +206,7 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: ShardSource, tmp_path
 
 
 @pytest.mark.parametrize("field", ["codes", "states", "prompts"])
-def test_the_digest_of_a_shard_folder_depends_on_codes_states_and_prompts(
+def test_a_folders_digest_depends_on_codes_states_and_prompts(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path, field: str
 ) -> None:
     write_shards(pipeline, tmp_path / "first", 2)
@@ -230,7 +218,7 @@ def test_the_digest_of_a_shard_folder_depends_on_codes_states_and_prompts(
     )
 
 
-def test_a_folder_of_one_image_size_can_only_be_continued_with_the_same_size(
+def test_a_folder_is_continued_only_with_the_same_size(
     emu3_bundle: Path, tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lantern_rt.train.drafter.data.IMAGES_PER_SHARD", 2)
@@ -258,7 +246,7 @@ def test_a_shard_has_fewer_images_if_the_images_are_large(pipeline: Pipeline) ->
     assert [count_images(*sizes) for sizes in ((24, 2048), (32, 4096), (90, 4096), (256, 65_536))] == [64, 64, 8, 1]
 
 
-def test_validation_images_stay_the_same_when_more_images_are_generated(
+def test_more_images_leave_the_validation_images_the_same(
     pipeline: Pipeline, source: ShardSource, tmp_path: Path
 ) -> None:
     write_shards(pipeline, tmp_path, 24)

@@ -30,11 +30,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def make_random_drafter(**changes: Any) -> EagleDrafter:
-    """Make a small drafter with random weights and hidden states of 32 numbers.
-
-    Args:
-        changes: fields of `DecoderConfig` to change.
-    """
+    """Make a small drafter with random weights and hidden states of 32 numbers."""
     # Two layers, so that the output of the first layer matters, too.
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
     config = DecoderConfig(
@@ -54,7 +50,6 @@ class DecodingReference:
     token.
 
     Args:
-        drafter: drafter to run.
         tokens: token ids, `[1, positions]`.
         states: hidden states of the target, `[1, positions, hidden size]`.
     """
@@ -65,12 +60,7 @@ class DecodingReference:
         self.states = states
 
     def compute_draft_state(self, committed: int, depth: int) -> torch.Tensor:
-        """Return the drafter's hidden state at the last token of a chain of draft tokens.
-
-        Args:
-            committed: number of positions with hidden states of the target.
-            depth: number of draft tokens after these positions.
-        """
+        """Return the drafter's hidden state at the last token of a chain of draft tokens."""
         sizes = self.drafter.config
         past = [torch.zeros(0, 1, sizes.num_kv_heads, sizes.head_dim)] * 2 * sizes.num_layers
         start = 0
@@ -92,7 +82,7 @@ class DecodingReference:
     "changes",
     [{}, {"rotary": "sequence", "rope_style": "half", "query_key_norm": True, "input_norm": True, "num_kv_heads": 4}],
 )
-def test_predictions_at_every_depth_of_a_draft_agree_with_decoding(changes: dict[str, Any]) -> None:
+def test_predictions_at_every_depth_agree_with_decoding(changes: dict[str, Any]) -> None:
     drafter = make_random_drafter(**changes)
     slots = 12
     tokens = torch.randint(20, (1, slots))
@@ -135,7 +125,7 @@ def test_training_puts_all_tensors_on_one_device() -> None:
     assert drafter.fc.weight.grad.device.type == "meta"
 
 
-def test_the_loss_is_the_kl_divergence_and_the_overlap_is_the_exact_acceptance_rate() -> None:
+def test_the_loss_is_the_divergence_the_overlap_the_acceptance() -> None:
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     assert compute_kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
     # The divergence from the uniform distribution is ln 4 minus the entropy of p.
@@ -143,7 +133,7 @@ def test_the_loss_is_the_kl_divergence_and_the_overlap_is_the_exact_acceptance_r
     assert compute_probability_overlap(p, torch.full((1, 4), 0.25)).item() == pytest.approx(0.7)
 
 
-def test_guidance_mixes_two_batch_rows_of_an_image_and_leaves_a_single_row_unchanged() -> None:
+def test_guidance_mixes_two_rows_and_leaves_a_single_one() -> None:
     hidden = torch.randn(2, 2, 5, 3)
     head = torch.randn(7, 3)
     cond, uncond = (hidden @ head.T).unbind(1)
@@ -152,14 +142,12 @@ def test_guidance_mixes_two_batch_rows_of_an_image_and_leaves_a_single_row_uncha
 
 
 def make_drafter_with_weights(target: TrainingTarget, published: EagleDrafter) -> EagleDrafter:
-    """Make a drafter for training and copy the weights of the drafter `published` into the new drafter."""
     drafter = make_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in published.state_dict().items()})
     return drafter
 
 
 def copy_weights(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
-    """Return copies of the weights by name."""
     return {name: weight.clone() for name, weight in drafter.state_dict().items()}
 
 
@@ -173,9 +161,7 @@ def anole_target(anole_bundle: Path) -> TrainingTarget:
     return set_published_size(read_training_target(open_bundle(anole_bundle)))
 
 
-def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(
-    t2i_target: TrainingTarget, tmp_path: Path
-) -> None:
+def test_the_published_llamagen_drafter_has_its_outputs(t2i_target: TrainingTarget, tmp_path: Path) -> None:
     config = DATA / "llamagen-t2i/config.json"
     target = read_llamagen_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
@@ -194,7 +180,7 @@ def test_the_published_llamagen_drafter_loads_and_reproduces_its_outputs(
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
 
 
-def test_a_saved_drafter_has_the_weight_names_and_settings_of_published_drafters(
+def test_a_saved_drafter_has_the_published_names_and_settings(
     t2i_target: TrainingTarget, anole_target: TrainingTarget, tmp_path: Path
 ) -> None:
     for target, published in ((t2i_target, "lantern-drafter-llamagen"), (anole_target, "anole/drafter")):
@@ -211,9 +197,7 @@ def test_a_saved_drafter_has_the_weight_names_and_settings_of_published_drafters
         assert len(shared) >= 12
 
 
-def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(
-    anole_target: TrainingTarget, tmp_path: Path
-) -> None:
+def test_the_published_anole_drafter_is_saved_with_its_weights(anole_target: TrainingTarget, tmp_path: Path) -> None:
     target: Any = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan").graphs[0].module
     embeddings = load_file(DATA / "anole/target/model.safetensors")["model.embed_tokens.weight"]
     drafting = read_drafter(DATA / "anole/drafter", target, len(embeddings))
@@ -228,7 +212,7 @@ def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(
         assert torch.equal(copy_weights(reloaded)[name], weight), name
 
 
-def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed(t2i_target: TrainingTarget) -> None:
+def test_a_new_drafter_depends_only_on_the_seed(t2i_target: TrainingTarget) -> None:
     weights, same_seed, second_seed = (convert_to_lantern_weights(make_drafter(t2i_target, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(weights[name], same_seed[name]) for name in weights)
     assert not torch.equal(weights["layers.0.mlp.up_proj.weight"], second_seed["layers.0.mlp.up_proj.weight"])
@@ -237,7 +221,7 @@ def test_a_new_drafter_passes_hidden_states_through_and_depends_only_on_the_seed
     torch.testing.assert_close(weights["embed_tokens.weight"], t2i_target.embeddings)
 
 
-def test_bundles_of_every_precision_give_the_same_head_and_embeddings_up_to_rounding(
+def test_every_precision_gives_the_same_head_up_to_rounding(
     t2i_bundle: Path, t2i_half_bundle: Path, t2i_bfloat16_bundle: Path, t2i_int8_bundle: Path
 ) -> None:
     exact = read_training_target(open_bundle(t2i_bundle))

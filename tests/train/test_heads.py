@@ -24,7 +24,7 @@ from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
 from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E402
 
 
-def test_the_tables_of_draft_heads_for_131072_codes_take_less_than_100_megabytes() -> None:
+def test_the_heads_of_131072_codes_take_less_than_100_megabytes() -> None:
     shapes = draft_head_shapes(131_072, 5120, RANK, UNITS)
     assert 2 * sum(math.prod(shape) for shape in shapes.values()) < 100e6
 
@@ -52,7 +52,7 @@ def test_exported_tables_give_the_logits_of_the_trained_module(c2i_bundle: Path,
         np.testing.assert_allclose(logits, module_logits[i], **tolerance)
 
 
-def test_training_adds_heads_to_the_bundle_and_exact_methods_still_give_the_same_images(
+def test_trained_heads_leave_exact_images_the_same(
     c2i_bundle: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "bundle"
@@ -74,7 +74,7 @@ def test_training_adds_heads_to_the_bundle_and_exact_methods_still_give_the_same
         np.testing.assert_array_equal(single_codes, batch_codes)
 
 
-def test_new_heads_replace_the_previous_heads_and_damaged_heads_are_rejected(c2i_bundle: Path, tmp_path: Path) -> None:
+def test_new_heads_replace_old_ones_and_damaged_ones_are_rejected(c2i_bundle: Path, tmp_path: Path) -> None:
     shutil.copytree(c2i_bundle, tmp_path / "bundle")
     bundle = open_bundle(tmp_path / "bundle")
     tables = TrainableDraftHeads(read_head_training_target(bundle), 0).export_tables()

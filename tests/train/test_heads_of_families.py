@@ -23,8 +23,7 @@ torch = pytest.importorskip("torch")
 for library in ("onnx", "safetensors", "tokenizers", "yaml", "transformers"):
     pytest.importorskip(library)
 
-from family_readers import read_glm_image, read_janus  # noqa: E402
-from small_janus import make_random_janus, write_janus  # noqa: E402
+from family_readers import read_glm_image  # noqa: E402
 
 from lantern_rt.export.families import glm_image  # noqa: E402
 from lantern_rt.export.writer import export_model  # noqa: E402
@@ -34,20 +33,13 @@ from lantern_rt.train.drafter.target import read_head_training_target  # noqa: E
 
 FAMILIES = ("t2i", "anole", "janus", "lumina", "lumina2", "small_glm_image", "emu3", "simplear")
 PROMPTS = ("a red cube", "sand on a cube", "red sand")
-IMAGES_PER_SHARD = 12
-NUM_IMAGES = 20  # compared with plain decoding
+IMAGES_PER_SHARD = 6
+NUM_IMAGES = 8  # compared with plain decoding
 METHODS = ("sjd:window=7", "eagle:tree=chain-3:drafter=heads", "eagle:tree=dynamic-8-3-2:drafter=heads")
 
 
 class TrainedBundle(NamedTuple):
-    """A bundle with trained draft heads.
-
-    Attributes:
-        bundle: folder of the bundle.
-        data: folder of the training shards.
-        prompts: file with the prompts of the training images.
-        printed: first line that the training command printed.
-    """
+    """A bundle with trained draft heads."""
 
     bundle: Path
     data: Path
@@ -56,21 +48,18 @@ class TrainedBundle(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def janus_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("janus")
-    write_janus(make_random_janus(), folder / "tiny")
-    return export_model(read_janus(folder / "tiny"), folder / "bundle")
-
-
-@pytest.fixture(scope="session")
-def small_glm_image_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_glm_image_bundle(export_once: Any) -> Path:
     """Export GLM-Image with small grids of about 16 codes: 4 x 4, 3 x 5 and 6 x 2."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glm_image, "list_image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
-        patch.setattr(glm_image, "_FIRST_SIDE", 4)
-        model = read_glm_image(Path(__file__).parent.parent / "data/glm-image", grid=2)
-        return export_model(model, tmp_path_factory.mktemp("glm") / "bundle")
+
+    def export(output: Path) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(glm_image, "list_image_grids", lambda square: [(2, 2), (3, 5), (5, 2)])
+            patch.setattr(glm_image, "_FIRST_SIDE", 4)
+            model = read_glm_image(Path(__file__).parent.parent / "data/glm-image", grid=2)
+            return export_model(model, output)
+
+    path: Path = export_once("small_glm_image/bundle", export)
+    return path
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -108,7 +97,7 @@ def test_trained_heads_increase_the_overlap_with_the_target(trained_bundle: Trai
     assert corrected > uncorrected  # overlap with the target's distribution
 
 
-def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size(trained_bundle: TrainedBundle) -> None:
+def test_training_data_have_the_targets_hidden_states(trained_bundle: TrainedBundle) -> None:
     """Compare stored states with forward passes of the target, after accepted codes and after unaccepted codes."""
     with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         sampling = pipeline.bundle.manifest.sampling.model_copy(update={"repetition_penalty": None})
@@ -148,10 +137,12 @@ def test_training_data_have_the_hidden_states_of_the_target_for_every_image_size
                     )
 
 
-def test_methods_with_heads_give_the_images_of_plain_decoding_in_every_size(trained_bundle: TrainedBundle) -> None:
+def test_methods_with_heads_give_the_images_of_plain_decoding(trained_bundle: TrainedBundle) -> None:
     with Pipeline.from_bundle(trained_bundle.bundle, threads=1) as pipeline:
         assert pipeline.bundle.manifest.drafters[0] == "heads"
-        for size in pipeline.bundle.manifest.all_sizes:
+        sizes = pipeline.bundle.manifest.all_sizes
+        widest, tallest = (max(sizes, key=lambda size, name=name: getattr(size, name)) for name in ("columns", "rows"))
+        for size in {size.name: size for size in (sizes[0], widest, tallest)}.values():
 
             def generate(
                 method: str, num_images: int, batch_size: int, size: Any = size

@@ -57,7 +57,7 @@ def have_same_weights(drafter: EagleDrafter, expected: EagleDrafter) -> bool:
     return all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def test_an_exported_trained_drafter_gives_the_images_of_plain_decoding(
+def test_a_trained_drafter_gives_the_images_of_plain_decoding(
     c2i_bundle: Path, shards: Path, target: TrainingTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     initial_metrics = make_trainer(shards, target, tmp_path / "none").compute_validation_metrics()
@@ -77,9 +77,7 @@ def test_an_exported_trained_drafter_gives_the_images_of_plain_decoding(
         assert result.stats.tokens_per_forward_pass > 1.25
 
 
-def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
-    shards: Path, target: TrainingTarget, tmp_path: Path
-) -> None:
+def test_interrupted_training_ends_with_the_same_weights(shards: Path, target: TrainingTarget, tmp_path: Path) -> None:
     def interrupt(stage: str, done: int, total: int) -> None:
         if done == 4:
             raise KeyboardInterrupt
@@ -100,9 +98,7 @@ def test_interrupted_training_is_continued_and_ends_with_the_same_weights(
     assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == names
 
 
-def test_a_folder_is_replaced_only_by_training_with_the_same_options(
-    shards: Path, target: TrainingTarget, tmp_path: Path
-) -> None:
+def test_a_folder_is_replaced_only_with_the_same_options(shards: Path, target: TrainingTarget, tmp_path: Path) -> None:
     output = tmp_path / "drafter"
     make_trainer(shards, target, output).run(ignore_progress, ignore_progress)
     longer = make_trainer(shards, target, output, replace(OPTIONS, steps=9))
@@ -171,7 +167,7 @@ def test_training_batches_have_the_same_prefixes_as_decoding(
         assert 0 < figures["overlap"] <= 1
 
 
-def test_a_model_family_without_a_drafter_layout_is_rejected_with_one_line(
+def test_a_family_without_a_drafter_layout_is_rejected(
     emu3_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train-drafter", "fit", str(emu3_bundle), "--data", str(tmp_path), "--output", str(tmp_path / "o")]
@@ -182,7 +178,7 @@ def test_a_model_family_without_a_drafter_layout_is_rejected_with_one_line(
     assert err.count("\n") == 1
 
 
-def test_every_epoch_has_each_image_once_in_an_order_that_depends_on_the_seed() -> None:
+def test_every_epoch_has_each_image_once_in_a_seeded_order() -> None:
     training = [2, 3, 5, 7, 11]
     numbers = select_shuffled_images(training, 1, 0, 10)
     assert sorted(numbers[:5]) == sorted(numbers[5:]) == training
@@ -199,7 +195,7 @@ def test_a_device_that_torch_does_not_support_is_rejected(device: str) -> None:
     assert (error.field, error.found) == ("device", repr(device))
 
 
-def test_missing_data_and_a_missing_pytorch_are_reported_by_train_drafter_fit(
+def test_missing_data_and_a_missing_pytorch_are_reported(
     c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train-drafter", "fit", str(c2i_bundle), "--data", "/nowhere", "--output", "o"]

@@ -28,9 +28,7 @@ def enumerate_outcomes(tree: DraftTree, target: Any, rule: RelaxationSettings) -
     The bonus token is not sampled: each outcome has the distribution of the bonus token, `bonus_distribution`.
 
     Args:
-        tree: draft tree.
         target: function of a node that returns the target's distribution after the node, `[vocabulary]`.
-        rule: rule of acceptance.
     """
     total = 0.0
     for script in Script(seed=0).follow_all_plans():
@@ -64,9 +62,7 @@ def compute_step_distribution(
 
     Args:
         p: the target's distribution, `[vocabulary]`.
-        drafts: every list of draft tokens below the root, with its probability.
         q: distribution from which the draft tokens were sampled, `[vocabulary]`; None if the draft tokens are fixed.
-        rule: rule of acceptance.
 
     Returns:
         Distribution of the first token that the step commits, `[vocabulary]`, and the expected value of the total

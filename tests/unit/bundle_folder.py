@@ -28,13 +28,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_bundle_manifest(folder: Path, manifest: dict[str, Any], rehash: bool = True) -> None:
-    """Write `bundle.json`.
-
-    Args:
-        folder: folder of the bundle.
-        manifest: fields of `bundle.json`.
-        rehash: whether to replace the sizes and hashes in `manifest` by the current sizes and hashes of the files.
-    """
     for entry in manifest["files"].values() if rehash else ():
         data = (folder / entry["path"]).read_bytes()
         entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -45,8 +38,6 @@ def set_manifest_field(manifest: dict[str, Any], path: str, value: object) -> No
     """Set or remove a field of a manifest.
 
     Args:
-        manifest: fields of `bundle.json`.
-        path: names and list indices that lead to the field, joined by dots.
         value: new value; None removes the field.
     """
     *outer, last = path.split(".")

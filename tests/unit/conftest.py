@@ -50,7 +50,6 @@ def embeddings_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipe(words_bundle: Path) -> Any:
-    """Return a pipeline of `words_bundle`."""
     from lantern_rt import Pipeline
 
     return Pipeline.from_bundle(words_bundle, threads=1)

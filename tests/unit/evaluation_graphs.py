@@ -22,9 +22,7 @@ def make_feature_graph(path: Path, pooled: bool = True, size: int | str = "side"
     """Write an ONNX graph that computes features of images.
 
     Args:
-        path: path of the graph.
         pooled: whether the features are the mean colour, `[n, 3]`, rather than all pixels.
-        size: height and width of images in pixels, or a name if any size is valid.
     """
     shape = ("n", 3, size, size)
     nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
@@ -54,9 +52,6 @@ def make_agreement_graph(
     The agreement is the mean value of the image plus ten times the sum of the token ids.
 
     Args:
-        path: path of the graph.
-        length: number of token ids, or a name if any number is valid.
-        mask: whether the graph has an input `mask`, which is 0 for token ids to ignore.
         every_pair: whether the output is the agreement of every image with every text, `[n, n]`, rather than `[n]`.
     """
     nodes = [

@@ -30,15 +30,7 @@ SAMPLES = 20  # lines that the program prints
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that the process holds after `count` images or pipelines.
-
-    Attributes:
-        count: number of images or pipelines so far.
-        kilobytes: memory including swapped memory; without mapped files, as the system may reclaim their pages.
-        descriptors: number of open files.
-        threads: number of threads.
-        objects: number of Python objects.
-    """
+    """Resources that the process holds after `count` images or pipelines."""
 
     count: int
     kilobytes: int
@@ -120,13 +112,7 @@ def serve_requests(bundle: str) -> Iterator[int]:
 
 
 def main(work: str, bundle: str, last: int) -> None:
-    """Run a kind of work, and print about `SAMPLES` lines.
-
-    Args:
-        work: `images`, `pipelines` or `service`.
-        bundle: path of the bundle.
-        last: number of images or pipelines after which the work ends.
-    """
+    """Run a kind of work, and print about `SAMPLES` lines."""
     next_sample_count = 0
     for count in {"images": generate_images, "pipelines": open_pipelines, "service": serve_requests}[work](bundle):
         if count >= next_sample_count:

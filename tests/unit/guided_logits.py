@@ -17,7 +17,6 @@ def mix_guided_logits(logits: NDArray[Any], sampling: Sampling) -> NDArray[np.fl
 
     Args:
         logits: conditional and, if guided, unconditional logits, `[1 or 2, codes, vocabulary]`.
-        sampling: sampling settings.
     """
     count = logits.shape[1]
     return Guidance(sampling, RasterLayout(count)).mix_logits(logits, range(count))

@@ -19,7 +19,6 @@ def expect_error(error_type: type[LanternError], *words: str) -> Any:
 
 
 def catch_error(error_type: type[Error], call: Callable[..., object], *arguments: Any, **options: Any) -> Error:
-    """Return the error of this type that a call raises."""
     with pytest.raises(error_type) as caught:
         call(*arguments, **options)
     return caught.value

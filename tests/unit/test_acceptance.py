@@ -41,7 +41,7 @@ VOCABULARY = 5  # number of tokens
 
 
 @given(generate_distributions(VOCABULARY), generate_distributions(VOCABULARY), st.integers(1, VOCABULARY))
-def test_exact_acceptance_of_sampled_siblings_keeps_the_targets_distribution(
+def test_exact_acceptance_of_sampled_siblings_keeps_the_target(
     p: Probabilities, q: Probabilities, siblings: int
 ) -> None:
     output, realised = compute_step_distribution(p, list(enumerate_ordered_samples(q, siblings)), q, EXACT_RULE)
@@ -50,16 +50,14 @@ def test_exact_acceptance_of_sampled_siblings_keeps_the_targets_distribution(
 
 
 @given(generate_distributions(VOCABULARY), st.permutations(range(VOCABULARY)), st.integers(0, VOCABULARY))
-def test_exact_acceptance_of_fixed_siblings_keeps_the_targets_distribution(
-    p: Probabilities, codes: list[int], siblings: int
-) -> None:
+def test_exact_acceptance_of_fixed_siblings_keeps_the_target(p: Probabilities, codes: list[int], siblings: int) -> None:
     output, _ = compute_step_distribution(p, [(1.0, tuple(codes[:siblings]))], None, EXACT_RULE)
     np.testing.assert_allclose(output, p, atol=TOLERANCE)
 
 
 @given(st.data())
 @settings(max_examples=60)
-def test_exact_acceptance_in_a_draft_tree_keeps_the_targets_joint_distribution(data: st.DataObject) -> None:
+def test_exact_acceptance_in_a_tree_keeps_the_joint_target(data: st.DataObject) -> None:
     """Check the joint distribution of three tokens, for random trees with a different distribution at each node."""
     size = 3
     count = data.draw(st.integers(1, 9))
@@ -82,12 +80,7 @@ def test_exact_acceptance_in_a_draft_tree_keeps_the_targets_joint_distribution(d
         return p.get(path, np.full(size, 1 / size))
 
     def compute_joint(start: Probabilities, codes: tuple[int, ...]) -> NDArray[np.float64]:
-        """Return the joint distribution of three tokens, `[size, size, size]`.
-
-        Args:
-            start: distribution of the first token after `codes`; later tokens have the target's distribution.
-            codes: tokens that are known.
-        """
+        """Return the joint distribution of three tokens, `[size, size, size]`."""
         distribution = np.zeros((size,) * 3)
         for full in itertools.product(range(size), repeat=3):
             if full[: len(codes)] == codes[:3]:
@@ -111,7 +104,7 @@ def test_exact_acceptance_in_a_draft_tree_keeps_the_targets_joint_distribution(d
 
 
 @given(generate_distributions(VOCABULARY), st.integers(0, VOCABULARY - 1), generate_relaxation_settings(VOCABULARY))
-def test_the_tvd_of_a_fixed_draft_token_is_the_probability_borrowed_from_neighbours(
+def test_the_tvd_of_a_fixed_draft_is_the_borrowed_probability(
     p: Probabilities, x: int, rule: RelaxationSettings
 ) -> None:
     output, realised = compute_step_distribution(p, [(1.0, (x,))], None, rule)
@@ -123,7 +116,7 @@ def test_the_tvd_of_a_fixed_draft_token_is_the_probability_borrowed_from_neighbo
 
 
 @given(generate_distributions(VOCABULARY), generate_distributions(VOCABULARY), generate_relaxation_settings(VOCABULARY))
-def test_the_tvd_of_a_sampled_draft_token_is_the_expected_gain_in_acceptance(
+def test_the_tvd_of_a_sampled_draft_is_the_expected_gain(
     p: Probabilities, q: Probabilities, rule: RelaxationSettings
 ) -> None:
     output, realised = compute_step_distribution(p, list(enumerate_ordered_samples(q, 1)), q, rule)
@@ -138,7 +131,7 @@ def test_the_tvd_of_a_sampled_draft_token_is_the_expected_gain_in_acceptance(
 # ---------------------------------------------------------------- exact acceptance follows the target's choices
 
 
-def test_exact_acceptance_accepts_draft_tokens_as_long_as_the_target_chooses_them() -> None:
+def test_drafts_are_accepted_as_long_as_the_target_chooses_them() -> None:
     tree = DraftTree(np.array([0, 5, 6, 7, 8]), np.array([-1, 0, 0, 2, 3]))
     visited_nodes = []
 
@@ -150,7 +143,7 @@ def test_exact_acceptance_accepts_draft_tokens_as_long_as_the_target_chooses_the
     assert visited_nodes == [0, 2, 3], "the target chose at a node that was not accepted"
 
 
-def test_a_candidate_with_zero_draft_probability_is_rejected_but_uses_a_random_number() -> None:
+def test_a_rejected_impossible_candidate_uses_a_random_number() -> None:
     p = np.array([0.0, 0.0, 1.0])
     q = np.array([0.0, 0.0, 1.0])
     uniforms = iter([0.0, 0.5])
@@ -161,9 +154,7 @@ def test_a_candidate_with_zero_draft_probability_is_rejected_but_uses_a_random_n
 
 
 @pytest.mark.parametrize(("remaining", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
-def test_draft_tokens_past_the_end_of_the_image_are_neither_accepted_nor_counted(
-    remaining: int, bonus: int | None
-) -> None:
+def test_drafts_past_the_end_of_the_image_are_not_accepted(remaining: int, bonus: int | None) -> None:
     """Draft a chain of three tokens, all of which relaxed acceptance would accept in a longer image."""
     chain = make_tree([0, 1, 1, 1], [-1, 0, 1, 2])
     p = np.array([0.4, 0.3, 0.3])
@@ -186,14 +177,14 @@ def make_tree(tokens: list[int], parents: list[int], leaf_order: list[int] | Non
     return DraftTree(np.array(tokens), np.array(parents), leaf_order=leaf_order)
 
 
-def test_greedy_acceptance_follows_the_arg_max_and_adds_the_next_arg_max_as_bonus_token() -> None:
+def test_greedy_acceptance_follows_the_arg_max() -> None:
     tree = make_tree([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     distributions_by_node = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
     accepted = verify_tree_greedy(tree, lambda node: np.array(distributions_by_node[node]), EXACT_RULE, MANY_TOKENS)
     assert (accepted.path, accepted.bonus_token, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
-def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_than_the_arg_max() -> None:
+def test_greedy_acceptance_accepts_a_more_probable_neighbourhood() -> None:
     tree = make_tree([0, 1], [-1, 0])
     p = np.array([0.4, 0.25, 0.05, 0.3])
     neighbors = np.array([[1, 2, 3], [3, 2, 0], [3, 1, 0], [1, 2, 0]])
@@ -204,7 +195,7 @@ def test_greedy_acceptance_accepts_a_token_whose_neighbourhood_is_more_probable_
     assert narrower.bonus_token == wider.bonus_token == 0, "the bonus token is never relaxed"
 
 
-def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() -> None:
+def test_greedy_acceptance_prefers_the_longest_then_first_path() -> None:
     neighbors = np.array([[1, 2], [0, 2], [0, 1]])
     rule = RelaxationSettings(neighbors, 2, delta=0.9)
     p = np.array([0.34, 0.33, 0.33])
@@ -212,11 +203,7 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
     assert verify_tree_greedy(equal_paths, lambda node: p, rule, MANY_TOKENS).path == [0, 1, 3]
     assert verify_tree_greedy(
         make_tree([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY_TOKENS
-    ).path == [
-        0,
-        2,
-        4,
-    ]
+    ).path == [0, 2, 4]
     longer = make_tree([0, 0, 1, 1], [-1, 0, 0, 2])
     assert verify_tree_greedy(longer, lambda node: p, rule, MANY_TOKENS).path == [0, 2, 3]
 
@@ -246,14 +233,7 @@ SMALL_VOCABULARY = 4  # number of tokens
 
 
 def compute_tvd_bound(rule: RelaxationSettings, candidates: int = 1, tokens: int = 1, sampled: bool = False) -> float:
-    """Return the upper bound of the TVD between a step's output and the target's distribution; 1 means no bound.
-
-    Args:
-        rule: rule of relaxed acceptance.
-        candidates: number of draft tokens below each node.
-        tokens: number of relaxed tokens along a path.
-        sampled: whether draft tokens are sampled, rather than fixed.
-    """
+    """Return the upper bound of the TVD between a step's output and the target's distribution; 1 means no bound."""
     if rule.delta is None:
         return 1 - rule.lambda_**-tokens
     return 1.0 if sampled else 1 - (1 - rule.delta) ** (candidates * tokens)
@@ -265,7 +245,7 @@ def compute_tvd_bound(rule: RelaxationSettings, candidates: int = 1, tokens: int
     generate_relaxation_settings(SMALL_VOCABULARY),
     st.booleans(),
 )
-def test_the_tvd_of_a_step_with_one_draft_token_is_within_the_bound(
+def test_the_tvd_of_one_draft_token_is_within_the_bound(
     p: Probabilities, q: Probabilities, rule: RelaxationSettings, sampled: bool
 ) -> None:
     drafts = list(enumerate_ordered_samples(q, 1)) if sampled else [(1.0, (int(q.argmax()),))]
@@ -282,7 +262,7 @@ def test_the_tvd_of_a_step_with_one_draft_token_is_within_the_bound(
     st.booleans(),
 )
 @settings(max_examples=120)
-def test_the_tvd_of_a_step_with_sibling_draft_tokens_is_within_the_bound(
+def test_the_tvd_of_sibling_draft_tokens_is_within_the_bound(
     p: Probabilities, q: Probabilities, rule: RelaxationSettings, siblings: int, sampled: bool
 ) -> None:
     fixed = tuple(np.argsort(-q, kind="stable")[:siblings].tolist())
@@ -298,9 +278,7 @@ def compute_joint_step_distribution(
     """Compute the exact result of a step that commits two tokens, without sampling.
 
     Args:
-        tree: draft tree of depth two.
         p: distribution of the second token by first token; the key -1 has the distribution of the first token.
-        rule: rule of acceptance.
 
     Returns:
         Joint distribution of the first two tokens that the step commits, `[vocabulary, vocabulary]`, and the expected
@@ -326,7 +304,7 @@ def compute_joint_target_distribution(p: dict[int, Probabilities]) -> NDArray[np
 
 @given(st.data())
 @settings(max_examples=60)
-def test_the_tvd_of_a_path_with_two_relaxed_acceptances_is_within_the_bound(data: st.DataObject) -> None:
+def test_the_tvd_of_two_relaxed_acceptances_is_within_the_bound(data: st.DataObject) -> None:
     rule = data.draw(generate_relaxation_settings(SMALL_VOCABULARY))
     p = {code: data.draw(generate_distributions(SMALL_VOCABULARY)) for code in range(-1, SMALL_VOCABULARY)}
     candidates = data.draw(st.integers(1, 2))
@@ -342,7 +320,7 @@ def test_the_tvd_of_a_path_with_two_relaxed_acceptances_is_within_the_bound(data
 
 @given(st.data())
 @settings(max_examples=30)
-def test_the_tvd_of_two_sampled_tokens_along_a_path_is_within_the_bound(data: st.DataObject) -> None:
+def test_the_tvd_of_two_sampled_tokens_is_within_the_bound(data: st.DataObject) -> None:
     size = 3
     neighbors = np.array([[1, 2], [2, 0], [0, 1]])
     rule = RelaxationSettings(neighbors, 2, lambda_=data.draw(st.floats(1.01, 6.0)))
@@ -371,7 +349,7 @@ def test_two_relaxed_siblings_can_have_a_tvd_above_delta() -> None:
     assert compute_tvd_bound(rule, 2) == pytest.approx(0.4375)
 
 
-def test_a_sampled_draft_token_can_have_a_larger_tvd_than_two_fixed_draft_tokens() -> None:
+def test_one_sampled_draft_can_have_more_tvd_than_two_fixed_ones() -> None:
     p = np.array([0.0, 0.0, 0.25, 0.25, 0.25, 0.25])
     q = np.array([0.5, 0.5, 0, 0, 0, 0])
     rule = RelaxationSettings(np.array([[2], [3], [0], [1], [0], [1]]), 1, delta=0.25)
@@ -380,7 +358,7 @@ def test_a_sampled_draft_token_can_have_a_larger_tvd_than_two_fixed_draft_tokens
     assert compute_tvd_bound(rule, sampled=True) == 1.0
 
 
-def test_the_tvd_with_the_residual_of_the_published_lantern_code_can_far_exceed_delta() -> None:
+def test_the_published_residual_can_far_exceed_delta() -> None:
     """Check that the residual removes nearly all probability of a token that is no neighbour of the candidate."""
     p = np.array([0.01, 0.04, 0.9, 0.05])
     neighbors = np.array([[1, 2], [0, 2], [0, 1], [0, 1]])

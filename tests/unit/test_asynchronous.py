@@ -33,11 +33,10 @@ def are_same_results(first: Result, second: Result) -> bool:
 
 
 def run_in_new_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in a new event loop, for at most 120 seconds."""
     asyncio.run(asyncio.wait_for(main, 120))
 
 
-def test_simultaneous_tasks_get_the_same_images_as_calls_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
+def test_tasks_get_the_images_of_calls_of_the_pipeline(pipe: Pipeline, tmp_path: Path) -> None:
     async def main() -> None:
         async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, max_images_per_pass=3) as pipeline:
             requests = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
@@ -57,7 +56,7 @@ def test_simultaneous_tasks_get_the_same_images_as_calls_of_the_pipeline(pipe: P
     run_in_new_loop(main())
 
 
-def test_closing_does_not_wait_until_somebody_reads_an_open_stream(pipe: Pipeline) -> None:
+def test_closing_does_not_wait_for_readers_of_a_stream(pipe: Pipeline) -> None:
     async def main() -> None:
         for drain in (True, False):
             pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=2)
@@ -78,7 +77,7 @@ def test_closing_does_not_wait_until_somebody_reads_an_open_stream(pipe: Pipelin
     run_in_new_loop(main())
 
 
-def test_after_the_timeout_of_a_request_a_new_request_is_accepted_at_once(pipe: Pipeline) -> None:
+def test_after_a_timeout_a_new_request_is_accepted_at_once(pipe: Pipeline) -> None:
     async def main() -> None:
         async with AsyncPipeline(
             Pipeline.from_bundle(pipe.bundle, threads=1), max_images_per_pass=1, max_queued_images=0
@@ -145,7 +144,7 @@ def test_a_cancelled_call_of_close_still_ends_the_service(pipe: Pipeline, monkey
     run_in_new_loop(main())
 
 
-def test_a_service_survives_the_end_of_the_event_loop_that_made_a_request(
+def test_a_service_survives_the_end_of_an_event_loop(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
@@ -187,7 +186,7 @@ def make_rejecting_reader(unpacking: threading.Event, proceed: threading.Event) 
     return reject_image
 
 
-def test_text_requests_do_not_wait_for_edits_and_edits_of_two_callers_alternate(
+def test_edits_of_two_callers_alternate_and_delay_no_text_request(
     pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -228,9 +227,7 @@ def test_text_requests_do_not_wait_for_edits_and_edits_of_two_callers_alternate(
     run_in_new_loop(main())
 
 
-def test_edits_from_several_event_loops_are_checked_one_after_the_other(
-    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_from_several_event_loops_are_checked_in_turn(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1))
     unpacking = threading.Event()
     proceed = threading.Event()
@@ -277,7 +274,7 @@ def test_no_image_of_a_rejected_edit_remains_in_memory(pipe: Pipeline) -> None:
     run_in_new_loop(main())
 
 
-def test_cancelled_tasks_end_their_requests_and_change_no_other_image(pipe: Pipeline) -> None:
+def test_cancelled_tasks_change_no_other_image(pipe: Pipeline) -> None:
     async def main() -> None:
         pipeline = AsyncPipeline(pipe, max_images_per_pass=3)
         rng = random.Random(0)

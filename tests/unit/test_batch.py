@@ -78,15 +78,7 @@ def make_padded_prompt(prompt_id: int) -> Prompt:
 
 @dataclass(frozen=True)
 class TimedRequest:
-    """A request for an image that joins a batch before one step, and may be cancelled before another step.
-
-    Attributes:
-        prompt_id: number of the prompt, and seed of the image.
-        sampling: sampling settings.
-        method: decoding method.
-        join_step: step before which the image joins.
-        cancel_step: step before which the image is cancelled, unless it is complete.
-    """
+    """A request for an image that joins a batch before one step, and may be cancelled before another step."""
 
     prompt_id: int
     sampling: Sampling
@@ -116,13 +108,7 @@ def generate_alone(request: TimedRequest, method: MethodConfig) -> list[int]:
 
 
 class BatchQueue:
-    """A batch, and the sequences that wait to join the batch.
-
-    Args:
-        model: toy model.
-        max_rows: maximum number of batch rows.
-        max_images: maximum number of images.
-    """
+    """A batch, and the sequences that wait to join the batch."""
 
     def __init__(self, model: ToyModel, max_rows: int = UNLIMITED, max_images: int = UNLIMITED) -> None:
         self.batch = Batch(model)
@@ -163,9 +149,7 @@ def add_request(queue: BatchQueue, number: int, request: TimedRequest) -> ImageS
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(TIMED_REQUESTS, min_size=1, max_size=6), st.integers(2, 7))
-def test_the_tokens_of_an_image_do_not_depend_on_other_images_in_the_batch(
-    requests: list[TimedRequest], rows: int
-) -> None:
+def test_tokens_do_not_depend_on_other_images_in_the_batch(requests: list[TimedRequest], rows: int) -> None:
     engine = make_batch_model()
     queue = BatchQueue(engine, rows)
     sequences: dict[int, ImageSequence] = {}
@@ -209,7 +193,7 @@ def test_images_wait_for_free_batch_rows_in_the_order_of_arrival() -> None:
     assert unguided.num_remaining_codes == CODES - 1
 
 
-def test_an_image_joins_a_batch_before_the_images_in_the_batch_are_complete() -> None:
+def test_an_image_joins_a_batch_that_is_running() -> None:
     queue = BatchQueue(make_batch_model())
     first_image = add_request(queue, 0, TimedRequest(0, SAMPLINGS[0], Autoregressive(), 0, 0))
     for _ in range(4):
@@ -220,7 +204,7 @@ def test_an_image_joins_a_batch_before_the_images_in_the_batch_are_complete() ->
     assert (len(first_image.codes), len(second_image.codes)) == (5, 2)
 
 
-def test_a_cancelled_image_leaves_the_batch_and_frees_cache_and_drafter_state() -> None:
+def test_a_cancelled_image_frees_cache_and_drafter_state() -> None:
     engine = make_batch_model()
     queue = BatchQueue(engine)
     requests = [TimedRequest(i, SAMPLINGS[1], Eagle(tree="chain-2"), 0, 0) for i in range(3)]
@@ -243,7 +227,7 @@ def test_a_cancelled_image_leaves_the_batch_and_frees_cache_and_drafter_state() 
     assert batch_fields["_cache"] is None
 
 
-def test_waiting_images_that_fill_a_batch_join_only_when_half_of_the_batch_is_idle() -> None:
+def test_images_join_a_full_batch_when_half_of_it_is_idle() -> None:
     queue = BatchQueue(make_batch_model(), max_images=4)
     first_images = [add_request(queue, i, TimedRequest(i, SAMPLINGS[0], Autoregressive(), 0, 0)) for i in range(4)]
     queue.step()

@@ -31,7 +31,7 @@ def bundle_without_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_bundle(tmp_path_factory.mktemp("bench") / "plain", "class", drafter=False)
 
 
-def test_bench_reports_a_row_with_consistent_figures_for_each_method_of_the_bundle(
+def test_bench_reports_consistent_figures_for_each_method(
     bundle: Path, bundle_without_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list_default_methods(open_bundle(bundle_without_drafter).manifest) == ["ar", "sjd", "rows"]
@@ -113,7 +113,7 @@ def test_a_table_shows_a_dash_in_place_of_a_missing_value(capsys: pytest.Capture
         (["--method", "eagle"], "method"),
     ],
 )
-def test_an_invalid_option_of_bench_is_rejected_with_an_error_that_names_the_option(
+def test_invalid_options_of_bench_are_rejected_by_name(
     bundle_without_drafter: Path, arguments: list[str], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(["bench", str(bundle_without_drafter), *arguments]) == 2

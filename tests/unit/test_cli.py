@@ -79,7 +79,7 @@ def test_run_with_more_threads_than_cores_prints_a_note(
     assert (code, err.splitlines()[0]) == (0, "note: --threads 2 on 1 core; one per core is faster")
 
 
-def test_an_existing_image_is_not_generated_again_and_another_image_gets_another_file_name(
+def test_an_existing_image_is_not_generated_again(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("run", words_bundle, "red cube", "--seed", 0, "--output", "out/")
@@ -124,7 +124,7 @@ def test_output_paths_with_the_same_file_name_are_numbered(tmp_path: Path) -> No
     assert (make_slug("w" * 99), make_slug("\N{SNOWMAN}")) == ("w" * 60, "image")
 
 
-def test_the_first_argument_of_run_is_a_bundle_only_if_a_bundle_has_this_name(program: Any, words_bundle: Path) -> None:
+def test_runs_first_argument_is_a_bundle_only_if_one_exists(program: Any, words_bundle: Path) -> None:
     assert program("run", "a red sphere on sand", "--seed", 4)[:2] == (0, "a-red-sphere-on-sand-seed4.png\n")
     Path("red").mkdir()
     os.symlink(words_bundle, "cube")
@@ -135,7 +135,7 @@ def test_the_first_argument_of_run_is_a_bundle_only_if_a_bundle_has_this_name(pr
 
 
 @pytest.mark.parametrize(("subject", "value"), [("--class-id", 3), ("--prompt", "red cube"), ("--from", "own.png")])
-def test_an_argument_beside_an_option_that_gives_the_prompt_is_reported_as_a_missing_bundle(
+def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
     program: Any, words_bundle: Path, subject: str, value: object
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
@@ -182,7 +182,7 @@ def test_an_argument_beside_an_option_that_gives_the_prompt_is_reported_as_a_mis
         (["red", "--colour"], "No such option"),
     ],
 )
-def test_run_rejects_invalid_input_with_one_line_on_stderr_and_exit_code_2(
+def test_run_rejects_invalid_input_with_one_line(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], reason: str
 ) -> None:
     (tmp_path / "there.png").write_text("mine")
@@ -201,7 +201,7 @@ def test_run_rejects_invalid_input_with_one_line_on_stderr_and_exit_code_2(
         (OSError(28, "No space left on device"), 2, ".*No space left on device"),
     ],
 )
-def test_an_interrupted_or_failed_write_of_an_image_leaves_no_file(
+def test_a_failed_write_of_an_image_leaves_no_file(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     error: BaseException, code: int, reason: str,
 ) -> None:  # fmt: skip
@@ -215,7 +215,7 @@ def test_an_interrupted_or_failed_write_of_an_image_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_appears_at_the_output_path_during_decoding_is_not_replaced(
+def test_a_file_that_appears_during_decoding_is_not_replaced(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = Pipeline.decode
@@ -231,7 +231,7 @@ def test_a_file_that_appears_at_the_output_path_during_decoding_is_not_replaced(
     assert list_files(tmp_path) == ["red-seed0.png"]
 
 
-def test_the_error_for_an_invalid_prompt_names_the_three_most_similar_valid_prompts(program: Any) -> None:
+def test_an_invalid_prompt_names_the_three_most_similar_prompts(program: Any) -> None:
     code, _, err = program("run", "a red dog on sand")
     assert (code, err.count("\n")) == (2, 1)
     suggestions = re.findall(r"'([^']{12,})'", err.partition("similar valid prompts: ")[2])
@@ -256,9 +256,7 @@ def test_without_a_seed_a_random_seed_is_printed_and_recorded(program: Any, word
     assert (code, "exist" in err) == (0, True)
 
 
-def test_edit_regenerates_only_transparent_pixels_and_run_cannot_repeat_an_edit(
-    program: Any, words_bundle: Path
-) -> None:
+def test_edit_regenerates_only_transparent_pixels(program: Any, words_bundle: Path) -> None:
     image = Image.linear_gradient("L").convert("RGBA")
     image.paste((0, 0, 0, 0), (0, 0, 32, 16))
     image.save("own.png")
@@ -271,7 +269,7 @@ def test_edit_regenerates_only_transparent_pixels_and_run_cannot_repeat_an_edit(
     assert "no image encoder" in program("edit", "own.png", words_bundle, "--prompt", "red cube")[2]
 
 
-def test_the_edit_command_generates_the_same_images_as_the_edit_method_of_the_pipeline(program: Any) -> None:
+def test_the_command_edit_generates_the_pipelines_images(program: Any) -> None:
     Image.linear_gradient("L").save("own.png")
     command = ("edit", "own.png", "--prompt", "a red cube on sand", "--keep-rows", 12, "--count", 2)
     command += ("--seed", 0)
@@ -298,7 +296,7 @@ def test_the_help_of_export_names_every_model_family(program: Any) -> None:
     assert re.findall(r"[a-z0-9_]{3,}", described) == [*FAMILIES]
 
 
-def test_inspect_prints_a_summary_the_words_or_the_manifest_of_a_bundle(
+def test_inspect_prints_a_summary_the_words_or_the_manifest(
     program: Any, words_bundle: Path, class_bundle: Path
 ) -> None:
     code, out, _ = program("inspect", words_bundle)
@@ -320,7 +318,7 @@ def test_inspect_prints_a_summary_the_words_or_the_manifest_of_a_bundle(
         (["serve", "scenes"], "uvicorn", "serve"),
     ],
 )
-def test_a_command_with_a_missing_library_names_the_extras_to_install(
+def test_a_missing_library_names_the_extras_to_install(
     program: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], library: str, extras: str
 ) -> None:
     find = importlib.util.find_spec
@@ -338,7 +336,7 @@ DISCOURAGED_WORDS = (
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *TRAINING_COMMANDS])
-def test_every_help_text_has_examples_fits_80_columns_and_avoids_discouraged_words(command: list[str]) -> None:
+def test_help_texts_have_examples_and_fit_80_columns(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
     assert [line for line in result.output.splitlines() if len(line) > 80 and "'{" not in line] == []
     assert result.exit_code == 0
@@ -346,7 +344,7 @@ def test_every_help_text_has_examples_fits_80_columns_and_avoids_discouraged_wor
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
 
 
-def test_the_program_prints_help_without_arguments_and_the_version_with_an_option(program: Any) -> None:
+def test_the_program_prints_help_or_its_version(program: Any) -> None:
     assert program()[1] == program("--help")[1]
     assert program("--version")[:2] == (0, f"lantern-rt {lantern_rt.__version__}\n")
 
@@ -356,11 +354,11 @@ def test_the_program_prints_help_without_arguments_and_the_version_with_an_optio
     [
         (
             ["run", "a red cube", "--seed", "random"],
-            "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
+            "--seed: found 'random', expected a whole number; without it, a random seed ",
         ),
         (
             ["edit", "a.png", "--seed", "random"],
-            "--seed: found 'random', expected a whole number; without it, a seed is drawn ",
+            "--seed: found 'random', expected a whole number; without it, a random seed ",
         ),
         (["run", "a red cube", "--top-p", "most"], "--top-p: found 'most', expected a number"),
         (["run", "--class-id", "3.5"], "--class-id: found '3.5', expected a whole number"),
@@ -369,16 +367,14 @@ def test_the_program_prints_help_without_arguments_and_the_version_with_an_optio
         (["run", "a red cube", "--size", "512"], "--size: found '512', expected 256x256; --scale 2 "),
     ],
 )
-def test_the_error_for_an_invalid_option_value_names_the_found_and_the_expected_value(
-    program: Any, arguments: list[str], line: str
-) -> None:
+def test_an_invalid_option_value_is_named_with_the_expected(program: Any, arguments: list[str], line: str) -> None:
     code, _, err = program(*arguments)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"lantern-rt: {line}")
 
 
 @pytest.mark.parametrize("arguments", [["dance"], ["run", "--seed"], ["train-drafter", "dance"]])
-def test_wrong_usage_of_a_command_is_rejected_with_one_line_and_exit_code_2(program: Any, arguments: list[str]) -> None:
+def test_wrong_usage_is_rejected_with_one_line(program: Any, arguments: list[str]) -> None:
     code, _, err = program(*arguments)
     assert (code, err.count("\n"), "--help" in err) == (2, 1, True)
 
@@ -391,7 +387,7 @@ def test_wrong_usage_of_a_command_is_rejected_with_one_line_and_exit_code_2(prog
         (["run", "a red sphere", "--threads", "1"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
     ],
 )
-def test_commands_import_no_unneeded_libraries_and_use_less_than_400_mib(
+def test_commands_import_no_unneeded_libraries(
     tmp_path: Path, arguments: list[str], unneeded_modules: set[str]
 ) -> None:
     code = (

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lantern_rt.engines.columns import MASK_WORD_BITS, CacheColumnMap, compute_padded_node_count
+from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.runtime.engine import Bools, PassInput
 
 MAX_NODES = 20  # per pass
@@ -17,10 +18,7 @@ class CheckedCache:
     """A column map and the expected content of the KV cache, where every written node has a number.
 
     Attributes:
-        cache: column map under test.
         numbers: number of the node in each column, `[rows, columns]`; -1 where no node was written.
-        entries: numbers of the committed nodes of each row, in order.
-        next_number: number of the next node.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -81,7 +79,6 @@ class CheckedCache:
 
         Args:
             new_numbers: numbers of the nodes of the last pass, `[rows, nodes]`.
-            accepted: indices of the accepted nodes, by row.
         """
         self.cache.accept_nodes(self.cache.written_columns, [np.array(nodes, np.int64) for nodes in accepted])
         for row, nodes in enumerate(accepted):
@@ -103,7 +100,7 @@ def unpack_mask(feeds: dict[str, np.ndarray], columns: int) -> Bools:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_graph_inputs_encode_the_attention_mask_after_any_sequence_of_cache_operations(data: st.DataObject) -> None:
+def test_graph_inputs_encode_the_mask_after_any_operations(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     model = CheckedCache(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)) + MAX_NODES)
     for _ in range(data.draw(st.integers(1, 8))):
@@ -167,7 +164,7 @@ def test_cache_columns_of_rejected_nodes_are_used_again() -> None:
     assert model.cache.written_columns.tolist() == [[0, 1, 2, 4]]
 
 
-def test_a_nearly_full_cache_row_can_share_a_pass_with_a_row_of_many_nodes() -> None:
+def test_a_nearly_full_row_shares_a_pass_with_many_nodes() -> None:
     cache = CacheColumnMap(np.array([120, 0]), 127)
     cache.column_of[0, :120] = np.arange(120)
     mask = np.zeros((2, 16, 128 + 16), bool)
@@ -194,6 +191,31 @@ def test_accepting_nodes_of_an_earlier_pass_is_an_error() -> None:
     model.cache.accept_nodes(model.cache.written_columns, no_indices)
 
 
-def test_the_number_of_nodes_in_a_pass_is_rounded_up_to_one_of_a_few_sizes() -> None:
+def test_the_nodes_of_a_pass_are_rounded_up_to_few_sizes() -> None:
     """Check that no pass has a single node, as TensorRT engines need at least two nodes."""
     assert [compute_padded_node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]
+
+
+NODES = 4
+
+
+@given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), same_nodes_in_all_rows=st.booleans())
+def test_every_row_of_the_cache_holds_the_accepted_nodes(
+    data: st.DataObject, rows: int, steps: int, same_nodes_in_all_rows: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    cache = KVCache.empty(rows, NODES * steps, num_layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
+    expected_entries: list[list[np.ndarray]] = [[] for _ in range(rows)]
+    for _ in range(steps):
+        new_kv = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]
+        node_lists = st.lists(st.integers(0, NODES - 1), max_size=NODES, unique=True)
+        accepted_indices = [data.draw(node_lists) for _ in range(rows)]
+        if same_nodes_in_all_rows:
+            accepted_indices = [accepted_indices[0]] * rows
+        cache.append(new_kv, [np.array(accepted, np.int64) for accepted in accepted_indices])
+        for row, accepted in enumerate(accepted_indices):
+            expected_entries[row] += [np.stack([tensor[node, row] for tensor in new_kv]) for node in accepted]
+    assert cache.lengths.tolist() == [len(entries) for entries in expected_entries]
+    for row, entries in enumerate(expected_entries):
+        for column, entry in enumerate(entries):
+            np.testing.assert_array_equal(np.stack([tensor[column, row] for tensor in cache.tensors]), entry)

@@ -63,29 +63,18 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAM
 
 
 def make_tree_model(**options: Any) -> ToyModel:
-    """Return the toy model of these tests; `options` replace arguments of `make_model`."""
     return make_model(
         **({"vocabulary": VOCABULARY, "codes": CODES, "past_length_multiple": 4, "neighbors": NEIGHBORS} | options)
     )
 
 
 def make_prompts(identities: Iterable[int]) -> list[Prompt]:
-    """Make prompts with different amounts of padding."""
     return [make_prompt(i, padding=i % 3) for i in identities]
 
 
 def decode_images(
     engine: ToyModel, identities: Iterable[int], sampling: Sampling, method: MethodConfig, seed_block: int = 0
 ) -> list[DecodeStep]:
-    """Return all steps of decoding a batch.
-
-    Args:
-        engine: toy model.
-        identities: numbers of the prompts.
-        sampling: sampling settings.
-        method: decoding method.
-        seed_block: number that selects other seeds for the same prompts.
-    """
     identities = list(identities)
     return list(decode(engine, make_prompts(identities), [1000 * seed_block + i for i in identities], sampling, method))
 
@@ -95,9 +84,7 @@ def decode_images(
 
 @every_method
 @every_sampling
-def test_every_image_is_complete_and_the_statistics_agree_with_the_decode_steps(
-    method: MethodConfig, sampling: Sampling
-) -> None:
+def test_every_image_is_complete_and_agrees_with_its_statistics(method: MethodConfig, sampling: Sampling) -> None:
     model = make_tree_model()
     num_images = 4
     steps = decode_images(model, range(num_images), sampling, method)
@@ -133,7 +120,7 @@ def test_every_image_is_complete_and_the_statistics_agree_with_the_decode_steps(
 
 
 @every_method
-def test_a_decode_step_commits_the_accepted_path_and_the_bonus_token(method: MethodConfig) -> None:
+def test_a_step_commits_the_accepted_path_and_the_bonus_token(method: MethodConfig) -> None:
     for step in decode_images(make_tree_model(), range(3), Sampling(), method)[1:]:
         for part in step.parts:
             if isinstance(method, Autoregressive):
@@ -168,7 +155,7 @@ def test_the_tokens_of_an_image_do_not_depend_on_the_batch(method: str, order: l
 
 
 @every_method
-def test_equal_seeds_give_equal_images_and_other_seeds_give_other_images(method: MethodConfig) -> None:
+def test_equal_seeds_give_equal_images(method: MethodConfig) -> None:
     images, repeated_images, other_images = (
         collect_codes(decode_images(make_tree_model(), range(4), Sampling(), method, seed_block), 4)
         for seed_block in (1, 1, 2)
@@ -179,7 +166,7 @@ def test_equal_seeds_give_equal_images_and_other_seeds_give_other_images(method:
 
 @pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
 @every_sampling
-def test_all_tokens_on_the_first_path_of_a_perfect_drafter_are_accepted(tree: str, sampling: Sampling) -> None:
+def test_all_tokens_of_a_perfect_drafter_are_accepted(tree: str, sampling: Sampling) -> None:
     """Use a drafter with the logits of the target: a wrong context, guidance or temperature would reject a token."""
     static_tree = parse_tree(tree)
     assert isinstance(static_tree, StaticTreeShape)
@@ -187,7 +174,7 @@ def test_all_tokens_on_the_first_path_of_a_perfect_drafter_are_accepted(tree: st
     assert all(len(part.codes) == len(static_tree.levels) + 1 for step in steps[1:-1] for part in step.parts)
 
 
-def test_relaxed_acceptance_accepts_more_tokens_and_reports_the_realised_tvd() -> None:
+def test_relaxed_acceptance_accepts_more_and_reports_its_tvd() -> None:
     def decode_statistics(method: MethodConfig) -> Any:
         return decode_images(make_tree_model(codes=60), range(6), Sampling(), method)[-1].stats
 
@@ -202,9 +189,7 @@ def test_relaxed_acceptance_accepts_more_tokens_and_reports_the_realised_tvd() -
 
 @every_method
 @pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_k=1, cfg_scale=2.0), Sampling(top_p=1e-6)])
-def test_sampling_from_a_single_possible_token_gives_the_images_of_greedy_decoding(
-    method: MethodConfig, sampling: Sampling
-) -> None:
+def test_sampling_from_one_possible_token_is_greedy_decoding(method: MethodConfig, sampling: Sampling) -> None:
     greedy = Sampling(cfg_scale=sampling.cfg_scale, temperature=0)
     codes = collect_codes(decode_images(make_tree_model(), range(3), sampling, method), 3)
     if method.exact:
@@ -213,9 +198,7 @@ def test_sampling_from_a_single_possible_token_gives_the_images_of_greedy_decodi
 
 @every_sampling
 @pytest.mark.parametrize("tree", ["medusa-63", "dynamic-59"])
-def test_a_draft_tree_with_more_children_than_the_vocabulary_has_tokens_is_pruned(
-    tree: str, sampling: Sampling
-) -> None:
+def test_a_tree_wider_than_the_vocabulary_is_pruned(tree: str, sampling: Sampling) -> None:
     method = Eagle(tree=tree)
     steps = decode_images(make_tree_model(vocabulary=3), range(2), sampling, method)
     assert [len(codes) for codes in collect_codes(steps, 2)] == [CODES] * 2
@@ -229,9 +212,7 @@ def test_a_draft_tree_with_more_children_than_the_vocabulary_has_tokens_is_prune
 
 @every_method
 @pytest.mark.parametrize(("prefix", "codes"), [(1, 1), (2, 2), (8, 3), (8, CODES)])
-def test_prompts_of_any_length_and_images_of_few_tokens_are_decoded(
-    method: MethodConfig, prefix: int, codes: int
-) -> None:
+def test_prompts_of_any_length_and_small_images_are_decoded(method: MethodConfig, prefix: int, codes: int) -> None:
     model = make_tree_model(prefix=prefix, codes=codes)
     prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
     steps = list(decode(model, prompts, range(3), Sampling(cfg_scale=2.0), method))
@@ -239,7 +220,7 @@ def test_prompts_of_any_length_and_images_of_few_tokens_are_decoded(
 
 
 @every_method
-def test_draft_nodes_past_the_end_of_the_position_table_use_the_last_position(method: MethodConfig) -> None:
+def test_nodes_past_the_position_table_use_the_last_position(method: MethodConfig) -> None:
     """Check that a table with positions only for the prefix and the image gives the images of a larger table."""
     large_table = make_tree_model()
     full_table = make_tree_model(positions=3 + CODES)
@@ -254,7 +235,7 @@ def test_draft_nodes_past_the_end_of_the_position_table_use_the_last_position(me
 
 
 @pytest.mark.parametrize("masks_prefix", [True, False])
-def test_drafters_that_attend_to_prompt_padding_and_drafters_that_do_not_are_decoded(masks_prefix: bool) -> None:
+def test_drafters_with_and_without_prompt_padding_are_decoded(masks_prefix: bool) -> None:
     model = make_tree_model(layout=DrafterLayout(masks_prefix=masks_prefix, prefix_token=2))
     steps = decode_images(model, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
     assert [len(row) for row in collect_codes(steps, 4)] == [CODES] * 4
@@ -296,11 +277,6 @@ def test_drafter_logits_that_are_nan_are_an_error(drafter: DrafterName, tree: st
 
 
 def replace_structure_fields(**wrong_fields: Callable[[DraftTree], Any]) -> Any:
-    """Return a replacement of `DraftTree.tree_structure`.
-
-    Args:
-        wrong_fields: functions that return wrong values of the fields, by name of the field.
-    """
     get_structure = DraftTree.tree_structure.fget
     assert get_structure is not None
     return property(

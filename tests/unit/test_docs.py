@@ -62,7 +62,7 @@ def test_pages_of_the_docs_that_the_code_names_exist() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_install_commands_name_existing_extras_and_do_not_install_from_pypi() -> None:
+def test_install_commands_name_existing_extras() -> None:
     lines = [(page.name, line) for page in PAGES for line in page.read_text("utf-8").splitlines()]
     lines = [(name, line) for name, line in lines if "pip install" in line and re.search(r"lantern.rt|-e ", line)]
     assert len(lines) > 5
@@ -85,7 +85,7 @@ def list_commands(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(arguments)
 
 
-def test_the_readme_installs_the_extras_that_the_commands_in_the_readme_need() -> None:
+def test_the_readme_installs_the_extras_that_its_commands_need() -> None:
     sources = "".join(file.read_text("utf-8") for file in (ROOT / "lantern_rt/cli").glob("*.py"))
     needed = dict(re.findall(r'require_library\(\w+, "([a-z-]+).*?", "([a-z,]+)"\)', sources))
     assert {"serve", "export"} <= needed.keys()

@@ -41,7 +41,6 @@ def manifest(bundle: Bundle) -> Manifest:
 
 
 def encode_image(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
-    """Return the bytes of an image file."""
     buffer = io.BytesIO()
     image.save(buffer, file_format, **options)
     return buffer.getvalue()
@@ -51,8 +50,6 @@ def make_edit(manifest: Manifest, image: Any, mask: Any = None, keep_rows: int |
     """Prepare an edit at the default size of the bundle.
 
     Args:
-        manifest: manifest of the bundle.
-        image: image in any valid format.
         mask: mask in any valid format; None if absent.
         keep_rows: number of grid rows to preserve; None if absent.
     """
@@ -69,7 +66,7 @@ def make_decompression_bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def test_an_image_is_read_with_the_rotation_and_colours_that_image_viewers_show() -> None:
+def test_an_image_is_read_with_the_rotation_that_viewers_show() -> None:
     small = Image.fromarray(COLOURS[:6, :4])
     rotated = read_image("image", encode_image(small, exif=ROTATED))
     np.testing.assert_array_equal(np.asarray(rotated)[..., :3], np.rot90(COLOURS[:6, :4], -1))
@@ -114,7 +111,7 @@ def test_an_image_with_a_damaged_exif_block_is_upright(file_format: str, block: 
         lambda marked: Image.fromarray(marked.astype(np.float32)),
     ],
 )
-def test_masks_of_all_number_types_mark_the_same_cells_of_the_grid(manifest: Manifest, convert: Any) -> None:
+def test_masks_of_all_number_types_mark_the_same_cells(manifest: Manifest, convert: Any) -> None:
     marked = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
     marked[40:50, 100:130] = True
     np.testing.assert_array_equal(
@@ -124,17 +121,17 @@ def test_masks_of_all_number_types_mark_the_same_cells_of_the_grid(manifest: Man
 
 
 @pytest.mark.parametrize("number_type", [np.int32, np.uint16, np.int64])
-def test_image_arrays_of_wide_integers_and_of_floats_have_the_colours_of_8_bit_arrays(number_type: Any) -> None:
+def test_arrays_of_wide_integers_and_floats_have_8_bit_colours(number_type: Any) -> None:
     np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS.astype(number_type)))[..., :3], COLOURS)
     np.testing.assert_array_equal(np.asarray(read_image("image", COLOURS / 255))[..., :3], COLOURS)
 
 
 @pytest.mark.parametrize("source", [np.full((4, 4), -1), np.full((4, 4), 1.5), np.full((4, 4), np.nan)])
-def test_the_error_for_mask_values_out_of_range_names_the_valid_ranges(source: Any) -> None:
+def test_mask_values_out_of_range_are_rejected(source: Any) -> None:
     assert catch_error(RequestError, read_image, "mask", source).expected == "integers 0 .. 255, floats 0 .. 1, or bool"
 
 
-def test_the_error_for_an_object_that_is_not_an_image_names_the_type_of_the_object() -> None:
+def test_an_object_that_is_not_an_image_is_named_by_type() -> None:
     torch = pytest.importorskip("torch")
     for source, type_name in ((torch.zeros(4, 4), "Tensor"), (io.BytesIO(), "BytesIO"), ([[1]], "list")):
         for name in ("image", "mask"):
@@ -143,14 +140,6 @@ def test_the_error_for_an_object_that_is_not_an_image_names_the_type_of_the_obje
 
 
 def make_icc_profile(space: bytes, gamma: float, colours: dict[bytes, tuple[float, float, float]]) -> bytes:
-    """Return a small ICC profile of a display.
-
-    Args:
-        space: colour space.
-        gamma: exponent of the tone curve.
-        colours: XYZ coordinates of the primary colours, by first letter; empty for grey.
-    """
-
     def encode_numbers(*values: float) -> bytes:
         return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
 
@@ -178,7 +167,7 @@ GREY = make_icc_profile(b"GRAY", 1.0, {})
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
-def test_colours_are_converted_from_the_icc_profile_in_the_image_file() -> None:
+def test_colours_are_converted_from_the_icc_profile() -> None:
     red = Image.new("RGBA", (4, 4), (240, 60, 40, 128))
     expected_colour = (255, 19, 0)
     for image, alpha in ((red, 128), (red.convert("RGB"), 255), (red.convert("RGB").quantize(8), 255)):
@@ -216,7 +205,7 @@ def test_a_damaged_unsupported_or_too_large_image_is_rejected(source: Any, messa
     assert message in str(error)
 
 
-def test_every_form_of_a_mask_regenerates_the_cells_that_the_mask_touches(manifest: Manifest) -> None:
+def test_every_form_of_a_mask_regenerates_the_touched_cells(manifest: Manifest) -> None:
     marked = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
     marked[40:50, 100:130] = True  # touches rows 2 .. 3 and columns 6 .. 8 of the grid
     expected = np.zeros((16, 16), bool)
@@ -246,7 +235,7 @@ def test_edit_options_that_contradict_each_other_are_rejected(bundle: Bundle) ->
         assert error.field == next(iter(options))
 
 
-def test_image_sizes_and_prompts_are_checked_before_pixels_are_decoded(bundle: Bundle) -> None:
+def test_sizes_and_prompts_are_checked_before_pixels(bundle: Bundle) -> None:
     damaged = encode_image(Image.fromarray(COLOURS))[:20_000]
     rotated = encode_image(Image.fromarray(COLOURS[:4, :6]), exif=ROTATED)  # upright: 4 pixels wide, 6 pixels high
     with_long_class_id = Image.fromarray(COLOURS)
@@ -289,7 +278,7 @@ def test_large_images_and_masks_are_read_at_half_size(manifest: Manifest, file_f
     assert opened.size == (side, side), "the caller's image was changed"
 
 
-def test_an_edit_changes_no_pixel_further_than_one_cell_from_the_regenerated_cells(manifest: Manifest) -> None:
+def test_an_edit_changes_pixels_only_next_to_regenerated_cells(manifest: Manifest) -> None:
     marked: NDArray[np.bool_] = np.zeros((IMAGE_SIDE, IMAGE_SIDE), bool)
     marked[96:128, 96:128] = True
     blended = np.asarray(

@@ -23,7 +23,7 @@ CLOSED = "pipeline: closed; call Pipeline.from_bundle again"
 # ---------------------------------------------------------------- records in images
 
 
-def test_an_image_that_the_user_saved_can_be_generated_again_from_the_file(
+def test_a_saved_image_can_be_generated_again(
     pipe: Pipeline, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,7 +36,7 @@ def test_an_image_that_the_user_saved_can_be_generated_again_from_the_file(
     assert Path("saved-again.png").read_bytes() == Path("saved.png").read_bytes()
 
 
-def test_the_record_in_an_image_survives_resizing_and_can_be_left_out_of_a_file(pipe: Pipeline, tmp_path: Path) -> None:
+def test_an_images_record_survives_resizing(pipe: Pipeline, tmp_path: Path) -> None:
     image = pipe("red cube").images[0]
     large = image.resize((48, 48))
     assert large.info == image.info
@@ -47,7 +47,7 @@ def test_the_record_in_an_image_survives_resizing_and_can_be_left_out_of_a_file(
         assert "prompt" not in bare.info
 
 
-def test_an_unfinished_image_has_no_record_and_a_finished_streamed_image_has_a_record(pipe: Pipeline) -> None:
+def test_an_unfinished_image_has_no_record(pipe: Pipeline) -> None:
     first_step, *_, last_step = pipe.stream("red cube", seed=2)
     assert first_step.image(0).info == {}
     assert last_step.image(0).info == pipe("red cube", seed=2, method=last_step.settings.method).images[0].info
@@ -55,7 +55,7 @@ def test_an_unfinished_image_has_no_record_and_a_finished_streamed_image_has_a_r
         last_step.image(1)
 
 
-def test_the_record_of_an_image_from_embeddings_has_neither_prompt_nor_class(tmp_path: Path) -> None:
+def test_an_image_from_embeddings_records_no_prompt(tmp_path: Path) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings"), threads=1)
     record = pipe(embeddings=[[1.0] * CAPTION] * PREFIX, seed=3).images[0].info
     assert record["seed"] == "3"
@@ -65,7 +65,7 @@ def test_the_record_of_an_image_from_embeddings_has_neither_prompt_nor_class(tmp
 # ---------------------------------------------------------------- errors
 
 
-def test_the_error_for_a_list_of_prompts_names_the_position_of_the_invalid_prompt(pipe: Pipeline) -> None:
+def test_the_position_of_an_invalid_prompt_is_named(pipe: Pipeline) -> None:
     with expect_error(RequestError, "prompt 2 of 3: found empty text, expected a few words"):
         pipe(["red cube", " ", "green cube"])
     with pytest.raises(RequestError, match=r"^prompt 3 of 3: found unknown word 'blu'"):
@@ -77,7 +77,7 @@ def test_the_error_for_a_list_of_prompts_names_the_position_of_the_invalid_promp
 # ---------------------------------------------------------------- opening and closing
 
 
-def test_using_a_closed_pipeline_is_an_error_but_closing_a_pipeline_twice_is_not(words_bundle: Path) -> None:
+def test_using_a_closed_pipeline_is_an_error(words_bundle: Path) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         stream = pipe.stream("red cube", method="ar")
         unfinished_stream = pipe.stream("red cube")
@@ -131,7 +131,7 @@ def test_a_pipeline_without_a_drafter_can_be_warmed_up(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- logging
 
 
-def test_opening_a_bundle_and_generating_images_are_logged_and_not_printed(
+def test_opening_and_generating_are_logged_and_not_printed(
     words_bundle: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, "lantern_rt"):

@@ -27,9 +27,7 @@ def make_random_embeddings(prompts: int = 3, tokens: int = PREFIX) -> dict[str, 
     return {"embeddings": values, "mask": np.arange(tokens) < np.array([[2], [tokens], [1]])[:prompts]}
 
 
-def test_embeddings_from_a_file_generate_the_same_images_as_embeddings_from_python(
-    program: Any, embeddings_bundle: Path
-) -> None:
+def test_a_files_embeddings_generate_the_images_of_pythons(program: Any, embeddings_bundle: Path) -> None:
     arrays = make_random_embeddings(2)
     np.savez("Two Texts.npz", **arrays)
     options = ("--embeddings", "Two Texts.npz", "--count", 2, "--seed", 4, "--threads", 1, "--json")
@@ -52,9 +50,7 @@ def test_embeddings_from_a_file_generate_the_same_images_as_embeddings_from_pyth
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64])
-def test_an_embeddings_file_without_a_mask_and_with_any_float_type_is_valid(
-    program: Any, embeddings_bundle: Path, kind: Any
-) -> None:
+def test_a_file_without_a_mask_and_with_any_float_is_valid(program: Any, embeddings_bundle: Path, kind: Any) -> None:
     np.savez("states.npz", embeddings=make_random_embeddings(1, 2)["embeddings"].astype(kind))
     assert program("run", embeddings_bundle, "--embeddings", "states.npz", "--seed", 0)[:2] == (
         0,
@@ -83,7 +79,7 @@ ONE_PROMPT = np.zeros((1, 2, CAPTION))  # embeddings of one prompt of two tokens
         ({"embeddings": np.full_like(ONE_PROMPT, 1e300)}, "--embeddings: found NaN or infinity"),
     ],
 )
-def test_an_embeddings_file_with_invalid_arrays_is_rejected_with_one_line(
+def test_a_file_with_invalid_arrays_is_rejected(
     program: Any, embeddings_bundle: Path, arrays: Any, reason: str
 ) -> None:
     np.savez("states.npz", **arrays)
@@ -93,7 +89,7 @@ def test_an_embeddings_file_with_invalid_arrays_is_rejected_with_one_line(
     assert os.listdir() == ["states.npz"]
 
 
-def test_embeddings_files_that_are_too_large_or_not_archives_are_rejected_with_one_line(
+def test_a_file_that_is_too_large_or_no_archive_is_rejected(
     program: Any, embeddings_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("text.npz").write_text("not an archive")

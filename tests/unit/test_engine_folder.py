@@ -37,7 +37,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engines(bundle: Path, tmp_path: Path) -> Path:
-    """Return an engine folder that the test may change."""
     return write_engine_folder(bundle, tmp_path / "engines").folder
 
 
@@ -61,13 +60,11 @@ def replace_builder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_manifest(engines: Path, **fields: Any) -> None:
-    """Replace fields of `engine.json`."""
     file = engines / ENGINE_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
 def get_open_error(bundle: Path, engines: Path) -> EngineError:
-    """Return the error that rejects the engines."""
     return catch_error(
         EngineError, lambda: open_engine_folder(engines).check_compatibility(open_bundle(bundle), BUILDER_VERSION)
     )
@@ -77,9 +74,7 @@ def get_open_error(bundle: Path, engines: Path) -> EngineError:
 
 
 @pytest.mark.usefixtures("replace_builder")
-def test_a_build_is_recorded_in_the_engine_folder_and_printed_by_inspect(
-    program: Any, bundle: Path, tmp_path: Path
-) -> None:
+def test_a_build_is_recorded_and_printed_by_inspect(program: Any, bundle: Path, tmp_path: Path) -> None:
     folder = tmp_path / "fast"
     options = ["--backend", "tensorrt-rtx", "--max-rows", 4, "--compute-capability", "SM89"]
     code, out, err = program("build-engine", bundle, "--output", folder, *options)
@@ -118,7 +113,7 @@ def test_a_build_is_recorded_in_the_engine_folder_and_printed_by_inspect(
         (["--compute-capability", "SM89"], "--compute-capability: found backend tensorrt, expected tensorrt-rtx"),
     ],
 )
-def test_an_invalid_option_of_build_engine_is_rejected_and_no_file_is_written(
+def test_an_invalid_option_of_build_engine_writes_no_file(
     program: Any, bundle: Path, tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
     code, out, err = program("build-engine", bundle, "--output", tmp_path / "new", *arguments)
@@ -136,7 +131,7 @@ def test_an_invalid_option_of_build_engine_is_rejected_and_no_file_is_written(
         (["--engines", "nowhere"], "nowhere: no engine.json in this folder"),
     ],
 )
-def test_an_invalid_engine_option_of_run_is_rejected_with_the_reason(
+def test_an_invalid_engine_option_of_run_is_rejected(
     program: Any, bundle: Path, arguments: list[str], expected: str
 ) -> None:
     code, out, err = program("run", bundle, "red cube", *arguments)
@@ -145,9 +140,7 @@ def test_an_invalid_engine_option_of_run_is_rejected_with_the_reason(
 
 
 @pytest.mark.usefixtures("replace_builder")
-def test_a_build_replaces_only_engine_folders_and_only_with_the_option_force(
-    bundle: Path, engines: Path, tmp_path: Path
-) -> None:
+def test_a_build_replaces_engine_folders_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
     for output_path, force in (
@@ -175,7 +168,7 @@ def test_a_failed_build_leaves_the_existing_engines_unchanged(
     assert [path.name for path in engines.parent.iterdir()] == ["engines"]
 
 
-def test_engine_profiles_cover_autoregressive_decoding_and_draft_trees(bundle: Path) -> None:
+def test_profiles_cover_plain_decoding_and_draft_trees(bundle: Path) -> None:
     manifest = open_bundle(bundle).manifest
     shapes = {role: profiles(manifest, role, BUILD_OPTIONS) for role in ("target", "drafter", "vq_decoder")}
     assert [(p.name, p.rows, p.nodes, p.columns) for p in shapes["target"]] == [
@@ -208,7 +201,7 @@ def test_onnx_graphs_replaced_by_tensorrt_engines_are_not_read(bundle: Path, eng
         ({"builder_version": "1.0.0"}, "engines built by tensorrt-rtx 1.0.0"),
     ],
 )
-def test_engines_for_another_bundle_or_from_another_builder_version_are_rejected(
+def test_engines_of_another_bundle_or_builder_are_rejected(
     bundle: Path, engines: Path, fields: dict[str, str], expected_found: str
 ) -> None:
     change_manifest(engines, **fields)
@@ -219,7 +212,7 @@ def test_engines_for_another_bundle_or_from_another_builder_version_are_rejected
     )
 
 
-def test_an_altered_missing_linked_or_unreadable_engine_file_is_rejected(
+def test_an_altered_or_missing_engine_file_is_rejected(
     bundle: Path, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = engines / "drafter.plan"
@@ -241,7 +234,7 @@ def test_an_altered_missing_linked_or_unreadable_engine_file_is_rejected(
 
 
 @pytest.mark.parametrize("path", ["../target.plan", "/etc/passwd", ".hidden", "a/b", ""])
-def test_an_engine_path_that_is_not_a_plain_file_name_is_rejected(bundle: Path, engines: Path, path: str) -> None:
+def test_an_engine_path_beside_a_plain_name_is_rejected(bundle: Path, engines: Path, path: str) -> None:
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["path"] = path
     change_manifest(engines, graphs=graphs)
@@ -261,16 +254,14 @@ def test_an_engine_path_that_is_not_a_plain_file_name_is_rejected(bundle: Path, 
         ["lantern-rt build-engine tiny"],
     ],
 )
-def test_an_engine_folder_cannot_choose_the_command_that_an_error_recommends(
-    bundle: Path, engines: Path, command: list[str]
-) -> None:
+def test_an_engine_folder_cannot_choose_a_recommended_command(bundle: Path, engines: Path, command: list[str]) -> None:
     change_manifest(engines, command=command, builder_version="1.0.0")
     error = get_open_error(bundle, engines)
     assert "field `command" in error.field
     assert error.remedy == "build the engines again"
 
 
-def test_the_command_that_an_error_recommends_quotes_the_name_of_the_bundle(bundle: Path, engines: Path) -> None:
+def test_a_recommended_command_quotes_the_bundles_name(bundle: Path, engines: Path) -> None:
     change_manifest(engines, command=["lantern-rt", "build-engine", "my $(bundle); ls"], builder_version="1.0.0")
     assert "build-engine 'my $(bundle); ls' --output" in get_open_error(bundle, engines).remedy
 
@@ -286,15 +277,13 @@ def test_the_command_that_an_error_recommends_quotes_the_name_of_the_bundle(bund
         (None, "no engine.json in this folder; an engine folder is written by `lantern-rt build-engine`"),
     ],
 )
-def test_a_damaged_or_missing_engine_json_is_rejected_with_the_reason(
-    bundle: Path, engines: Path, text: str | None, expected: str
-) -> None:
+def test_a_damaged_engine_json_is_rejected(bundle: Path, engines: Path, text: str | None, expected: str) -> None:
     file = engines / ENGINE_FILE
     file.unlink() if text is None else file.write_text(text)
     assert expected in str(get_open_error(bundle, engines))
 
 
-def test_engines_that_this_host_cannot_run_are_rejected_before_loading(
+def test_engines_of_another_host_are_rejected_before_loading(
     bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get_load_error(gpu: Gpu | None, **options: Any) -> LanternError:

@@ -59,7 +59,7 @@ def read_report(folder: str = "eval-tiny") -> dict[str, Any]:
     return report
 
 
-def test_evaluated_images_depend_only_on_prompt_and_seed_and_the_reference_has_other_seeds(pipeline: Pipeline) -> None:
+def test_evaluated_images_depend_only_on_prompt_and_seed(pipeline: Pipeline) -> None:
     prompts = Prompts("prompts", PROMPTS[:2])
     _, images_by_method = evaluate_methods(
         pipeline, prompts, 6, [AR_METHOD], ignore_progress, EncoderFeatureModel(pipeline.bundle, 1)
@@ -72,7 +72,7 @@ def test_evaluated_images_depend_only_on_prompt_and_seed_and_the_reference_has_o
     assert "frechet" not in report["methods"][0]["figures"]
 
 
-def test_evaluation_figures_agree_with_statistics_and_likelihoods_of_the_pipeline(pipeline: Pipeline) -> None:
+def test_figures_agree_with_the_pipelines_statistics(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=4"], {}, pipeline.bundle)
     report, _ = evaluate_methods(pipeline, Prompts("prompts", PROMPTS[:2]), 2, methods, ignore_progress)
     figures = {name: figure["value"] for name, figure in report["methods"][1]["figures"].items()}
@@ -88,7 +88,7 @@ def test_evaluation_figures_agree_with_statistics_and_likelihoods_of_the_pipelin
     assert figures["same_tokens"] == pytest.approx(np.mean(is_same))
 
 
-def test_prompt_agreement_is_measured_for_every_image_with_its_prompt(
+def test_agreement_is_measured_for_every_image_and_prompt(
     pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[tuple[bytes, str]] = []
@@ -114,9 +114,7 @@ def test_prompt_agreement_is_measured_for_every_image_with_its_prompt(
     assert [method["figures"]["agreement"]["value"] for method in report["methods"][:2]] == pytest.approx([0.15, 0.15])
 
 
-def test_eval_writes_a_self_contained_html_report_and_files_with_the_figures(
-    run_eval: Any, pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_eval_writes_a_report_and_files_with_the_figures(run_eval: Any, pipeline: Pipeline, tmp_path: Path) -> None:
     graph = str(make_agreement_graph(tmp_path / "words.onnx"))
     exact = ["--method", "sjd:window=3", "--method", "eagle"]
     arguments = [*exact, "--method", "lantern++:lambda=4", "--count", "8", "--agreement", graph, "--output", "found"]
@@ -162,9 +160,7 @@ def test_eval_writes_a_self_contained_html_report_and_files_with_the_figures(
     assert run_eval(*arguments)[0] == 2  # the folder exists already
 
 
-def test_eval_computes_features_with_a_graph_and_writes_each_report_to_a_new_folder(
-    run_eval: Any, tmp_path: Path
-) -> None:
+def test_eval_computes_features_and_writes_new_folders(run_eval: Any, tmp_path: Path) -> None:
     make_feature_graph(tmp_path / "colour.onnx")
     for folder in ("eval-tiny", "eval-tiny-2"):
         assert run_eval("--method", "ar", "--features", "colour.onnx", "--count", "2")[0] == 0
@@ -173,9 +169,7 @@ def test_eval_computes_features_with_a_graph_and_writes_each_report_to_a_new_fol
     assert len(read_report()["prompts"]) == 2
 
 
-def test_eval_reports_the_frechet_distance_between_features_of_generated_and_real_images(
-    run_eval: Any, pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_eval_reports_the_distance_to_real_images(run_eval: Any, pipeline: Pipeline, tmp_path: Path) -> None:
     make_feature_graph(tmp_path / "colour.onnx")
     (tmp_path / "real").mkdir()
     generated_images = []
@@ -201,7 +195,7 @@ def test_eval_reports_the_frechet_distance_between_features_of_generated_and_rea
     )  # without a second set of seeds
 
 
-def test_a_bundle_without_a_vq_encoder_is_evaluated_without_image_features(run_eval: Any, tmp_path: Path) -> None:
+def test_without_a_vq_encoder_no_image_features_are_evaluated(run_eval: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
     assert run_eval("--count", "3", "--temperature", "0", bundle=bundle, prompts=False)[0] == 0
     report = read_report()

@@ -15,12 +15,12 @@ def compute_distance(first: Floats, second: Floats) -> float:
     return compute_frechet_distance(fit_gaussian(first), fit_gaussian(second))
 
 
-def test_the_frechet_distance_of_shifted_features_is_the_squared_length_of_the_shift() -> None:
+def test_the_distance_of_shifted_features_is_the_squared_shift() -> None:
     features = np.random.default_rng(0).normal(size=(50, 3))
     assert compute_distance(features, features + np.array([3.0, 0.0, 4.0])) == pytest.approx(25)
 
 
-def test_the_frechet_distance_of_two_gaussians_agrees_with_the_closed_form() -> None:
+def test_the_distance_of_gaussians_agrees_with_the_formula() -> None:
     """Compare with a formula for Gaussians whose covariances have the same eigenvectors.
 
     The formula adds the squared distance of the means and, for each axis, the squared difference of the deviations.
@@ -51,14 +51,14 @@ def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> 
     assert compute_distance(first_features, second_features) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_frechet_distance_is_defined_for_fewer_images_than_features() -> None:
+def test_the_distance_is_defined_for_few_images() -> None:
     rng = np.random.default_rng(3)
     features = rng.normal(size=(6, 30))
     assert compute_distance(features, features) == pytest.approx(0, abs=1e-12)
     assert compute_distance(features, rng.normal(size=(8, 30))) > 1
 
 
-def test_confidence_intervals_of_a_mean_have_about_the_nominal_coverage() -> None:
+def test_intervals_of_a_mean_have_about_the_nominal_coverage() -> None:
     rng = np.random.default_rng(5)
     covered = 0
     for _ in range(80):
@@ -68,7 +68,7 @@ def test_confidence_intervals_of_a_mean_have_about_the_nominal_coverage() -> Non
     assert 0.86 * 80 <= covered < 80
 
 
-def test_intervals_of_differences_between_methods_compare_images_of_the_same_prompt() -> None:
+def test_intervals_of_differences_compare_equal_prompts() -> None:
     rng = np.random.default_rng(6)
     prompts = 10 * rng.normal(size=80)
     table = np.stack([prompts, prompts + 1 + 0.1 * rng.normal(size=80)])
@@ -84,7 +84,7 @@ def test_a_constant_figure_has_an_interval_of_zero_width() -> None:
     assert (interval["value"], interval["low"], interval["high"]) == (1, 1, 1)
 
 
-def test_intervals_of_frechet_distances_separate_equal_from_different_distributions() -> None:
+def test_intervals_separate_equal_from_different_distributions() -> None:
     rng = np.random.default_rng(7)
     sets = [rng.normal(size=(120, 4)), rng.normal(size=(120, 4)), rng.normal(0.8, 1, size=(120, 4))]
     frechet = estimate_frechet_distances(sets, rng.normal(size=(120, 4)), 2, ignore_progress)

@@ -58,9 +58,7 @@ def test_the_example_notebook_is_valid_and_runs_without_errors(tmp_path: Path, m
     assert names["result"].images[0].size == (manifest.image_width, manifest.image_height)
 
 
-def test_the_prompt_script_in_the_docs_selects_the_longest_caption_of_each_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_docs_script_selects_each_images_longest_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/reproduce.md").read_text("utf-8"), re.M | re.S)
     captions = [(1, "a cat"), (2, "a dog"), (1, "a cat\nwith a hat "), (2, "dog")]
     entries = [{"image_id": image, "caption": caption} for image, caption in captions]
@@ -71,7 +69,7 @@ def test_the_prompt_script_in_the_docs_selects_the_longest_caption_of_each_image
     assert Path("captions.txt").read_text().splitlines() == ["a cat with a hat", "a dog"]
 
 
-def test_the_comfyui_node_generates_the_same_images_as_the_pipeline() -> None:
+def test_the_comfyui_node_generates_the_pipelines_images() -> None:
     pytest.importorskip("torch")
     nodes = runpy.run_path(str(ROOT / "examples/comfyui_node.py"))["NODE_CLASS_MAPPINGS"]
     node = nodes["LanternDraw"]()
@@ -83,7 +81,7 @@ def test_the_comfyui_node_generates_the_same_images_as_the_pipeline() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings inside gradio
-def test_the_gradio_page_generates_the_same_image_as_the_pipeline(pipe: Pipeline) -> None:
+def test_the_gradio_page_generates_the_pipelines_image(pipe: Pipeline) -> None:
     pytest.importorskip("gradio")
     from gradio_client import Client
 
@@ -131,9 +129,7 @@ def fetch_response(url: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-def test_the_example_service_responds_to_simultaneous_requests_with_the_right_images(
-    address: str, pipe: Pipeline
-) -> None:
+def test_the_service_answers_simultaneous_requests_rightly(address: str, pipe: Pipeline) -> None:
     with ThreadPoolExecutor(4) as pool:
         responses = list(pool.map(lambda seed: fetch_response(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
     for seed, (status, body) in enumerate(responses):
@@ -147,16 +143,14 @@ def test_the_example_service_responds_to_simultaneous_requests_with_the_right_im
     ("query", "message"),
     [("?prompt=blu", "found unknown word 'blu'"), ("", "found empty text"), ("?prompt=red&seed=x", "found 'x'")],
 )
-def test_the_example_service_rejects_an_invalid_request_with_one_line(address: str, query: str, message: str) -> None:
+def test_the_service_rejects_an_invalid_request(address: str, query: str, message: str) -> None:
     status, body = fetch_response(f"{address}{query}")
     assert status == 400
     assert message in body.decode()
     assert body.count(b"\n") == 1
 
 
-def test_the_example_service_stops_at_the_time_limit_and_can_generate_another_image(
-    service: dict[str, Any], pipe: Pipeline
-) -> None:
+def test_the_service_stops_at_the_time_limit(service: dict[str, Any], pipe: Pipeline) -> None:
     generator = service["ImageGenerator"](pipe)
     with pytest.raises(TimeoutError):
         generator.generate_png("red cube", 1, max_seconds=0.0)

@@ -52,7 +52,7 @@ SOURCE_CHANGES = {
             "    return logits if sampling.temperature in",
             """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
     return logits if sampling.temperature in""",
-        ),
+        )
     ],
 }
 TOY_PROGRAM = """
@@ -80,14 +80,14 @@ assert run_program([*command, "red cube", "--method=toy:length=10", "--output=c.
 """
 
 
-def test_generation_options_have_the_types_of_the_sampling_settings() -> None:
+def test_options_have_the_types_of_the_sampling_settings() -> None:
     names = vars(lantern_rt.methods)
     declared = {name: field.annotation | None for name, field in SAMPLING.items()}  # type: ignore[operator]
     written = {name: hint.__forward_arg__ for name, hint in GenerationOptions.__annotations__.items()}
     assert {name: eval(written[name], names) for name in SAMPLING} == declared
 
 
-def test_the_command_line_and_http_requests_accept_every_sampling_setting() -> None:
+def test_command_line_and_http_accept_every_sampling_setting() -> None:
     protocol = pytest.importorskip("lantern_rt.serve.protocol", reason="needs the extra `serve`")
     with get_command(app).make_context("lantern-rt", ["run"]) as context:
         options = get_command(app).get_command(context, "run").params  # type: ignore[attr-defined]
@@ -106,9 +106,7 @@ def test_the_runtime_reads_every_sampling_setting() -> None:
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
 
 
-def test_a_new_method_needs_changes_in_two_files_and_a_new_sampling_setting_in_three_files(
-    words_bundle: Path, tmp_path: Path
-) -> None:
+def test_a_method_changes_two_files_and_a_setting_three(words_bundle: Path, tmp_path: Path) -> None:
     for folder in ("lantern_rt", "runtime", "engines"):
         copy = tmp_path / "lantern_rt" / folder.removeprefix("lantern_rt")
         shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))

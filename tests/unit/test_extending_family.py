@@ -52,9 +52,7 @@ def toy_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_toy_family_with_the_weights_of_llamagen_generates_the_images_of_llamagen(
-    program: Any, toy_folder: Path, c2i_bundle: Path
-) -> None:
+def test_a_toy_family_generates_the_images_of_llamagen(program: Any, toy_folder: Path, c2i_bundle: Path) -> None:
     torch = pytest.importorskip("torch")
     weights = torch.load(DATA / "llamagen-c2i/c2i_tiny.pt", weights_only=True)
     weights["model"]["toy_head"] = weights["model"].pop("output.weight")
@@ -79,7 +77,7 @@ def test_a_toy_family_with_the_weights_of_llamagen_generates_the_images_of_llama
         ("tay", {"vq": VQ}, "family", "emu35 or simplear or toy"),
     ],
 )
-def test_invalid_options_for_a_toy_family_are_rejected_with_the_reason(
+def test_invalid_options_for_a_toy_family_are_rejected(
     toy_folder: Path, family: str, options: dict[str, Any], field: str, reason: str
 ) -> None:
     (toy_folder / "config.json").write_text('{"model_type": "toy"}')

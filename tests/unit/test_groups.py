@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import chisquare
 from toy_distributions import compute_naive_distribution
-from toy_engine import (
-    AnyOrderTarget,
-    Hashes,
-    ToyCache,
-    ToyModel,
-    compute_likelihood,
-    decode,
-    make_prompt,
-)
+from toy_engine import AnyOrderTarget, Hashes, ToyCache, ToyModel, compute_likelihood, decode, make_prompt
 
 from lantern_rt.methods import GroupDecoding, Sampling
 from lantern_rt.requests import GenerationSettings
@@ -89,14 +81,7 @@ def get_layout(model: ToyModel) -> GroupLayout:
 def generate_images(
     model: ToyModel, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
 ) -> list[list[int]]:
-    """Return the tokens of each image in raster order.
-
-    Args:
-        model: toy model.
-        prompts: prompts of the images.
-        seeds: seeds of the images.
-        sampling: sampling settings.
-    """
+    """Return the tokens of each image in raster order."""
     state = StreamStepBuilder(len(prompts), model.num_codes)
     for step in decode(model, prompts, seeds, sampling, GroupDecoding()):
         view = state.add_step(
@@ -115,15 +100,7 @@ def list_passes(model: ToyModel) -> list[tuple[int, int]]:
 def compute_group_distributions(
     model: ToyModel, prompt: Prompt, sampling: Sampling, group: int, known: dict[int, int]
 ) -> list[NDArray]:
-    """Return the target's distribution of every cell of a group, `[vocabulary]` each.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        sampling: sampling settings.
-        group: index of the group.
-        known: tokens of the earlier groups, by cell.
-    """
+    """Return the target's distribution of every cell of a group, `[vocabulary]` each."""
     target = model.target
     layout = get_layout(model)
     assert isinstance(target, GroupTarget)
@@ -162,8 +139,6 @@ def average_heads(logits: NDArray, layout: TwoHeadLayout, number: int) -> NDArra
 
     Args:
         logits: logits for the cells on the right of and below the previous group, `[previous cells, 2 * vocabulary]`.
-        layout: layout of the groups.
-        number: index of the group.
     """
     right, below = np.split(logits, 2, 1)
     if number == 0:
@@ -183,9 +158,6 @@ def generate_reference_image(
     """Return the tokens of an image, generated with one distribution per cell.
 
     Args:
-        model: toy model.
-        prompt: prompt of the image.
-        sampling: sampling settings.
         choose_token: function that returns the token of a cell, given the cell and the distribution `[vocabulary]`.
     """
     known: dict[int, int] = {}
@@ -199,9 +171,7 @@ def generate_reference_image(
 @pytest.mark.parametrize(
     "sampling", [Sampling(), GUIDED, PARTLY_GUIDED, Sampling(cfg_scale=3.0, cfg_tokens=2, temperature=0)]
 )
-def test_group_decoding_generates_the_images_of_the_reference_implementation(
-    groups: CellGroups, sampling: Sampling
-) -> None:
+def test_groups_generate_the_images_of_the_reference(groups: CellGroups, sampling: Sampling) -> None:
     model = make_toy_model(groups)
     prompts = [make_prompt(i, padding=i % 3) for i in range(8)]
     seeds = range(8)
@@ -224,7 +194,7 @@ def test_group_decoding_generates_the_images_of_the_reference_implementation(
     assert generate_images(make_toy_model(groups), prompts[2:5], seeds[2:5], sampling) == expected[2:5]
 
 
-def test_group_decoding_drops_unconditional_rows_after_the_last_guided_token() -> None:
+def test_unconditional_rows_leave_after_the_last_guided_token() -> None:
     model = make_toy_model()
     generate_images(model, [make_prompt(1)], [3], PARTLY_GUIDED)
     # The fifth pass is for four tokens, of which only the first is guided.
@@ -232,7 +202,7 @@ def test_group_decoding_drops_unconditional_rows_after_the_last_guided_token() -
 
 
 @pytest.mark.parametrize("groups", [((0,), (2, 1)), SQUARE])
-def test_group_decoding_has_the_joint_distribution_of_the_reference_implementation(groups: CellGroups) -> None:
+def test_groups_have_the_joint_distribution_of_the_reference(groups: CellGroups) -> None:
     model = make_toy_model(groups)
     prompt = make_prompt(2)
     count = 6000
@@ -263,7 +233,7 @@ def test_group_decoding_has_the_joint_distribution_of_the_reference_implementati
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25)
-def test_group_decoding_preserves_the_tokens_of_an_edit_in_every_order_of_groups(
+def test_groups_preserve_the_tokens_of_an_edit_in_every_order(
     groups: CellGroups, preserved_codes: NDArray[np.int64], seed: int
 ) -> None:
     model = make_toy_model(groups)
@@ -302,9 +272,7 @@ def test_logits_of_preserved_tokens_may_be_nan() -> None:
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, PARTLY_GUIDED])
-def test_the_likelihood_of_an_image_agrees_with_the_reference_implementation(
-    groups: CellGroups, sampling: Sampling
-) -> None:
+def test_an_images_likelihood_agrees_with_the_reference(groups: CellGroups, sampling: Sampling) -> None:
     model = make_toy_model(groups)
     prompt = make_prompt(3, padding=1)
     (codes,) = generate_images(model, [prompt], [4], sampling)
@@ -322,7 +290,7 @@ def test_the_likelihood_of_an_image_agrees_with_the_reference_implementation(
 
 @pytest.mark.parametrize("groups", [REGIONS, DIAGONALS])
 @pytest.mark.parametrize("sampling", [GUIDED, Sampling(top_k=3), Sampling(temperature=0)])
-def test_rounding_errors_that_depend_on_the_batch_size_change_no_token(groups: CellGroups, sampling: Sampling) -> None:
+def test_rounding_errors_of_the_batch_size_change_no_token(groups: CellGroups, sampling: Sampling) -> None:
     model = make_toy_model(groups, TargetWithRoundingErrors, rounding_bound=0.02)
     prompts = [make_prompt(i) for i in range(8)]
     seeds = range(8)
@@ -334,7 +302,7 @@ def test_rounding_errors_that_depend_on_the_batch_size_change_no_token(groups: C
     assert sum(image.tie_passes for image in steps[-1].stats.per_image) > 0
 
 
-def test_group_decoding_frees_noise_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_freed_up_to_the_first_cell_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     freed_before: list[int] = []
     monkeypatch.setattr(Noise, "discard_noise_before", lambda noise, before: freed_before.append(before))
     generate_images(make_toy_model(), [make_prompt(1)], [3], Sampling())

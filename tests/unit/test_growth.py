@@ -23,11 +23,6 @@ def measure_resources(work: str, count: int, folder: Path) -> list[Resources]:
     """Return the resources of a new process during the second half of a kind of work.
 
     During the first half, the process allocates memory for every shape of array.
-
-    Args:
-        work: kind of work, as in `growth.py`.
-        count: number of images or pipelines.
-        folder: folder for the bundle and the cache.
     """
     bundle = make_tiny_bundle(folder / "tiny")
     program = [sys.executable, str(Path(__file__).with_name("growth.py")), work, str(bundle), str(count)]
@@ -44,12 +39,7 @@ def compute_memory_slope(samples: list[Resources]) -> float:
 
 
 def check_other_resources(samples: list[Resources], temporary_files: int = 0) -> None:
-    """Check that open files, threads and objects do not grow.
-
-    Args:
-        samples: resources in the order of increasing counts.
-        temporary_files: number of files that another thread may have open during a sample.
-    """
+    """Check that open files, threads and objects do not grow."""
     descriptors = [sample.descriptors for sample in samples]
     assert max(descriptors) - min(descriptors) <= temporary_files
     assert max(sample.threads for sample in samples) <= samples[0].threads
@@ -59,9 +49,7 @@ def check_other_resources(samples: list[Resources], temporary_files: int = 0) ->
 
 
 @pytest.mark.parametrize(("work", "count"), [("images", 200), ("pipelines", 20), ("service", 200)])
-def test_open_files_threads_and_objects_do_not_grow_with_the_number_of_images(
-    work: str, count: int, tmp_path: Path
-) -> None:
+def test_open_files_threads_and_objects_do_not_grow(work: str, count: int, tmp_path: Path) -> None:
     assert math.gcd(len(METHODS), len(BATCHES)) == 1, "some methods would never meet some batch sizes"
     check_other_resources(measure_resources(work, count, tmp_path), temporary_files=work == "service")
 

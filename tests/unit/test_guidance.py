@@ -54,7 +54,7 @@ def list_rows_of_passes(engine: object) -> list[int]:
 
 @every_method
 @pytest.mark.parametrize("count", [0, 1, 12, CODES - 1, CODES])
-def test_the_unconditional_row_is_dropped_once_all_guided_tokens_are_known(method: MethodConfig, count: int) -> None:
+def test_the_unconditional_row_leaves_after_the_guided_tokens(method: MethodConfig, count: int) -> None:
     model = make_toy_model()
     num_known = 0
     expected: list[int] = []
@@ -81,7 +81,7 @@ def test_images_in_a_batch_can_end_guidance_in_different_passes(method: MethodCo
 
 
 @every_method
-def test_guidance_of_half_of_the_tokens_gives_the_first_half_of_a_guided_image(method: MethodConfig) -> None:
+def test_half_guidance_gives_the_first_half_of_a_guided_image(method: MethodConfig) -> None:
     prompts = [make_prompt(1)]
     guided_codes, partly_guided_codes = (
         collect_codes(decode(make_toy_model(), prompts, [7], Sampling(cfg_scale=4.0, cfg_tokens=count), method), 1)[0]
@@ -100,7 +100,7 @@ def test_a_linear_guidance_schedule_ends_at_the_full_scale() -> None:
 
 
 @pytest.mark.parametrize("row_end", [None, 5])
-def test_the_guidance_scale_falls_to_the_final_scale_token_by_token(row_end: int | None) -> None:
+def test_the_guidance_scale_falls_token_by_token(row_end: int | None) -> None:
     """Compare the scales with the rule of the published code, computed token by token.
 
     Before token t, the scale is multiplied by 1 - 4 (t + 2) / n, where n is the number of codes. The scale stays at

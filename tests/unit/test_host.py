@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,8 +16,9 @@ from refusals import catch_error
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
+from lantern_rt.engines import gpu as gpu_module
 from lantern_rt.engines.doctor import make_host_report
-from lantern_rt.engines.gpu import Gpu
+from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.host import RUNTIMES, choose_thread_count, import_onnxruntime
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.session import load_session
@@ -48,9 +50,7 @@ def install_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return install_distribution
 
 
-def test_doctor_reports_two_onnxruntime_distributions_with_a_remedy(
-    install_distribution: Callable[[str], None],
-) -> None:
+def test_doctor_reports_two_onnxruntime_distributions(install_distribution: Callable[[str], None]) -> None:
     for name in RUNTIMES:
         install_distribution(name)
     (problem,) = make_host_report().problems
@@ -68,7 +68,7 @@ def test_doctor_reports_a_missing_onnxruntime(
     assert make_install_command("gpu") in make_host_report().problems[0]
 
 
-def test_doctor_reports_a_driver_older_than_the_installed_libraries(
+def test_doctor_reports_a_driver_older_than_the_libraries(
     install_distribution: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
@@ -76,9 +76,7 @@ def test_doctor_reports_a_driver_older_than_the_installed_libraries(
     assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in make_host_report().problems[-1]
 
 
-def test_ctrl_c_while_onnxruntime_is_imported_is_not_reported_as_a_missing_library(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_during_an_import_is_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     class InterruptedFinder:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name == "onnxruntime":
@@ -142,7 +140,7 @@ def make_cgroup_v1_quota(folder: str, quota: int) -> dict[str, str]:
         ),  # the process uses this control group for memory only
     ],
 )
-def test_doctor_and_the_thread_count_respect_physical_cores_affinity_and_cpu_quota(
+def test_doctor_and_threads_respect_cores_affinity_and_quota(
     system_files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     files: dict[str, str],
@@ -170,7 +168,7 @@ def test_memory_is_measured_on_a_host_without_proc(
     assert measure_process_memory() is None
 
 
-def test_the_error_of_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_onnxruntime_that_needs_proc_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"{'FAIL : ' * 99}Secure opened-file canonicalization requires procfs at /proc/self/fd/6")
 
@@ -224,3 +222,36 @@ def test_a_limit_on_address_space_limits_the_available_memory(
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert error.field == "memory"
     assert "1,048,576 tokens need 32.0 GiB" in str(error)
+
+
+class FakeDriver:
+    """Stand-in for the CUDA driver of a host with an NVIDIA L4."""
+
+    def __init__(self) -> None:
+        self.failing = ""
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            output = getattr(arguments[0], "_obj", arguments[0])  # the argument of `ctypes.byref`
+            if name == "cuDeviceGetName":
+                output.value = b"NVIDIA L4"
+            elif name == "cuDeviceGetAttribute":
+                output.value = {75: 8, 76: 9}[arguments[1]]  # major and minor compute capability
+            elif name == "cuDriverGetVersion":
+                output.value = 13000
+            return 999 if name == self.failing else 0
+
+        return function
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver()
+    monkeypatch.setattr(gpu_module.ctypes, "CDLL", lambda name: driver)
+    return driver
+
+
+def test_find_gpu_reads_version_capability_and_name(driver: FakeDriver) -> None:
+    assert find_gpu() == Gpu("13.0", "SM89", "NVIDIA L4")
+    driver.failing = "cuDeviceGet"
+    assert find_gpu() is None

@@ -50,7 +50,6 @@ def rehash_and_open(folder: Path) -> Bundle:
 
 
 def has_only_printable_text(text: str) -> bool:
-    """Return whether a text has only printable characters and newlines."""
     return all(character.isprintable() or character == "\n" for character in text)
 
 
@@ -80,7 +79,7 @@ def test_a_long_value_is_shortened_without_formatting_all_items() -> None:
     assert format_value([1, "a", {"b": [None, 2.5]}]) == "[1, 'a', {'b': [None, 2.5]}]"
 
 
-def test_control_characters_are_escaped_but_letters_and_newlines_are_not() -> None:
+def test_control_characters_are_escaped_but_letters_are_not() -> None:
     assert escape_unprintable("Zürich 東京\nline") == "Zürich 東京\nline"
     assert escape_unprintable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
     assert json.loads(escape_unprintable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
@@ -100,14 +99,14 @@ def test_commands_print_no_control_characters(capsys: pytest.CaptureFixture[str]
     assert not [line for line in captured.out.splitlines() if line.startswith("forged")]
 
 
-def test_an_error_message_is_one_short_line_without_control_characters() -> None:
+def test_an_error_message_is_one_short_line() -> None:
     assert str(LanternError(f"a{HOSTILE_TEXT}\nb")).endswith(" b")
     assert has_only_printable_text(str(LanternError(HOSTILE_TEXT)))
     assert len(str(BundleError("x" * 100_158))) < 2_100
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["run"]])
-def test_control_characters_in_a_bundle_are_not_printed_to_the_terminal(
+def test_control_characters_of_a_bundle_are_not_printed(
     folder: Path,
     tmp_path: Path,
     command: list[str],
@@ -128,9 +127,7 @@ def test_control_characters_in_a_bundle_are_not_printed_to_the_terminal(
     assert captured.err.count("\n") == 1
 
 
-def test_control_characters_in_command_line_arguments_are_not_printed_to_the_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_control_characters_of_arguments_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         [HOSTILE_TEXT],
         ["run", f"--{HOSTILE_TEXT}"],
@@ -157,7 +154,7 @@ def test_control_characters_in_command_line_arguments_are_not_printed_to_the_ter
     ids=["prompts", "tokenizer", "image", "bundle", "engines"],
 )
 @pytest.mark.parametrize("file_type", ["pipe", "device"])
-def test_pipes_and_devices_in_place_of_regular_files_are_rejected_at_once(
+def test_pipes_and_devices_in_place_of_files_are_rejected(
     tmp_path: Path, read: Callable[[Path], object], file_type: str
 ) -> None:
     for name in ("file.json", MANIFEST_FILE, ENGINE_FILE):
@@ -171,15 +168,13 @@ def test_pipes_and_devices_in_place_of_regular_files_are_rejected_at_once(
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u0085", "\x0b", "\x0c"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_prompt_files_are_split_into_lines_only_at_line_feeds_and_carriage_returns(
-    tmp_path: Path, inside: str, end: str
-) -> None:
+def test_prompt_files_are_split_only_at_line_ends(tmp_path: Path, inside: str, end: str) -> None:
     text = f"\ufeffa red cube{end}{end}a blue{inside}cone{end}\0"
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     assert read_prompts(tmp_path / "prompts.txt") == [(1, "a red cube"), (3, f"a blue{inside}cone")]
 
 
-def test_prompt_files_in_utf_16_without_a_byte_order_mark_are_rejected(tmp_path: Path) -> None:
+def test_prompt_files_in_utf_16_without_a_mark_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("a red cube\n".encode("utf-16-le"))
     with expect_error(RequestError, "prompts.txt", "NUL", "in UTF-8"):
         read_prompts(tmp_path / "prompts.txt")
@@ -215,14 +210,14 @@ def test_too_large_draft_trees_are_rejected(name: str) -> None:
         parse_tree(name)
 
 
-def test_a_bundle_with_a_too_large_default_draft_tree_is_rejected(folder: Path) -> None:
+def test_a_too_large_default_draft_tree_is_rejected(folder: Path) -> None:
     methods = [{"method": "eagle", "tree": "dynamic-999-99-99"}]
     change_manifest(folder, decoding={"methods": methods})
     with expect_error(BundleError, "default tree", "found 999 nodes, expected at most 128"):
         Pipeline.from_bundle(folder, threads=1)("red cube", method="eagle")
 
 
-def test_a_kv_cache_larger_than_memory_is_rejected_before_allocation() -> None:
+def test_a_kv_cache_larger_than_memory_is_rejected() -> None:
     with expect_error(
         EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"
     ):
@@ -233,13 +228,6 @@ def test_a_kv_cache_larger_than_memory_is_rejected_before_allocation() -> None:
 
 
 def make_npy_file(header: bytes, version: bytes = b"\x01\x00", data: bytes = bytes(256)) -> bytes:
-    """Return the bytes of a file in NumPy's npy format.
-
-    Args:
-        header: description of the array.
-        version: version of the format.
-        data: values of the array.
-    """
     return b"\x93NUMPY" + version + len(header).to_bytes(2, "little") + header + data
 
 
@@ -258,7 +246,7 @@ def make_npy_file(header: bytes, version: bytes = b"\x01\x00", data: bytes = byt
         b"",
     ],
 )
-def test_the_error_for_a_neighbour_table_with_a_damaged_header_names_the_file(folder: Path, damaged: bytes) -> None:
+def test_a_neighbour_table_with_a_damaged_header_is_rejected(folder: Path, damaged: bytes) -> None:
     path = folder / "neighbors.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("indices.npy", damaged)
@@ -266,7 +254,7 @@ def test_the_error_for_a_neighbour_table_with_a_damaged_header_names_the_file(fo
         _ = rehash_and_open(folder).neighbor_table
 
 
-def test_the_error_for_an_onnx_graph_with_an_invalid_dimension_name_names_the_file(folder: Path) -> None:
+def test_an_invalid_dimension_name_names_the_graph_file(folder: Path) -> None:
     path = folder / "condition.onnx"
     path.write_bytes(path.read_bytes().replace(b"rows", b"\xf3ows"))
     with expect_error(BundleError, f"{path}: "):
@@ -274,7 +262,7 @@ def test_the_error_for_an_onnx_graph_with_an_invalid_dimension_name_names_the_fi
 
 
 @pytest.mark.parametrize("damage", ["template", "bytes", "deep"])
-def test_a_tokenizer_file_that_makes_the_tokenizers_library_panic_is_rejected_with_one_line(
+def test_a_tokenizer_file_that_panics_is_rejected(
     tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     content = json.loads((Path(__file__).parents[1] / "data/tiny-text-tokenizer/tokenizer.json").read_text())
@@ -287,7 +275,7 @@ def test_a_tokenizer_file_that_makes_the_tokenizers_library_panic_is_rejected_wi
     assert capfd.readouterr().err == ""
 
 
-def test_a_panic_of_a_library_is_converted_to_an_error_but_a_keyboard_interrupt_is_not(tmp_path: Path) -> None:
+def test_a_panic_becomes_an_error_but_a_keyboard_interrupt_not(tmp_path: Path) -> None:
     class PanicException(BaseException):
         pass
 

@@ -29,12 +29,7 @@ PROGRAM = f"{sys.executable} -m lantern_rt"
 
 
 def run_shell_command(line: str, folder: Path) -> tuple[int, str, str]:
-    """Run a shell command, and return exit code, stdout and stderr.
-
-    Args:
-        line: command, in which BUNDLE stands for `folder`.
-        folder: folder of a bundle.
-    """
+    """Run a shell command, and return exit code, stdout and stderr."""
     line = line.replace("lantern-rt", PROGRAM).replace("BUNDLE", str(folder))
     process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     return process.returncode, process.stdout, process.stderr
@@ -70,7 +65,7 @@ def test_full_and_closed_standard_streams_cause_no_traceback(
     assert "Traceback" not in result[2]
 
 
-def test_ctrl_c_exits_with_130_and_the_same_command_continues_after_the_finished_images(
+def test_ctrl_c_exits_with_130_and_the_command_continues_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = make_tiny_bundle(tmp_path / "slow", grid=16)
@@ -108,7 +103,7 @@ def unprivileged_command() -> list[str]:
 
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize(("threads", "code", "message"), [("64", 2, "lantern-rt: --threads: "), ("1", 0, "ar: ")])
-def test_under_a_process_limit_64_threads_are_rejected_and_one_thread_is_enough(
+def test_under_a_process_limit_one_thread_is_enough(
     words_bundle: Path,
     tmp_path: Path,
     unprivileged_command: list[str],
@@ -139,7 +134,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_one_line(
     assert capsys.readouterr().err == "lantern-rt: the system cannot start more threads; raise `ulimit -u`\n"
 
 
-def test_a_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_file(
+def test_a_trace_beyond_the_disk_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = make_tiny_bundle(tmp_path / "large", grid=24)
@@ -170,8 +165,6 @@ def test_a_user_without_a_home_folder_can_generate_an_image(
     assert find_cache_folder() == tmp_path / "lantern-rt"
 
 
-def test_a_prompt_with_bytes_that_are_not_text_is_rejected_with_one_line(
-    words_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_of_bytes_that_are_no_text_is_rejected(words_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(["run", str(words_bundle), "red \udcff cube"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -47,7 +47,7 @@ def test_image_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [9, {"shortest_edge": 9}, {"height": 9, "width": 9}])
-def test_images_are_preprocessed_according_to_the_config_next_to_the_graph(tmp_path: Path, size: Any) -> None:
+def test_images_are_preprocessed_as_the_config_says(tmp_path: Path, size: Any) -> None:
     path = make_feature_graph(tmp_path / "f.onnx", pooled=False, size=9)
     image = Image.new("RGB", (9, 7), (255, 51, 0))
     assert ImageFeatureModel(path, read_preprocessing(path), 1)([image]) == pytest.approx(
@@ -94,9 +94,7 @@ def test_a_file_that_is_not_a_feature_graph_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every_pair", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
-def test_every_image_is_compared_with_the_truncated_prompt_without_padding(
-    tmp_path: Path, every_pair: bool, mask: bool
-) -> None:
+def test_every_image_is_compared_with_the_truncated_prompt(tmp_path: Path, every_pair: bool, mask: bool) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx", mask=mask, every_pair=every_pair))
     assert agreement(IMAGES, PROMPTS) == pytest.approx([10 * SUMS[i] + i / 5 for i in range(5)], abs=1e-3)
@@ -114,7 +112,7 @@ class BrokenSession:
         return [self.output]
 
 
-def test_a_graph_that_does_not_compare_images_with_prompts_is_rejected(tmp_path: Path) -> None:
+def test_a_graph_that_compares_no_images_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(RequestError) as error:
         load_agreement(make_feature_graph(tmp_path / "features.onnx"))
@@ -130,7 +128,7 @@ def test_a_graph_that_does_not_compare_images_with_prompts_is_rejected(tmp_path:
     assert error.value.problem == "returned NaN or infinity"
 
 
-def test_the_error_for_an_agreement_graph_with_a_fixed_text_length_names_the_remedy(tmp_path: Path) -> None:
+def test_a_fixed_text_length_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     agreement = load_agreement(make_agreement_graph(tmp_path / "g.onnx", length=4))
     with pytest.raises(RequestError) as error:
@@ -139,7 +137,7 @@ def test_the_error_for_an_agreement_graph_with_a_fixed_text_length_names_the_rem
     assert "truncation in tokenizer.json" in error.value.remedy
 
 
-def test_an_agreement_graph_without_a_valid_tokenizer_is_rejected(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_of_the_graph_is_rejected(tmp_path: Path) -> None:
     graph = make_agreement_graph(tmp_path / "g.onnx")
     with pytest.raises(RequestError) as error:  # this bundle has no tokenizer
         PromptAgreementModel(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)

@@ -24,7 +24,7 @@ from lantern_rt.output.recipe import read_recipe
 InterruptedFunction = Callable[..., Any]
 
 
-def test_a_time_limit_ends_a_pipeline_call_and_the_next_call_generates_the_same_image(
+def test_a_time_limit_ends_a_call_and_spoils_no_later_one(
     pipe: Pipeline, interrupt: InterruptedFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = pipe("red cube", seed=1).codes[0]
@@ -87,9 +87,7 @@ def test_a_time_limit_ends_the_reading_of_a_file(
 
 
 @pytest.mark.usefixtures("interrupt")
-def test_a_timeout_error_that_no_signal_handler_raised_is_converted(
-    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_that_no_signal_handler_raised_is_converted(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise TimeoutError("not from a signal")
 

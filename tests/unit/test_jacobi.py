@@ -13,6 +13,7 @@ from toy_distributions import compute_joint_distribution
 from toy_engine import (
     ToyModel,
     ToyTarget,
+    collect_codes,
     decode,
     make_decode_settings,
     make_model,
@@ -21,7 +22,15 @@ from toy_engine import (
 )
 from toy_script import Script
 
-from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, SpeculativeJacobi
+from lantern_rt.methods import (
+    Autoregressive,
+    Eagle,
+    Lantern,
+    LanternPlusPlus,
+    MethodConfig,
+    Sampling,
+    SpeculativeJacobi,
+)
 from lantern_rt.runtime import acceptance, tree_drafts
 from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.head_drafter import DraftHeadState
@@ -33,6 +42,7 @@ from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
 from lantern_rt.runtime.tree_names import parse_tree
+from lantern_rt.runtime.windows import NODE_COST, AdaptiveWindow
 
 VOCABULARY = 2
 CODES = 5
@@ -84,9 +94,6 @@ def enumerate_images(
     """Compute the probability of every image that a method can generate.
 
     Args:
-        method: decoding method.
-        sampling: sampling settings.
-        patch: patch of the functions that make random choices.
         heads: draft heads; None for a method without draft heads.
 
     Returns:
@@ -114,13 +121,6 @@ def enumerate_images(
 
 
 def compute_distance(distribution: NDArray[np.float64], model: ToyModel, sampling: Sampling) -> float:
-    """Return the total variation distance from the distribution of `ar`.
-
-    Args:
-        distribution: probability of every image, in an array with an axis of length `vocabulary` for each token.
-        model: toy model.
-        sampling: sampling settings.
-    """
     return float(
         np.abs(distribution - compute_joint_distribution(model, make_prompt(3, padding=1), sampling)).sum() / 2
     )
@@ -138,7 +138,7 @@ def compute_distance(distribution: NDArray[np.float64], model: ToyModel, samplin
         (2, Sampling(top_p=0.6)),
     ],
 )
-def test_jacobi_images_have_exactly_the_distribution_of_the_target(
+def test_jacobi_images_have_exactly_the_targets_distribution(
     window: int, sampling: Sampling, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
@@ -196,8 +196,7 @@ def decide_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [keep_distributions_after_a_redraft, discard_drafts_by_a_later_token, decide_with_the_noise_of_the_draft],
+    "fault", [keep_distributions_after_a_redraft, discard_drafts_by_a_later_token, decide_with_the_noise_of_the_draft]
 )
 def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
@@ -207,7 +206,7 @@ def test_enumeration_detects_faults_that_break_exactness(fault: Any, monkeypatch
 
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("relaxation", [{"neighbors": 1, "lambda_": 2.0}, {"neighbors": 1, "delta": 0.3}])
-def test_the_tvd_of_relaxed_jacobi_images_is_within_the_realised_tvd(
+def test_the_tvd_of_relaxed_images_is_within_the_realised_tvd(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
@@ -227,7 +226,7 @@ class RepeatingTarget(ToyTarget):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
-def test_all_draft_tokens_of_jacobi_windows_are_accepted_if_the_target_repeats_one_token(temperature: float) -> None:
+def test_all_drafts_of_a_target_that_repeats_are_accepted(temperature: float) -> None:
     model = make_model(vocabulary=12, codes=29, columns=30)
     model = replace(model, target=RepeatingTarget(**vars(model.target)))
     method = SpeculativeJacobi(window=6)
@@ -243,7 +242,7 @@ def make_window() -> JacobiWindow:
     return JacobiWindow(4, RasterLayout(30, 3), stores_proposals=True)
 
 
-def test_new_draft_tokens_copy_the_token_on_the_left_or_above_in_the_first_column() -> None:
+def test_new_drafts_copy_the_token_on_the_left_or_above() -> None:
     """Check a grid of three columns: the token after 0 1 2 3 4 is the last token of the second row."""
     tree = make_window().draft([0, 1, 2, 3, 4], 20)
     assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second draft starts a row and copies the token above"
@@ -269,7 +268,7 @@ def test_a_jacobi_window_drafts_no_token_from_nan() -> None:
     assert window.draft([1, 8], 20).tokens.tolist() == [8, 1, 2, 2, 2], "copies follow"
 
 
-def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_tokens() -> None:
+def test_positions_left_in_the_window_get_new_drafts() -> None:
     window = make_window()
     logits = 40 * np.eye(9, dtype=np.float32)[None]  # the token after node n is n
     window.draft([1], 20)
@@ -303,7 +302,7 @@ def test_after_a_step_the_positions_left_in_the_jacobi_window_get_new_draft_toke
     ],
     ids=str,
 )
-def test_images_drafted_by_draft_heads_have_exactly_the_distribution_of_the_target(
+def test_images_of_draft_heads_have_the_targets_distribution(
     method: MethodConfig, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, realised_tvd, model = enumerate_images(
@@ -316,16 +315,14 @@ def test_images_drafted_by_draft_heads_have_exactly_the_distribution_of_the_targ
 @pytest.mark.parametrize(
     "method", [partial(SpeculativeJacobi, window=2), partial(LanternPlusPlus, drafter="heads")], ids=str
 )
-def test_the_tvd_of_relaxed_images_drafted_by_draft_heads_is_within_the_realised_tvd(
-    method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relaxed_images_of_heads_are_within_the_realised_tvd(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     images, realised_tvd, model = enumerate_images(
         method(neighbors=1, lambda_=2.0), Sampling(), monkeypatch, make_random_heads(VOCABULARY, HIDDEN_SIZE)
     )
     assert 1e-3 < compute_distance(images, model, Sampling()) <= realised_tvd + 1e-6
 
 
-def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_positions() -> None:
+def test_draft_heads_correct_drafts_after_a_new_token() -> None:
     """Use simple heads: after a new token n, the prediction is n + 1; at new positions, the prediction is n + 2."""
     codes = 12
     identity = np.eye(12)
@@ -353,7 +350,7 @@ def test_draft_heads_correct_drafts_after_a_new_token_and_draft_tokens_at_new_po
     assert np.flatnonzero(heads.predict_logits(np.array([7]), 4, state.context)[0] > 9).tolist() == [5, 9]
 
 
-def test_draft_heads_use_the_token_above_only_within_the_same_grid() -> None:
+def test_draft_heads_use_the_token_above_in_the_same_grid_only() -> None:
     """Check an image that consists of a grid of 2 x 2 cells and a grid of 2 x 3 cells."""
     raster = TwoGridLayout(10, 3, first_grid=(2, 2))
     assert [raster.find_code_index_above(cell) for cell in range(10)] == [-2, -1, 0, 1, -1, -1, -1, 4, 5, 6]
@@ -367,3 +364,54 @@ def test_draft_heads_use_the_token_above_only_within_the_same_grid() -> None:
     assert np.array_equal(state.compute_logits(6, previous), without_token_above)
     assert np.array_equal(state.compute_logits(9, previous), heads.predict_logits(previous, 6, state.context))
     assert not np.allclose(state.compute_logits(9, previous), without_token_above)
+
+
+def test_always_rejected_drafts_cost_at_most_ten_percent() -> None:
+    window = AdaptiveWindow(31)
+    cost = 0.0  # total cost, where a pass of method ar costs 1
+    for _ in range(256):
+        cost += 1 + NODE_COST * (window.choose_size(1) - 1)  # a pass of ar has two nodes, too
+        window.record(window.choose_size(1), 0)
+    assert window.choose_size(1) == 1
+    assert cost < 1.1 * 256
+
+
+def test_a_window_grows_when_drafts_are_accepted() -> None:
+    window = AdaptiveWindow(7)
+    for _ in range(64):
+        window.record(window.choose_size(1), 0)
+    sizes = []
+    for _ in range(64):
+        sizes.append(window.choose_size(1))
+        window.record(window.choose_size(1), window.choose_size(1))
+    assert list(dict.fromkeys(sizes)) == [1, 3, 7]
+
+
+def test_a_few_rejected_drafts_do_not_change_the_window() -> None:
+    window = AdaptiveWindow(7)
+    for accepted in (3, 0, 0, 0, 0, 4, 0, 2, 0, 0, 0, 3):
+        assert window.choose_size(1) == 7
+        window.record(7, accepted)
+
+
+@pytest.mark.parametrize(("images", "size"), [(1, 15), (2, 7), (3, 3), (4, 3), (5, 2), (8, 2), (9, 1), (64, 1)])
+def test_the_window_shrinks_with_the_images_of_a_pass(images: int, size: int) -> None:
+    assert AdaptiveWindow(15).choose_size(images) == size
+
+
+@pytest.mark.parametrize("images", [1, 3, 6, 10])
+def test_adaptive_windows_limit_nodes_and_keep_the_tokens(images: int) -> None:
+    model = make_model(5, 25, past_length_multiple=4)
+    prompts = [make_prompt(i) for i in range(images)]
+    sampling = Sampling()
+    codes = collect_codes(
+        decode(model, prompts, range(images), sampling, SpeculativeJacobi(window=12), adaptive_window=True), images
+    )
+    assert isinstance(model.target, ToyTarget)
+    prefill, *passes = model.target.passes
+    assert prefill[0] == images
+    max_nodes = {1: 13, 3: 4, 6: 3, 10: 2}[images]
+    assert all(nodes <= max_nodes for rows, nodes in passes if rows == images)
+    assert codes == collect_codes(
+        decode(make_model(5, 25, past_length_multiple=4), prompts, range(images), sampling, Autoregressive()), images
+    )

@@ -69,7 +69,6 @@ def decode_with_preserved_tokens(
 
 
 def generate_tokens_without_runtime(preserved_codes: Ints, sampling: Sampling) -> list[int]:
-    """Return the tokens of the image with seed 0, generated one by one without the runtime."""
     model = make_model(VOCABULARY, CODES, columns=COLUMNS)
     noise = Noise(0)
     codes = list[int]()
@@ -82,7 +81,7 @@ def generate_tokens_without_runtime(preserved_codes: Ints, sampling: Sampling) -
 @pytest.mark.parametrize("method", EXACT_METHODS, ids=str)
 @given(preserved_codes=preserved_tokens, preserved_codes_of_neighbor=preserved_tokens)
 @settings(max_examples=20, deadline=None)
-def test_exact_methods_generate_the_same_image_around_preserved_tokens(
+def test_exact_methods_agree_around_preserved_tokens(
     method: MethodConfig, preserved_codes: Ints, preserved_codes_of_neighbor: Ints
 ) -> None:
     batch = [preserved_codes, None, preserved_codes_of_neighbor]
@@ -106,7 +105,7 @@ def test_every_method_leaves_preserved_tokens_unchanged(
     assert (steps[-1].done, steps[-1].total) == (2 * CODES, 2 * CODES)
 
 
-def test_consecutive_preserved_tokens_need_one_pass_and_preserved_tokens_at_the_end_need_no_pass() -> None:
+def test_consecutive_preserved_tokens_need_one_pass() -> None:
     preserved_codes = np.array([1, 1, 1, 1, -1, 2, 2, 2, -1, 3, 3, 3])
     steps = decode_with_preserved_tokens([preserved_codes], Autoregressive(), GUIDED)
     assert [len(step.parts[0].codes) for step in steps] == [1, 4, 7]  # the prefill's step commits the first token
@@ -114,7 +113,7 @@ def test_consecutive_preserved_tokens_need_one_pass_and_preserved_tokens_at_the_
     assert steps[-1].stats.tokens_per_forward_pass == 2 / 3
 
 
-def test_the_drafter_processes_many_preserved_tokens_in_passes_of_at_most_max_nodes() -> None:
+def test_the_drafter_reads_preserved_tokens_in_limited_passes() -> None:
     preserved_codes = np.full(40, -1)
     preserved_codes[3:30] = 1
     prompts = [replace(make_prompt(0), preserved_codes=preserved_codes), make_prompt(1)]

@@ -57,7 +57,7 @@ def are_same_results(first: Result, second: Result) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_splitting_a_request_into_batches_does_not_change_the_images(
+def test_splitting_into_batches_does_not_change_the_images(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str | None, cache_rows: list[int]
 ) -> None:
     request = {"prompts": ["red cube", "a green sphere"], "seed": [3, 90], "num_images": 4, "method": method}
@@ -78,7 +78,7 @@ def test_splitting_a_request_into_batches_does_not_change_the_images(
         assert split.stats.target_passes > unsplit.stats.target_passes
 
 
-def test_a_stream_of_more_images_than_fit_in_a_batch_yields_all_tokens_then_statistics(
+def test_a_stream_of_many_images_yields_all_tokens(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_batches(monkeypatch, words_bundle, 2)
@@ -102,7 +102,7 @@ def test_a_stream_of_more_images_than_fit_in_a_batch_yields_all_tokens_then_stat
     assert all(np.array_equal(*pair) for pair in zip(streamed_codes, pipe("red cube", num_images=5).codes, strict=True))
 
 
-def test_a_short_prompt_needs_less_memory_than_the_longest_possible_prompt(words_bundle: Path) -> None:
+def test_a_short_prompt_needs_less_memory_than_a_long_one(words_bundle: Path) -> None:
     manifest = open_bundle(words_bundle).manifest
     settings = make_settings(words_bundle, method="ar")
     longest = estimate_image_memory(manifest, settings)
@@ -116,9 +116,7 @@ def test_a_short_prompt_needs_less_memory_than_the_longest_possible_prompt(words
     assert maximum["cache of the target"] > 10 * short["cache of the target"]
 
 
-def test_a_batch_has_a_maximum_number_of_images_and_a_maximum_memory(
-    words_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_has_maximum_images_and_memory(words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = open_bundle(words_bundle).manifest
     settings = make_settings(words_bundle)
     bytes_per_image = sum(estimate_image_memory(manifest, settings).values())
@@ -140,7 +138,7 @@ def test_a_batch_has_a_maximum_number_of_images_and_a_maximum_memory(
 # ---------------------------------------------------------------- requests that do not fit
 
 
-def test_a_request_that_needs_too_much_memory_is_rejected_before_graphs_are_loaded(
+def test_too_large_requests_are_rejected_before_loading(
     words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -170,9 +168,7 @@ def test_available_memory_respects_the_limit_of_a_control_group(system_files: di
 
 
 @pytest.mark.parametrize("folder", ["memory", "memory/docker/a"])
-def test_available_memory_respects_the_limit_of_a_control_group_of_version_1(
-    system_files: dict[str, str], folder: str
-) -> None:
+def test_available_memory_respects_control_groups_of_version_1(system_files: dict[str, str], folder: str) -> None:
     system_files["/proc/self/cgroup"] = "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a"
     stat = "inactive_file 1\ntotal_inactive_file 200000\n"
     for name, text in (("limit_in_bytes", "5000000"), ("usage_in_bytes", "4000000"), ("stat", stat)):

@@ -19,12 +19,7 @@ BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
 
 
 def list_imports(file: Path, only_at_import: bool = False) -> Iterator[str]:
-    """Yield the dotted names that a file imports, with leading dots if relative.
-
-    Args:
-        file: Python file.
-        only_at_import: whether to skip imports inside functions and classes.
-    """
+    """Yield the dotted names that a file imports, with leading dots if relative."""
     tree = ast.parse(file.read_text("utf-8"))
     for node in tree.body if only_at_import else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -36,7 +31,6 @@ def list_imports(file: Path, only_at_import: bool = False) -> Iterator[str]:
 
 
 def find_imports_of_modules() -> dict[str, set[str]]:
-    """Return the imports between modules of the package: for each importing module, the set of imported modules."""
     known = find_package_files()
     targets: dict[str, set[str]] = {}
     for name, file in known.items():
@@ -79,12 +73,7 @@ def run_python(code: str) -> set[str]:
 
 
 def find_external_packages(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
-    """Return the names of the external packages that some modules of the package import.
-
-    Args:
-        prefixes: first parts of the dotted names of the importing modules.
-        only_at_import: whether to skip imports inside functions and classes.
-    """
+    """Return the names of the external packages that some modules of the package import."""
     files = [file for name, file in find_package_files().items() if name.split(".")[0] in prefixes]
     names = {name for file in files for name in list_imports(file, only_at_import) if not name.startswith(".")}
     return {name.split(".")[0] for name in names}
@@ -103,7 +92,7 @@ def test_no_model_family_imports_another_family() -> None:
     assert imports == {name: set() for name in families}
 
 
-def test_modules_that_generate_images_import_no_torch_onnx_or_export_code() -> None:
+def test_modules_that_generate_images_import_no_torch_or_onnx() -> None:
     public = tuple(name for name in RANKS if name not in ("export", "train"))
     assert find_external_packages(public) & LARGE_PACKAGES == set()
     for name, file in find_package_files().items():
@@ -119,7 +108,7 @@ def test_importing_the_package_loads_no_large_dependency() -> None:
     )
 
 
-def test_the_help_of_the_export_command_loads_no_large_dependency() -> None:
+def test_exports_help_loads_no_large_dependency() -> None:
     assert run_python("import lantern_rt.cli.export").isdisjoint(LARGE_PACKAGES | {"onnxruntime"})
 
 

@@ -19,7 +19,7 @@ from lantern_rt.runtime.state import ImageSequence
 @pytest.mark.parametrize(
     "sampling", [Sampling(cfg_scale=2.5, cfg_schedule="linear", temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
-def test_the_negative_log_likelihood_agrees_with_the_exact_distributions_of_the_target(sampling: Sampling) -> None:
+def test_the_likelihood_agrees_with_the_exact_distributions(sampling: Sampling) -> None:
     model = make_model(vocabulary=5, codes=7)
     prompt = make_prompt(3, prefix=4, padding=1)
     codes = np.array([0, 3, 1, 1, 4, 2, 0])
@@ -33,7 +33,7 @@ def test_the_negative_log_likelihood_agrees_with_the_exact_distributions_of_the_
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8), Sampling(cfg_scale=2.5, cfg_tokens=2)]
 )
-def test_the_entropy_is_the_expected_negative_log_likelihood_of_tokens(sampling: Sampling) -> None:
+def test_entropy_is_the_expected_negative_log_likelihood(sampling: Sampling) -> None:
     model = make_model(vocabulary=5, codes=3)
     prompt = make_prompt(3)
     expected = entropy = 0.0  # nats per token, averaged over all images

@@ -34,13 +34,7 @@ def test_random_numbers_equal_the_values_in_the_documentation(
 
 
 def compute_random_words(seed: int, position: int, count: int) -> list[int]:
-    """Return the first 32-bit random numbers of a position, computed as docs/seeds.md specifies.
-
-    Args:
-        seed: seed of the image.
-        position: position in the sequence; 16 positions share one stream, and the positions take turns in this stream.
-        count: number of random numbers.
-    """
+    """Return the first 32-bit random numbers of a position, computed as docs/seeds.md specifies."""
     numbers = [16 * code + position % 16 for code in range(count)]
     blocks = [compute_philox_block([1 + number // 8, position // 16, 0, 0], [seed, 0]) for number in numbers]
     return [
@@ -70,7 +64,7 @@ def test_the_noise_of_a_seed_is_the_same_as_in_earlier_versions() -> None:
     assert digest[:16] == "a78c2a90f7792d94"
 
 
-def test_noise_does_not_depend_on_how_many_codes_and_positions_are_requested() -> None:
+def test_noise_does_not_depend_on_the_requested_amount() -> None:
     noise_of_few_codes = Noise(5)
     noise_of_many_codes = Noise(5)
     np.testing.assert_array_equal(noise_of_many_codes.gumbel(3, 1, 1024)[:, :7], noise_of_few_codes.gumbel(3, 1, 7))
@@ -107,7 +101,7 @@ def test_noise_is_finite_and_has_the_gumbel_distribution() -> None:
     ],
     ids=["positions", "seeds", "seed and position", "positions of one seed", "noise and acceptance", "codes"],
 )
-def test_random_numbers_of_different_positions_seeds_and_purposes_are_independent(
+def test_random_numbers_of_positions_and_seeds_are_independent(
     make_first_numbers: Callable[[int], Any], make_second_numbers: Callable[[int], Any]
 ) -> None:
     """Check by a chi-squared test that the quartile of the first number does not predict the quartile of the second."""
@@ -121,7 +115,7 @@ def test_random_numbers_of_different_positions_seeds_and_purposes_are_independen
     assert chi2_contingency(table).pvalue > 0.001
 
 
-def test_the_acceptance_random_numbers_of_a_position_do_not_depend_on_earlier_calls() -> None:
+def test_a_positions_random_numbers_ignore_earlier_calls() -> None:
     noise = Noise(3)
     expected = Noise(3).acceptance_rng(5).random(6)
     noise.acceptance_rng(4).random(3)
@@ -131,7 +125,7 @@ def test_the_acceptance_random_numbers_of_a_position_do_not_depend_on_earlier_ca
     assert np.array_equal(np.random.Generator(stream).random(6), expected)
 
 
-def test_threads_may_prepare_noise_while_another_thread_reads_and_discards_noise() -> None:
+def test_threads_may_prepare_noise_while_another_reads_it() -> None:
     noise = Noise(7)
     with ThreadPoolExecutor(4) as threads:
         for group in range(40):

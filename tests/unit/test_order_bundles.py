@@ -34,7 +34,7 @@ def pipe(folder: Path) -> Pipeline:
     return Pipeline.from_bundle(folder, threads=1)
 
 
-def test_100_images_are_the_same_alone_in_a_batch_in_a_stream_and_from_the_service(pipe: Pipeline) -> None:
+def test_100_images_are_the_same_alone_batched_and_served(pipe: Pipeline) -> None:
     seeds = list(range(100))
     classes = [seed % 10 for seed in seeds]
     expected = [pipe(class_ids=classes[i], seed=i).codes[0].tolist() for i in seeds]
@@ -57,7 +57,7 @@ def test_100_images_are_the_same_alone_in_a_batch_in_a_stream_and_from_the_servi
             assert news.codes[0].tolist() == expected[i]
 
 
-def test_each_step_shows_the_cells_of_one_more_group_and_returns_tokens_in_raster_order(pipe: Pipeline) -> None:
+def test_each_step_shows_the_cells_of_one_more_group(pipe: Pipeline) -> None:
     order = pipe.bundle.manifest.order
     assert order is not None
     steps = list(pipe.stream(class_ids=3, seed=1))
@@ -77,9 +77,7 @@ def test_each_step_shows_the_cells_of_one_more_group_and_returns_tokens_in_raste
     assert {*np.flatnonzero(~is_grey.ravel()).tolist()} == {0, 2, 8, 10}
 
 
-def test_methods_ar_and_groups_generate_in_groups_and_other_methods_are_rejected(
-    pipe: Pipeline, words_bundle: Path
-) -> None:
+def test_only_methods_ar_and_groups_generate_groups(pipe: Pipeline, words_bundle: Path) -> None:
     result = pipe(class_ids=3, seed=1)
     assert result.settings.method == GroupDecoding()
     for method in ("ar", "groups", Autoregressive(), GroupDecoding()):
@@ -137,9 +135,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
         ([[1], [0, 3], [2]], "`order` samples cell 0 from logits after cell 0"),
     ],
 )
-def test_a_target_with_two_heads_needs_a_cell_adjacent_to_each_new_cell_in_the_previous_group(
-    groups: list[list[int]], expected: str
-) -> None:
+def test_two_heads_need_a_neighbour_in_the_previous_group(groups: list[list[int]], expected: str) -> None:
     order = GroupOrderSpec.model_validate({"groups": groups, "two_heads": True})
     if not expected:
         return order.check_covers_all_cells(4, 2)
@@ -149,7 +145,7 @@ def test_a_target_with_two_heads_needs_a_cell_adjacent_to_each_new_cell_in_the_p
 
 
 @pytest.mark.parametrize(("changes", "expected"), WRONG_FIELDS, ids=str)
-def test_a_manifest_with_a_wrong_order_of_cells_is_rejected_with_a_one_line_error(
+def test_a_wrong_order_of_cells_is_rejected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
 ) -> None:
     shutil.copytree(folder, tmp_path / "tiny")
@@ -161,9 +157,7 @@ def test_a_manifest_with_a_wrong_order_of_cells_is_rejected_with_a_one_line_erro
     assert expected in text
 
 
-def test_a_bundle_with_too_few_positions_or_embeddings_for_learned_vectors_is_rejected(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_too_few_positions_for_learned_vectors_are_rejected(folder: Path, tmp_path: Path) -> None:
     fields = open_bundle(folder).manifest.model_dump(mode="json")
     fields["target"]["max_positions"] = 17
     with pytest.raises(ValidationError, match="prefix, image and learned vectors need 18 positions"):

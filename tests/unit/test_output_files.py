@@ -27,7 +27,7 @@ def write_folder(output: Path) -> None:
         (folder / "bundle.json").touch()
 
 
-def test_writing_a_folder_removes_only_partial_folders_of_the_same_user(tmp_path: Path) -> None:
+def test_writing_removes_only_the_users_partial_folders(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".goal.pipe.partial")
     (tmp_path / "own").mkdir()
     (tmp_path / ".goal.link.partial").symlink_to(tmp_path / "own")
@@ -42,7 +42,7 @@ def test_writing_a_folder_removes_only_partial_folders_of_the_same_user(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_an_existing_pipe_or_link_with_the_name_of_the_partial_file_is_replaced_and_not_followed(
+def test_a_pipe_or_link_named_like_a_partial_file_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 7)
@@ -59,7 +59,7 @@ def test_an_existing_pipe_or_link_with_the_name_of_the_partial_file_is_replaced_
 
 
 @pytest.mark.parametrize("target", ["nowhere", "a.png"], ids=["to a missing file", "to itself"])
-def test_a_broken_link_at_the_output_path_is_not_overwritten_without_force(tmp_path: Path, target: str) -> None:
+def test_a_broken_link_is_not_overwritten_without_force(tmp_path: Path, target: str) -> None:
     link = tmp_path / "a.png"
     link.symlink_to(tmp_path / target)
     for try_output_path in (
@@ -75,7 +75,7 @@ def test_a_broken_link_at_the_output_path_is_not_overwritten_without_force(tmp_p
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_mount_point_as_output_folder_is_rejected_before_the_work_begins() -> None:
+def test_a_mount_point_as_output_is_rejected_before_the_work() -> None:
     error = catch_error(OutputError, check_new_folder, Path("/"), True, "bundle.json")
     assert (error.problem, error.remedy) == (
         "is a mount point, which cannot be replaced",
@@ -86,7 +86,7 @@ def test_a_mount_point_as_output_folder_is_rejected_before_the_work_begins() -> 
 @pytest.mark.parametrize(
     ("function", "number"), [("tempfile.TemporaryFile", errno.EROFS), ("pathlib.Path.iterdir", errno.EACCES)]
 )
-def test_an_output_folder_that_cannot_be_read_or_written_is_rejected_before_the_work_begins(
+def test_an_unusable_output_is_rejected_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -98,9 +98,7 @@ def test_an_output_folder_that_cannot_be_read_or_written_is_rejected_before_the_
     assert error.problem == f"cannot be written ({os.strerror(number)})"
 
 
-def test_the_disk_space_check_adds_the_sizes_of_folders_on_the_same_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_check_adds_folders_on_the_same_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_of = {"one": 1, "two": 1, "three": 3}
     for name in disk_of:
         (tmp_path / name).mkdir()

@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def test_readme_links_on_the_package_index_are_absolute_and_lead_to_files_of_the_repository(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_readme_links_on_the_package_index_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     setuptools = pytest.importorskip("setuptools")
     metadata: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", metadata.update)
@@ -35,7 +33,7 @@ def test_readme_links_on_the_package_index_are_absolute_and_lead_to_files_of_the
         assert (ROOT / match[1]).is_file(), link
 
 
-def test_documented_pip_commands_that_install_pytorch_for_a_cpu_name_the_index_of_cpu_wheels() -> None:
+def test_pip_commands_of_pytorch_name_the_index_of_cpu_wheels() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     lines = [line for page in pages for line in page.read_text("utf-8").splitlines() if "pip install" in line]
     torch_lines = [line for line in lines if re.search(r"\[cpu,(?:export|train)", line)]
@@ -57,7 +55,7 @@ REPOSITORY = {"url": "https://example.org/lantern-rt", "vcs_info": {"vcs": "git"
         (None, "'lantern-rt[serve]'"),
     ],
 )
-def test_the_install_command_in_errors_names_the_source_from_which_the_package_was_installed(
+def test_install_commands_in_errors_name_the_installed_source(
     monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None, expected_requirement: str
 ) -> None:
     distribution = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
@@ -67,7 +65,7 @@ def test_the_install_command_in_errors_names_the_source_from_which_the_package_w
     assert make_install_command("cpu", reinstall=True).startswith("pip install --force-reinstall ")
 
 
-def test_every_dependency_has_the_same_minimum_version_in_all_extras() -> None:
+def test_a_dependency_has_the_same_minimum_in_all_extras() -> None:
     minimum_versions: dict[str, set[str]] = {}
     extras = {
         name: extra for name, extra in PROJECT["optional-dependencies"].items() if name != "webgpu"
@@ -79,7 +77,7 @@ def test_every_dependency_has_the_same_minimum_version_in_all_extras() -> None:
     assert {name: versions for name, versions in minimum_versions.items() if len(versions) > 1} == {}
 
 
-def test_ci_runs_every_nox_session_once_and_contributing_md_lists_every_session() -> None:
+def test_ci_runs_every_nox_session_once() -> None:
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE)
     lists = dict(re.findall(r'^([A-Z]+)="([^"]*)"$', (ROOT / ".ci/run").read_text("utf-8"), re.MULTILINE))
     names = [item.partition(":")[0] for item in f"{lists['FIRST']} {lists['SECOND']}".split()]

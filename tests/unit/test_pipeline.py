@@ -26,21 +26,14 @@ def embeds_pipe(embeddings_bundle: Path) -> Pipeline:
 
 
 def is_same_image(first: Result, second: Result, i: int, j: int = 0) -> bool:
-    """Return whether image `i` of one result and image `j` of another have the same tokens and pixels.
-
-    Args:
-        first: result with image `i`.
-        second: result with image `j`.
-        i: index of an image in `first`.
-        j: index of an image in `second`.
-    """
+    """Return whether image `i` of one result and image `j` of another have the same tokens and pixels."""
     return np.array_equal(first.codes[i], second.codes[j]) and first.images[i].tobytes() == second.images[j].tobytes()
 
 
 # ---------------------------------------------------------------- results
 
 
-def test_a_prompt_generates_one_image_with_its_tokens_and_statistics(pipe: Pipeline) -> None:
+def test_a_prompt_generates_an_image_tokens_and_statistics(pipe: Pipeline) -> None:
     result = pipe("red sphere on sand", seed=7)
     (image,) = result.images
     assert image.size == (6 * CELL, 6 * CELL)
@@ -81,9 +74,7 @@ def test_several_threads_can_use_one_pipeline(words_bundle: Path) -> None:
         assert is_same_image(second, alone, 0)
 
 
-def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
-    words_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafter_and_neighbours_are_loaded_when_needed(words_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = Pipeline.from_bundle(words_bundle, threads=1)
     loaded_parts: list[str] = []
     engines = type(pipe.engines)
@@ -114,9 +105,7 @@ def test_guidance_moves_away_from_the_negative_prompt(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "sjd:window=3", "eagle:tree=tree-2-10", "rows:window=2", "lantern"])
-def test_guiding_all_tokens_equals_full_guidance_and_guiding_no_token_equals_no_guidance(
-    pipe: Pipeline, method: str
-) -> None:
+def test_guiding_all_or_no_tokens_equals_full_or_no_guidance(pipe: Pipeline, method: str) -> None:
     guided, unguided = (pipe("red cube", seed=1, method=method, cfg_scale=scale).codes[0] for scale in (20, 1))
     assert guided.tolist() != unguided.tolist()
     for count, expected in ((36, guided), ("100%", guided), (0, unguided), ("0%", unguided)):
@@ -179,7 +168,7 @@ def test_a_stream_ends_with_the_result_of_a_call(pipe: Pipeline, method: str) ->
     assert step.image(1).tobytes() == result.images[1].tobytes()
 
 
-def test_a_partial_image_shows_the_generated_tokens_and_is_grey_elsewhere(pipe: Pipeline) -> None:
+def test_a_partial_image_is_grey_where_tokens_are_missing(pipe: Pipeline) -> None:
     whole = np.asarray(pipe("red cube", seed=1).images[0])
     for step in pipe.stream("red cube", seed=1):
         known = np.zeros((6, 6), bool)
@@ -190,7 +179,7 @@ def test_a_partial_image_shows_the_generated_tokens_and_is_grey_elsewhere(pipe: 
         assert (partial[~known] == GREY).all()
 
 
-def test_a_callback_gets_every_step_and_the_error_of_a_callback_ends_the_call(pipe: Pipeline) -> None:
+def test_a_callback_gets_every_step_and_its_error_ends_the_call(pipe: Pipeline) -> None:
     done_counts: list[int] = []
     result = pipe("red cube", method="ar", callback_on_step=lambda step: done_counts.append(step.done))
     assert done_counts == [step.done for step in pipe.stream("red cube", method="ar")]
@@ -295,7 +284,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no os.fork")
-def test_a_forked_process_cannot_use_a_pipeline_of_its_parent_but_can_load_a_new_pipeline(words_bundle: Path) -> None:
+def test_a_forked_process_must_load_a_new_pipeline(words_bundle: Path) -> None:
     program = [sys.executable, "-c", FORKING_PROGRAM, str(words_bundle)]
     process = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
     assert process.stdout.splitlines() == 3 * ["pipeline loaded before this process was forked"] + ["1", "3"]

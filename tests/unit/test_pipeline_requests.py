@@ -56,13 +56,7 @@ def no_drafter_checker(tmp_path_factory: pytest.TempPathFactory) -> RequestCheck
 
 
 def make_option_cases(name: str, *values: Any, **other_options: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return a pair for each wrong value of an option: field of the expected error, and request with this value.
-
-    Args:
-        name: name of the option.
-        values: wrong values of the option.
-        other_options: other options of the requests.
-    """
+    """Return a pair for each wrong value of an option: field of the expected error, and request with this value."""
     return [(name.rstrip("_"), {name: value, **other_options}) for value in values]
 
 
@@ -189,9 +183,7 @@ def test_pytorch_tensors_are_accepted_as_embeddings(
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])
-def test_pytorch_tensors_that_cannot_become_numpy_arrays_are_rejected(
-    embeddings_checker: RequestChecker, kind: str
-) -> None:
+def test_tensors_that_numpy_cannot_hold_are_rejected(embeddings_checker: RequestChecker, kind: str) -> None:
     torch = pytest.importorskip("torch")
     rows = torch.ones(2, CAPTION)
     tensors = {
@@ -205,9 +197,7 @@ def test_pytorch_tensors_that_cannot_become_numpy_arrays_are_rejected(
 
 
 @pytest.mark.parametrize("embeddings", WRONG_EMBEDDINGS)
-def test_embeddings_with_a_wrong_shape_or_wrong_values_are_rejected(
-    embeddings_checker: RequestChecker, embeddings: Any
-) -> None:
+def test_embeddings_of_wrong_shape_or_values_are_rejected(embeddings_checker: RequestChecker, embeddings: Any) -> None:
     expect_rejection(embeddings_checker, "embeddings", {"embeddings": embeddings})
 
 
@@ -236,7 +226,7 @@ def test_embeddings_with_a_wrong_shape_or_wrong_values_are_rejected(
         ({"quality": "fast", "method": "ar"}, "quality: a quality and a method; give one of them"),
     ],
 )
-def test_the_error_of_a_wrong_option_says_how_to_correct_the_request(
+def test_a_wrong_options_error_says_how_to_correct_it(
     words_checker: RequestChecker, options: dict[str, Any], expected_message: str
 ) -> None:
     assert str(catch_error(RequestError, words_checker, "red cube", **options)) == expected_message
@@ -253,7 +243,7 @@ def test_the_error_of_a_wrong_option_says_how_to_correct_the_request(
         (SpeculativeJacobi(neighbors=3, delta=0.1), "has 0 neighbors per code, but the method's bound reads 3"),
     ],
 )
-def test_the_error_of_an_unsupported_method_says_why_and_lists_the_supported_methods(
+def test_an_unsupported_method_lists_the_supported_ones(
     no_drafter_checker: RequestChecker, method: Any, expected_problem: str
 ) -> None:
     error = catch_error(RequestError, no_drafter_checker, "red cube", method=method)
@@ -261,7 +251,7 @@ def test_the_error_of_an_unsupported_method_says_why_and_lists_the_supported_met
     assert no_drafter_checker.method() == SpeculativeJacobi(window=7)
 
 
-def test_method_sjd_is_exact_unless_the_request_sets_a_relaxation_bound(words_checker: RequestChecker) -> None:
+def test_sjd_is_exact_unless_the_request_relaxes_it(words_checker: RequestChecker) -> None:
     exact_method = words_checker.method(method="sjd")
     assert (exact_method, exact_method.exact) == (SpeculativeJacobi(window=8), True)
     relaxed_method = words_checker.method(method="sjd:lambda=3")
@@ -292,7 +282,6 @@ def test_a_method_can_be_given_as_a_string_an_object_or_json(words_checker: Requ
 
 
 def replace_default_methods(words_checker: RequestChecker, *methods: MethodConfig) -> Any:
-    """Return the manifest with `methods` as the default parameters of methods."""
     manifest = words_checker.bundle.manifest
     return manifest.model_copy(update={"decoding": manifest.decoding.model_copy(update={"methods": methods})})
 
@@ -309,7 +298,7 @@ def test_a_request_may_describe_the_shape_of_the_draft_tree(words_checker: Reque
     assert all(tree is None or tree.parents.tolist() == [-1, 0, 0, 1] for tree in trees)
 
 
-def test_an_unknown_keyword_argument_is_a_type_error_with_a_suggestion(words_checker: RequestChecker) -> None:
+def test_an_unknown_keyword_argument_suggests_another(words_checker: RequestChecker) -> None:
     with pytest.raises(TypeError, match="'qualty'; did you mean 'quality'"):
         words_checker("red cube", qualty="fast")
     with pytest.raises(TypeError, match="'prompt'; did you mean 'prompts'"):
@@ -344,16 +333,14 @@ def test_the_bundle_may_set_the_default_number_of_guided_tokens(words_checker: R
     assert "cfg_tokens" not in resolve_settings(half_guided_manifest, {"cfg_scale": 1}).as_dict()
 
 
-def test_without_defaults_in_the_bundle_trees_are_small_and_all_neighbors_are_used(
-    words_checker: RequestChecker,
-) -> None:
+def test_without_defaults_trees_are_small(words_checker: RequestChecker) -> None:
     manifest = replace_default_methods(words_checker)
     assert resolve_settings(manifest, {"method": "eagle"}).method == Eagle(tree="chain-3")
     lantern: Any = resolve_settings(manifest, {"method": "lantern"}).method
     assert (lantern.neighbors, lantern.delta) == (NUM_NEIGHBORS, 0.2)
 
 
-def test_every_method_has_a_number_of_draft_nodes_and_an_unknown_method_is_an_error() -> None:
+def test_every_method_has_a_number_of_draft_nodes() -> None:
     class Unknown(MethodConfig):
         method: Literal["unknown"] = "unknown"
 

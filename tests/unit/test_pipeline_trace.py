@@ -20,8 +20,6 @@ def record_trace(pipe: Pipeline, method: str, steps: int | None = None) -> tuple
     """Generate two images; return the trace and the last step.
 
     Args:
-        pipe: pipeline.
-        method: method string.
         steps: number of steps after which to stop; None: generate whole images.
     """
     trace = Trace(6, 6)
@@ -37,7 +35,7 @@ def read_trace_file(trace: Trace) -> dict[str, NDArray[Any]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_tokens_of_an_image_can_be_reconstructed_from_the_trace_file(pipe: Pipeline, method: str) -> None:
+def test_tokens_can_be_reconstructed_from_the_trace(pipe: Pipeline, method: str) -> None:
     trace, last_step = record_trace(pipe, method)
     file = read_trace_file(trace)
     replayed: list[list[int]] = [[], []]
@@ -68,7 +66,7 @@ def test_the_tokens_of_an_image_can_be_reconstructed_from_the_trace_file(pipe: P
 
 
 @pytest.mark.parametrize("method", ["eagle", "lantern:delta=0.9", "lantern++:lambda=40"])
-def test_the_trace_marks_tokens_that_exact_acceptance_would_have_rejected(pipe: Pipeline, method: str) -> None:
+def test_the_trace_marks_tokens_accepted_by_relaxation(pipe: Pipeline, method: str) -> None:
     steps = list(pipe.stream(["red cube", "green sphere"] * 4, seed=4, method=method))
     trace = Trace(6, 6)
     for step in steps:
@@ -84,7 +82,7 @@ def test_the_trace_marks_tokens_that_exact_acceptance_would_have_rejected(pipe: 
     assert (np.isnan(p) == np.isnan(q)).all() or method == "eagle"
 
 
-def test_the_colour_of_a_cell_in_the_trace_image_shows_how_many_tokens_the_step_accepted(pipe: Pipeline) -> None:
+def test_a_trace_images_colours_show_accepted_tokens(pipe: Pipeline) -> None:
     trace, last_step = record_trace(pipe, "eagle")
     assert last_step.stats is not None
     cells = trace.count_accepted_tokens_per_cell()
@@ -102,7 +100,7 @@ def test_the_colour_of_a_cell_in_the_trace_image_shows_how_many_tokens_the_step_
     assert len(set.union(*colours.values())) == len(colours)
 
 
-def test_the_trace_of_a_cancelled_image_has_code_minus_1_for_missing_tokens(pipe: Pipeline) -> None:
+def test_a_cancelled_images_trace_has_code_minus_1(pipe: Pipeline) -> None:
     trace, last_step = record_trace(pipe, "lantern", steps=4)
     codes = read_trace_file(trace)["codes"]
     for i in range(2):

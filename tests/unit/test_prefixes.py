@@ -30,10 +30,6 @@ class SumEngine:
 
     The key of an entry holds the value and the position, both small integers. A drafter reads token ids: text tokens
     are below `OFFSET`, codes begin at `OFFSET`.
-
-    Attributes:
-        reads_tokens: whether the engine is a drafter.
-        passes: inputs of every forward pass, in order.
     """
 
     reads_tokens: bool = False
@@ -82,7 +78,7 @@ def generate_tokens(prompts: list[Prompt], method: MethodConfig, sampling: Sampl
     return collect_codes(decode(make_sum_model(**engines), prompts, seeds, sampling, method), len(prompts))
 
 
-def test_a_prefill_pads_batch_rows_to_one_length_and_masks_later_positions_and_padding() -> None:
+def test_a_prefill_pads_rows_to_one_length_and_masks_padding() -> None:
     engine = SumEngine()
     rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
     padding = [np.array([True, False, False, False]), np.zeros(2, bool)]
@@ -103,9 +99,7 @@ def test_a_prefill_pads_batch_rows_to_one_length_and_masks_later_positions_and_p
 
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
 @pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
-def test_prompts_of_different_lengths_generate_the_same_images_alone_and_in_a_batch(
-    sampling: Sampling, tree: str | None
-) -> None:
+def test_prompts_of_different_lengths_do_not_change_images(sampling: Sampling, tree: str | None) -> None:
     method = Autoregressive() if tree is None else Eagle(tree=tree)
     prompts = [make_sum_prompt(*lengths) for lengths in ((5, 2), (2, 2), (9, 2), (3, 3))]
     batch_images = generate_tokens(prompts, method, sampling, drafter=SumEngine(True))
@@ -116,7 +110,7 @@ def test_prompts_of_different_lengths_generate_the_same_images_alone_and_in_a_ba
         assert batch_images == generate_tokens(prompts, Autoregressive(), sampling)
 
 
-def test_batch_rows_with_prefixes_of_different_lengths_have_the_right_positions_and_tokens() -> None:
+def test_rows_of_different_prefixes_have_the_right_positions() -> None:
     target = SumEngine()
     drafter = SumEngine(True)
     prompts = [make_sum_prompt(5, 2)]

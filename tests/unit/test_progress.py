@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock_seconds
 
 
-def test_work_of_less_than_two_seconds_prints_only_the_names_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_prints_only_the_names_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(announce_tasks=False) as progress:
         progress("codes", 3, 4)
     assert capsys.readouterr().err == ""
@@ -33,9 +33,7 @@ def test_work_of_less_than_two_seconds_prints_only_the_names_of_tasks(capsys: py
     assert capsys.readouterr().err == "sorting\nhashing\n"
 
 
-def test_a_progress_line_has_the_finished_count_and_the_estimated_remaining_time(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_progress_line_has_count_and_remaining_time(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(announce_tasks=False) as progress:
         progress("codes", 4000, 16_384)  # work that resumes at 4000: earlier codes do not count for the speed
         for seconds, done in ((3, 4000), (4, 4050), (96, 4096), (99, 4100), (102, 16_384)):
@@ -48,7 +46,7 @@ def test_a_progress_line_has_the_finished_count_and_the_estimated_remaining_time
     ]
 
 
-def test_the_estimated_remaining_time_decreases_while_the_count_stays_the_same(
+def test_the_remaining_time_decreases_while_the_count_stays(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with show_progress(announce_tasks=False) as progress:
@@ -73,7 +71,7 @@ def test_a_progress_bar_on_a_terminal_shows_the_finished_count(
     assert "sorting" not in last_line
 
 
-def test_the_run_command_without_a_terminal_prints_progress_lines(
+def test_run_without_a_terminal_prints_progress_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "FIRST_LINE_SECONDS", 0.0)

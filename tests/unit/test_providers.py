@@ -40,12 +40,6 @@ PLUGIN = "onnxruntime_ep_webgpu"
 
 
 def make_mock_session(*active: str, **nodes: list[str]) -> Any:
-    """Make a mock ONNX Runtime session.
-
-    Args:
-        active: names of the providers of the session.
-        nodes: operator types of the nodes that a provider runs, by name of the provider.
-    """
     parts = [
         SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
         for name, ops in nodes.items()
@@ -54,12 +48,7 @@ def make_mock_session(*active: str, **nodes: list[str]) -> Any:
 
 
 class MockOnnxRuntime:
-    """Mock of the module `onnxruntime` that records registered plugins.
-
-    Args:
-        providers: names of available providers.
-        devices: provider of each device that a plugin offers.
-    """
+    """Mock of the module `onnxruntime` that records registered plugins."""
 
     __version__ = "1.31.1"
 
@@ -80,7 +69,7 @@ class MockOnnxRuntime:
         return [SimpleNamespace(ep_name=name) for name in (CPU, *self.devices)]
 
 
-def test_every_graph_except_the_target_may_have_a_different_provider() -> None:
+def test_every_graph_but_the_target_may_have_another_provider() -> None:
     assert ProviderChoice.parse(()) == ProviderChoice.parse("auto") != ProviderChoice.parse("cpu") == ON_CPU
     choice = ProviderChoice.parse(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
     roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
@@ -107,9 +96,7 @@ def test_invalid_provider_options_are_rejected(names: str, expected_fault: str) 
     assert (error.field, error.found) == ("provider", expected_fault)
 
 
-def test_the_image_decoder_may_run_on_a_different_provider_than_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_image_decoder_may_run_on_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setitem(PROVIDERS, "twin", Provider("twin", CPU, "onnxruntime", {}))
     bundle = make_tiny_bundle(tmp_path / "tiny")
@@ -127,14 +114,14 @@ def test_the_image_decoder_may_run_on_a_different_provider_than_the_target(
     assert (pipe.engines.backend, pipe.engines.image_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
 
 
-def test_the_error_of_a_missing_provider_names_the_package_that_contains_the_provider() -> None:
+def test_a_missing_provider_names_its_package() -> None:
     error = catch_error(EngineError, find_available_provider, "cuda", MockOnnxRuntime("AzureExecutionProvider", CPU))
     assert (error.found, error.expected) == (f"onnxruntime 1.31.1 with AzureExecutionProvider, {CPU}", CUDA)
     assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
     assert find_available_provider("cuda", MockOnnxRuntime(CUDA, CPU)).execution_provider == CUDA
 
 
-def test_a_graph_that_runs_partly_on_the_cpu_instead_of_the_provider_is_rejected() -> None:
+def test_a_graph_that_runs_partly_on_the_cpu_is_rejected() -> None:
     cuda = PROVIDERS["cuda"]
     assert catch_error(EngineError, check_node_assignment, GRAPH, cuda, make_mock_session(CPU)).found == CPU
     partly_on_cpu = make_mock_session(
@@ -147,9 +134,7 @@ def test_a_graph_that_runs_partly_on_the_cpu_instead_of_the_provider_is_rejected
     check_node_assignment(GRAPH, cuda, make_mock_session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
-def test_a_provider_without_convolutions_is_rejected_before_an_image_is_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_provider_without_convolutions_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     check_provider("cpu")
 
@@ -172,9 +157,7 @@ def test_a_provider_plugin_is_registered_only_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("path", "words"), [("plugin.so", "no device"), ("broken.so", "libvulkan"), (None, "no module onnxruntime_ep")]
 )
-def test_a_provider_plugin_that_is_missing_broken_or_without_a_device_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, path: str | None, words: str
-) -> None:
+def test_an_unusable_provider_plugin_is_rejected(monkeypatch: pytest.MonkeyPatch, path: str | None, words: str) -> None:
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
     monkeypatch.setitem(sys.modules, PLUGIN, module)
     assert (
@@ -185,9 +168,7 @@ def test_a_provider_plugin_that_is_missing_broken_or_without_a_device_is_rejecte
     )
 
 
-def test_webgpu_is_rejected_if_the_installed_onnxruntime_gpu_would_allocate_memory_with_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_webgpu_is_rejected_if_cuda_would_allocate_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     runtime = MockOnnxRuntime(CUDA, CPU, devices=(WEBGPU,))
     error = catch_error(EngineError, find_available_provider, "webgpu", runtime)
@@ -199,7 +180,7 @@ def test_webgpu_is_rejected_if_the_installed_onnxruntime_gpu_would_allocate_memo
     assert runtime.registered_plugins == []
 
 
-def test_the_gpu_is_the_default_if_the_package_for_the_gpu_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_the_default_if_its_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
         monkeypatch.setattr(providers, "list_installed_packages", lambda name, package=package: name == package)
@@ -208,7 +189,7 @@ def test_the_gpu_is_the_default_if_the_package_for_the_gpu_is_installed(monkeypa
             assert detect_provider(MockOnnxRuntime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
 
 
-def test_an_unusable_gpu_stops_loading_unless_the_bundle_needs_the_cpu(
+def test_an_unusable_gpu_stops_loading_of_gpu_bundles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("onnxruntime")
@@ -222,14 +203,14 @@ def test_an_unusable_gpu_stops_loading_unless_the_bundle_needs_the_cpu(
     assert EngineOptions().runs_on_cpu(integers)
 
 
-def test_the_minimum_versions_of_gpu_libraries_are_the_versions_in_constraints_txt() -> None:
+def test_minimum_gpu_libraries_are_those_of_constraints_txt() -> None:
     root = Path(__file__).parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     minimum_versions = {re.sub(r"(\[.*])?>=", "==", line) for line in (*extras["gpu"], *extras["webgpu"])}
     assert minimum_versions <= {*(root / "constraints.txt").read_text("utf-8").splitlines()}
 
 
-def test_only_one_thread_at_a_time_uses_a_device_with_cuda_graphs() -> None:
+def test_one_thread_at_a_time_uses_a_device_with_cuda_graphs() -> None:
     events = list[str]()
 
     def use_device() -> None:

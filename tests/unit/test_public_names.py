@@ -13,12 +13,12 @@ from lantern_rt import errors
 
 
 @pytest.mark.parametrize("name", lantern_rt.__all__)
-def test_every_public_name_can_be_imported_and_is_listed_by_the_function_dir(name: str) -> None:
+def test_every_public_name_can_be_imported_and_is_in_dir(name: str) -> None:
     assert getattr(lantern_rt, name)
     assert name in dir(lantern_rt)
 
 
-def test_every_error_class_is_public_and_derives_from_lantern_error() -> None:
+def test_every_error_is_public_and_a_lantern_error() -> None:
     error_classes = {name: error_class for name, error_class in vars(errors).items() if inspect.isclass(error_class)}
     assert len(error_classes) > 5
     assert error_classes.keys() == {name for name in lantern_rt.__all__ if name.endswith("Error")}

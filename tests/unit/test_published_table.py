@@ -36,12 +36,12 @@ def test_the_table_in_the_readme_has_the_sizes_of_published_models() -> None:
         assert set(zip(downloads * len(memory), memory, strict=False)) <= set(sizes)
 
 
-def test_the_model_suggested_for_prompts_with_any_words_has_the_download_size_of_the_table() -> None:
+def test_the_suggested_models_download_size_is_the_tables() -> None:
     name, size = re.findall(r"lantern-rt run (\S+) .*at most ([\d.]+) GB", ANY_WORDS)[0]
     assert float(size) == round(published.find_published_model(name).download_bytes / 1e9, 1)
 
 
-def test_model_names_in_commands_of_the_docs_are_names_of_published_models() -> None:
+def test_model_names_in_the_docs_are_published() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text("utf-8") for page in pages)
     names = re.findall(r"lantern-rt (?:run|serve|export) ((?:llamagen|janus|emu3|simplear|anole|lumina)\S*)", text)
@@ -62,7 +62,7 @@ def test_models_name_prints_facts_and_commands(program: Any, host: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", published.load_published_models())
-def test_every_published_model_has_the_export_options_that_the_model_family_needs(name: str) -> None:
+def test_published_models_have_the_options_of_their_family(name: str) -> None:
     pytest.importorskip("torch")
     model = published.find_published_model(name)
     check_family_options(model.family, model.export_options)
@@ -98,7 +98,7 @@ def get_host_error(name: str) -> str:
     return str(error.value)
 
 
-def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_memory_or_disk_is_an_error_before_downloading(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check_host()
     assert get_host_error("llamagen").endswith("`lantern-rt models` lists the names")
     host.setattr("lantern_rt.engines.host.available_memory", lambda: 2 << 30)
@@ -112,7 +112,7 @@ def test_missing_memory_or_disk_space_is_an_error_before_the_download(host: pyte
     assert "found 1.07 GB free on the disk, expected 1.46 GB; free some, or use another disk" in get_host_error(NAME)
 
 
-def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
+def test_a_login_error_says_where_to_accept_the_terms(host: pytest.MonkeyPatch) -> None:
     change_table_row(host, login=True)
     pages = "https://huggingface.co/FoundationVision/LlamaGen"
     assert get_host_error(NAME) == (
@@ -122,7 +122,7 @@ def test_the_error_of_a_model_that_needs_a_login_says_where_to_accept_the_terms(
     check_host()
 
 
-def test_the_error_of_missing_pytorch_has_the_command_that_installs_pytorch(host: pytest.MonkeyPatch) -> None:
+def test_a_missing_pytorch_names_the_installing_command(host: pytest.MonkeyPatch) -> None:
     host.undo()
     host.setattr("importlib.util.find_spec", lambda _: None)
     assert get_host_error(NAME) == f"export: torch is not installed; run `{make_install_command('cpu,export')}`"
@@ -147,7 +147,7 @@ def make_symlink_to_itself(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("make_unusable", [make_file, make_symlink_to_itself])
-def test_a_bundle_cache_that_cannot_be_written_is_an_error_before_the_download(
+def test_an_unwritable_cache_is_an_error_before_downloading(
     host: pytest.MonkeyPatch, tmp_path: Path, make_unusable: Callable[[Path], None]
 ) -> None:
     cache = tmp_path / "cache"
@@ -157,9 +157,7 @@ def test_a_bundle_cache_that_cannot_be_written_is_an_error_before_the_download(
     assert (error.field, error.remedy) == (f"{cache}/{NAME}@int8", "set LANTERN_RT_CACHE to another folder")
 
 
-def test_a_checkpoint_cache_that_cannot_be_read_is_an_error_before_the_download(
-    host: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreadable_cache_is_an_error_before_downloading(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_symlink_to_itself(tmp_path / "hub")
     host.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     error = catch_error(OutputError, check_host)
@@ -168,7 +166,7 @@ def test_a_checkpoint_cache_that_cannot_be_read_is_an_error_before_the_download(
 
 @pytest.mark.parametrize("arguments", [["models"], ["inspect", NAME], ["run", NAME]])
 @pytest.mark.parametrize("cache_path", ["x" * 300, "/".join(["y" * 200] * 30)])
-def test_commands_report_a_bundle_cache_that_cannot_be_read_in_one_line(
+def test_commands_report_an_unreadable_bundle_cache(
     program: Any, host: pytest.MonkeyPatch, arguments: list[str], cache_path: str
 ) -> None:
     host.setenv("LANTERN_RT_CACHE", f"/{cache_path}")
@@ -177,7 +175,7 @@ def test_commands_report_a_bundle_cache_that_cannot_be_read_in_one_line(
     assert "cannot be read (File name too long), expected a folder of bundles; set LANTERN_RT_CACHE" in err
 
 
-def test_without_a_home_folder_listing_cached_bundles_is_an_error(host: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_listing_bundles_is_an_error(host: pytest.MonkeyPatch) -> None:
     for name in ("LANTERN_RT_CACHE", "XDG_CACHE_HOME"):
         host.delenv(name, raising=False)
     host.setattr("os.path.expanduser", lambda path: path)
@@ -257,7 +255,7 @@ WRONG_COMMANDS: list[tuple[str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("field", "words"), WRONG_COMMANDS)
-def test_a_command_with_a_wrong_option_is_rejected_before_the_download(
+def test_a_wrong_option_is_rejected_before_downloading(
     program: Any, host: pytest.MonkeyPatch, tmp_path: Path, field: str, words: tuple[str, ...]
 ) -> None:
     host.chdir(tmp_path)

@@ -37,7 +37,6 @@ def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
     """Return the PNG text chunks that record an image, by name.
 
     Args:
-        bundle: bundle that the chunks name.
         changes: chunks with other texts or JSON values; None removes a chunk.
     """
     defaults = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
@@ -82,9 +81,7 @@ def test_run_from_a_png_generates_the_same_file_again(program: Any, words_bundle
     assert Path(repeated_image["output"]).read_bytes() == Path(last_image["output"]).read_bytes()
 
 
-def test_run_from_a_png_repeats_images_of_class_ids_and_of_the_embedded_bundle(
-    program: Any, class_bundle: Path
-) -> None:
+def test_run_from_repeats_images_of_classes_and_embedded_prompts(program: Any, class_bundle: Path) -> None:
     assert program("run", class_bundle, "--class-id", 7, "--seed", 0)[0] == 0
     assert program("run", class_bundle, "--from", "class-7-seed0.png")[0] == 0
     assert Path("class-7-seed0-again.png").read_bytes() == Path("class-7-seed0.png").read_bytes()
@@ -93,9 +90,7 @@ def test_run_from_a_png_repeats_images_of_class_ids_and_of_the_embedded_bundle(
     assert Path("a-again.png").read_bytes() == Path("a.png").read_bytes()
 
 
-def test_run_from_a_png_accepts_the_options_output_scale_trace_and_force(
-    program: Any, words_bundle: Path, bundle: Bundle
-) -> None:
+def test_run_from_accepts_output_scale_trace_and_force(program: Any, words_bundle: Path, bundle: Bundle) -> None:
     write_png(Path("a.png"), make_record(bundle))
     command = (words_bundle, "--from", "a.png", "--output", "a.png", "--trace", "a.npz", "--scale", 3)
     assert program("run", *command)[0] == 2
@@ -137,7 +132,7 @@ def test_settings_that_the_png_records_are_rejected_as_options(
     expect_rejection(["--from", "a.png", *options], f"{options[0]}: is recorded in a.png already")
 
 
-def test_a_different_bundle_is_rejected_and_a_bundle_path_in_the_png_is_not_opened(
+def test_a_path_in_the_png_is_not_opened(
     expect_rejection: Any, words_bundle: Path, class_bundle: Path, bundle: Bundle
 ) -> None:
     write_png(Path("a.png"), make_record(bundle, bundle=str(words_bundle)))
@@ -184,7 +179,7 @@ def test_a_different_bundle_is_rejected_and_a_bundle_path_in_the_png_is_not_open
         ({"settings": SETTINGS | {"colour\x1b[2J": 1}}, "settings: 'colour\\x1b[2J': found 1, expected nothing"),
     ],
 )
-def test_a_png_whose_record_was_altered_is_rejected_with_a_one_line_error(
+def test_an_altered_record_is_rejected(
     expect_rejection: Any, words_bundle: Path, bundle: Bundle, changes: dict[str, Any], words: str
 ) -> None:
     Path("paths.json").mkdir()  # reading this path would fail with a different error
@@ -193,7 +188,6 @@ def test_a_png_whose_record_was_altered_is_rejected_with_a_one_line_error(
 
 
 def make_chunk(kind: bytes, data: bytes) -> bytes:
-    """Return a PNG chunk of type `kind`, 4 letters."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
@@ -222,20 +216,18 @@ HOSTILE_FILES = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_FILES)
-def test_a_file_that_is_not_a_png_with_a_record_is_rejected_with_a_one_line_error(
-    expect_rejection: Any, name: str
-) -> None:
+def test_a_file_without_a_record_is_rejected(expect_rejection: Any, name: str) -> None:
     Path("a.png").write_bytes(HOSTILE_FILES[name])
     expect_rejection(["--from", "a.png"], "; give a PNG that `lantern-rt run` wrote")
 
 
-def test_a_path_that_cannot_be_read_is_rejected_with_a_one_line_error(program: Any, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_read_is_rejected(program: Any, tmp_path: Path) -> None:
     for name, words in (("no.png", "No such file"), (tmp_path, "directory"), ("x" * 300, "too long")):
         code, _, err = program("run", "--from", name)
         assert (code, err.count("\n"), "cannot be read" in err, words in err) == (2, 1, True, True)
 
 
-def test_a_record_is_read_from_a_png_with_other_chunks_and_missing_pixels(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_record_is_read_beside_other_chunks(bundle: Bundle, tmp_path: Path) -> None:
     info = PngInfo()
     for name, text in make_record(bundle, Comment="mine", seed="7").items():
         info.add_itxt(name, text, zip=True)
@@ -257,7 +249,7 @@ def split_png(data: bytes) -> list[bytes]:
     return chunks
 
 
-def test_a_record_is_read_from_text_chunks_before_or_after_the_pixels(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_record_is_read_before_or_after_the_pixels(bundle: Bundle, tmp_path: Path) -> None:
     path = write_png(tmp_path / "a.png", make_record(bundle))
     header, *records, pixels, end = split_png(path.read_bytes())
     expected = read_recipe(path)
@@ -271,7 +263,7 @@ def test_a_record_is_read_from_text_chunks_before_or_after_the_pixels(bundle: Bu
         assert read_recipe(path) == expected
 
 
-def test_an_edit_reads_the_prompt_of_a_png_from_a_chunk_after_the_pixels(tmp_path: Path) -> None:
+def test_an_edit_reads_the_prompt_after_the_pixels(tmp_path: Path) -> None:
     path = write_png(tmp_path / "a.png", {"prompt": "a red cube"})
     header, text, pixels, end = split_png(path.read_bytes())
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + pixels + text + end)
@@ -280,9 +272,7 @@ def test_an_edit_reads_the_prompt_of_a_png_from_a_chunk_after_the_pixels(tmp_pat
     assert request.images[0].prompt_or_class_id == "a red cube"
 
 
-def test_an_existing_image_of_another_exact_method_is_reused_unless_weights_are_dequantized(
-    bundle: Bundle, words_bundle: Path, tmp_path: Path
-) -> None:
+def test_an_image_of_another_exact_method_is_reused(bundle: Bundle, words_bundle: Path, tmp_path: Path) -> None:
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         (image,) = pipe("red cube", method="ar").images
     path = tmp_path / "cube.png"

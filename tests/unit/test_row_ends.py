@@ -75,13 +75,7 @@ def make_row_end_model(columns: int, **options: Any) -> ToyModel:
 
 
 def add_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> list[int]:
-    """Return codes in raster order with a row-end token after each complete grid row except the last.
-
-    Args:
-        codes: first codes of an image.
-        columns: number of columns of the token grid.
-        num_codes: number of codes of the whole image.
-    """
+    """Return codes in raster order with a row-end token after each complete grid row except the last."""
     tokens: list[int] = []
     for cell, code in enumerate(codes):
         tokens += [code, VOCABULARY] if (cell + 1) % columns == 0 and cell + 1 < num_codes else [code]
@@ -89,14 +83,6 @@ def add_row_ends(codes: Sequence[int], columns: int, num_codes: int = CODES) -> 
 
 
 def generate_tokens_without_runtime(model: ToyModel, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
-    """Return the tokens of an image, generated one by one without the runtime.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        seed: seed of the image.
-        sampling: sampling settings.
-    """
     codes: list[int] = []
     for cell in range(model.num_codes):
         p = compute_next_distribution(
@@ -116,9 +102,7 @@ def generate_tokens(
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 12])
 @pytest.mark.parametrize("method", EXACT_METHODS.values(), ids=EXACT_METHODS)
-def test_every_exact_method_generates_the_tokens_of_the_simple_implementation_with_row_ends(
-    method: MethodConfig, columns: int
-) -> None:
+def test_exact_methods_generate_the_simple_tokens_with_row_ends(method: MethodConfig, columns: int) -> None:
     prompts = [make_prompt(i, padding=i % 3) for i in range(3)]
     for sampling in SAMPLINGS:
         expected = [
@@ -132,7 +116,7 @@ def test_every_exact_method_generates_the_tokens_of_the_simple_implementation_wi
     "method", [*EXACT_METHODS.values(), *RELAXED_METHODS.values()], ids=[*EXACT_METHODS, *RELAXED_METHODS]
 )
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "guided for five", "greedy"])
-def test_images_with_other_grids_in_the_batch_do_not_change_an_image(method: MethodConfig, sampling: Sampling) -> None:
+def test_other_grids_in_the_batch_do_not_change_an_image(method: MethodConfig, sampling: Sampling) -> None:
     model = make_row_end_model(3)
     layouts = [make_raster_layout(*size, VOCABULARY) for size in ((12, 3), (8, 2), (10, 5))]
 
@@ -167,7 +151,7 @@ def test_a_draft_may_continue_in_the_next_grid_row(tree: str) -> None:
 
 @pytest.mark.parametrize("columns", [1, 3, 5])
 @pytest.mark.parametrize("tree", ["", "chain-4", "tree-3-210-100", "dynamic-16-5-3"])
-def test_draft_heads_use_the_hidden_states_that_predict_codes_and_not_row_ends(
+def test_heads_use_states_that_predict_codes_and_not_row_ends(
     tree: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use draft heads that return the position of their hidden state, and compare this position with the expected."""
@@ -203,7 +187,7 @@ def test_draft_heads_use_the_hidden_states_that_predict_codes_and_not_row_ends(
     assert 0 in {cell % columns for cell in unaccepted_cells}
 
 
-def test_the_likelihood_of_an_image_includes_codes_but_not_row_ends() -> None:
+def test_the_likelihood_includes_codes_but_not_row_ends() -> None:
     model = make_row_end_model(3)
     sampling = SAMPLINGS[1]
     prompt = make_prompt(1)
@@ -218,9 +202,7 @@ def test_the_likelihood_of_an_image_includes_codes_but_not_row_ends() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 6))
-def test_the_layout_of_a_draft_chain_contains_the_row_ends_between_the_codes(
-    codes: list[int], columns: int, first_cell: int
-) -> None:
+def test_a_draft_chain_contains_the_row_ends_between_its_codes(codes: list[int], columns: int, first_cell: int) -> None:
     raster = make_raster_layout(columns * 30, columns, 100)
     tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
     layout = raster.lay_out_tree(tree, first_cell)
@@ -235,7 +217,7 @@ def test_the_layout_of_a_draft_chain_contains_the_row_ends_between_the_codes(
     assert layout.find_path_nodes(range(len(codes))).tolist() == list(range(len(layout.tokens)))
 
 
-def test_draft_nodes_attend_only_to_the_row_ends_of_their_ancestors() -> None:
+def test_nodes_attend_only_to_row_ends_of_their_ancestors() -> None:
     tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
     layout = make_raster_layout(9, 3, 9).lay_out_tree(tree, 1)  # the root is in cell 1, so depth 1 is column 2
     assert layout.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
@@ -247,9 +229,7 @@ def test_draft_nodes_attend_only_to_the_row_ends_of_their_ancestors() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)
-def test_row_ends_are_at_the_positions_where_the_published_code_of_lumina_mgpt_puts_them(
-    shape: tuple[int, int],
-) -> None:
+def test_row_ends_are_where_lumina_puts_them(shape: tuple[int, int]) -> None:
     rows, columns = shape
     official = np.load(LUMINA / "golden.npz")[f"official_forced_{rows}x{columns}"].tolist()
     row_end, end_of_image = (

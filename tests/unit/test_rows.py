@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from toy_distributions import compute_naive_distribution
-from toy_engine import (
-    AnyOrderTarget,
-    ToyModel,
-    ToyTarget,
-    collect_codes,
-    decode,
-    make_prompt,
-    make_raster_layout,
-)
+from toy_engine import AnyOrderTarget, ToyModel, ToyTarget, collect_codes, decode, make_prompt, make_raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Autoregressive, Eagle, MethodConfig, RowParallel, Sampling, SpeculativeJacobi
@@ -53,15 +45,7 @@ def generate_tokens(
 def compute_distribution(
     model: ToyModel, prompt: Prompt, attended: Known, sampling: Sampling, index: int
 ) -> NDArray[np.float64]:
-    """Return the target's distribution of a token, float64 `[vocabulary]`, without the runtime.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        attended: earlier tokens to which the new token attends, by cell.
-        sampling: sampling settings.
-        index: index of the token in the image.
-    """
+    """Return the target's distribution of a token, float64 `[vocabulary]`, without the runtime."""
     target = model.target
     rows = []
     assert isinstance(target, ToyTarget)
@@ -78,14 +62,7 @@ def compute_distribution(
 
 
 def find_attended_cells(row: int, count: int, columns: int, window: int) -> set[int]:
-    """Return the cells to which the next token of a row attends; each row is `window` columns ahead of the row below.
-
-    Args:
-        row: grid row of the next token.
-        count: number of known tokens in the row.
-        columns: number of columns of the token grid.
-        window: number of columns by which each row is ahead of the row below.
-    """
+    """Return the cells to which a row's next token attends; each row is `window` columns ahead of the row below."""
     return {
         earlier_row * columns + earlier_column
         for earlier_row in range(row + 1)
@@ -101,10 +78,6 @@ def generate_tokens_without_runtime(
     A row end is a cell after the last column. Its token is known before the other tokens of the row.
 
     Args:
-        model: toy model.
-        prompt: prompt of the image.
-        window: number of columns by which each row is ahead of the row below.
-        sampling: sampling settings.
         choose_token: function that returns the token of a cell, given the cell and the distribution `[vocabulary]`.
     """
     ends = model.row_end is not None
@@ -131,7 +104,7 @@ def generate_tokens_without_runtime(
     window=st.integers(1, 4),
 )
 @settings(max_examples=10, deadline=None)
-def test_row_parallel_decoding_with_preserved_tokens_agrees_with_the_simple_implementation(
+def test_preserved_tokens_agree_with_the_simple_implementation(
     preserved_codes: NDArray[np.int64], window: int, ends: bool, drafts: int
 ) -> None:
     model = make_row_model(3, 4, ends=ends)
@@ -157,7 +130,7 @@ def test_row_parallel_decoding_with_preserved_tokens_agrees_with_the_simple_impl
     ("rows", "columns", "window"),
     [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (3, 4, 7), (4, 3, 4), (3, 4, 4), (4, 1, 1)],
 )
-def test_row_parallel_decoding_generates_the_tokens_of_the_simple_implementation(
+def test_rows_generate_the_tokens_of_the_simple_implementation(
     rows: int, columns: int, window: int, sampling: Sampling, ends: bool
 ) -> None:
     model = make_row_model(rows, columns, ends=ends)
@@ -181,7 +154,7 @@ def test_row_parallel_decoding_generates_the_tokens_of_the_simple_implementation
         )
 
 
-def test_row_parallel_images_have_the_joint_distribution_of_the_simple_implementation() -> None:
+def test_rows_have_the_joint_distribution_of_the_simple_one() -> None:
     model = make_row_model(2, 2, vocabulary=3)
     prompt = make_prompt(1)
     count = 6000
@@ -208,7 +181,7 @@ def test_row_parallel_images_have_the_joint_distribution_of_the_simple_implement
     st.integers(1, 7), st.integers(1, 9), st.integers(1, 10), st.integers(0, 4),
     st.sampled_from([1, 2, 5, 64]), st.integers(0, 2**32 - 1), st.booleans(),
 )  # fmt: skip
-def test_every_cell_is_generated_once_and_after_all_cells_to_which_the_cell_attends(
+def test_every_cell_follows_the_cells_it_attends_to(
     rows: int, codes: int, window: int, max_drafts: int, max_nodes: int, seed: int, ends: bool
 ) -> None:
     grid = TokenGrid(make_raster_layout(rows * codes, codes, 9 if ends else None), [0], window, max_nodes=max_nodes)
@@ -251,9 +224,7 @@ def test_every_cell_is_generated_once_and_after_all_cells_to_which_the_cell_atte
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 5), st.booleans())
-def test_a_row_parallel_image_does_not_depend_on_the_number_of_draft_tokens(
-    drafts: int, window: int, ends: bool
-) -> None:
+def test_the_number_of_drafts_does_not_change_an_image(drafts: int, window: int, ends: bool) -> None:
     model = make_row_model(4, 4, ends=ends)
     prompts = [make_prompt(i) for i in range(3)]
     seeds = [5, 6, 7]
@@ -263,7 +234,7 @@ def test_a_row_parallel_image_does_not_depend_on_the_number_of_draft_tokens(
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
-def test_row_parallel_decoding_with_a_window_of_all_columns_generates_the_image_of_method_ar(ends: bool) -> None:
+def test_a_window_of_all_columns_generates_the_image_of_ar(ends: bool) -> None:
     model = make_row_model(3, 4, ends=ends)
     prompt = make_prompt(2)
     expected_codes = [
@@ -274,9 +245,7 @@ def test_row_parallel_decoding_with_a_window_of_all_columns_generates_the_image_
 
 
 @pytest.mark.parametrize("method", [SpeculativeJacobi(window=4), Eagle(tree="chain-2"), Autoregressive()])
-def test_requests_with_other_methods_in_the_batch_do_not_change_a_row_parallel_image(
-    pipe: Pipeline, method: MethodConfig
-) -> None:
+def test_other_methods_in_the_batch_do_not_change_an_image(pipe: Pipeline, method: MethodConfig) -> None:
     alone = pipe("red cube", seed=9, method="rows:window=2").codes[0]
     with Service(pipe, max_images_per_pass=4) as service:
         news_queue: queue.Queue[StreamStep | BaseException] = queue.Queue()
@@ -288,7 +257,7 @@ def test_requests_with_other_methods_in_the_batch_do_not_change_a_row_parallel_i
     assert np.array_equal(news.codes[0], alone)
 
 
-def test_row_parallel_steps_show_all_generated_cells_but_return_tokens_in_raster_order(pipe: Pipeline) -> None:
+def test_steps_show_all_generated_cells(pipe: Pipeline) -> None:
     steps = list(pipe.stream("red cube", seed=1, method="rows:window=2"))
     last_step = steps[-1]
     manifest = pipe.bundle.manifest

@@ -46,7 +46,7 @@ class ConstantGenerator:
 
 @pytest.mark.parametrize("family", ["llamagen-c2i", "llamagen-t2i"])
 @pytest.mark.parametrize("setting", range(6))
-def test_filters_give_the_probabilities_recorded_with_the_published_code_of_llamagen(family: str, setting: int) -> None:
+def test_filters_give_the_recorded_probabilities_of_llamagen(family: str, setting: int) -> None:
     golden = np.load(DATA / family / "golden.npz")
     temperature, top_k, top_p = golden["filter_params"][setting]
     sampling = Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, filter_order="top-k, top-p")
@@ -75,7 +75,7 @@ def test_filters_agree_with_a_simple_implementation(
     assert np.count_nonzero(distribution) <= (top_k or len(logits))
 
 
-def test_top_k_before_top_p_and_top_p_before_top_k_give_different_distributions() -> None:
+def test_the_order_of_top_k_and_top_p_matters() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     top_k_first = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
     top_p_first = compute_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
@@ -94,7 +94,7 @@ def test_a_distribution_of_nan_or_infinite_logits_is_an_error(invalid_logit: flo
         compute_distribution(np.array([0, invalid_logit], np.float32), Sampling())
 
 
-def test_guidance_mixes_two_batch_rows_and_returns_a_single_row_unchanged() -> None:
+def test_guidance_mixes_two_rows_and_returns_a_single_one() -> None:
     rows = np.array([[[1, 2]], [[0, 4]]], np.float32)
     np.testing.assert_allclose(mix_guided_logits(rows, Sampling(cfg_scale=3)), [[3, -2]])
     np.testing.assert_array_equal(mix_guided_logits(rows[:1], Sampling(cfg_scale=3)), rows[0])
@@ -106,9 +106,7 @@ def test_guidance_mixes_two_batch_rows_and_returns_a_single_row_unchanged() -> N
     arrays(np.float64, st.integers(1, 8), elements=st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 1.0])),
     st.sampled_from([0.0, 1e-17, 0.5, 1 - 2**-53]),
 )
-def test_a_sampled_token_has_positive_probability_and_uses_one_random_number(
-    weights: np.ndarray, number: float
-) -> None:
+def test_a_sampled_token_is_possible_and_uses_one_number(weights: np.ndarray, number: float) -> None:
     if weights.sum() == 0:
         weights[0] = 1
     generator = ConstantGenerator(number)
@@ -120,7 +118,7 @@ def make_gumbel_noise(rng: np.random.Generator, size: tuple[int, ...]) -> np.nda
     return rng.gumbel(size=size).astype(np.float32)
 
 
-def test_the_best_token_with_gumbel_noise_is_a_sample_from_the_filtered_distribution() -> None:
+def test_the_best_token_with_noise_is_a_sample() -> None:
     logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
     for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
         noise = make_gumbel_noise(np.random.default_rng(1), (10_000, 5))
@@ -145,7 +143,7 @@ def test_nan_logits_give_no_token_to_their_node_alone(invalid_logit: float, samp
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_the_best_k_tokens_with_gumbel_noise_are_k_samples_without_replacement(count: int) -> None:
+def test_the_best_k_with_noise_are_samples_without_replacement(count: int) -> None:
     distribution = np.array([0.45, 0.0, 0.3, 0.15, 0.1])
     num_samples = 10_000
     with np.errstate(divide="ignore"):
@@ -167,7 +165,7 @@ def test_the_best_k_tokens_with_gumbel_noise_are_k_samples_without_replacement(c
 
 
 @pytest.mark.parametrize("vocabulary", [64, 4096, 16384])  # one block and many blocks
-def test_samples_from_a_large_codebook_agree_with_the_inverse_of_the_cumulative_distribution(vocabulary: int) -> None:
+def test_samples_of_a_large_codebook_invert_the_distribution(vocabulary: int) -> None:
     weights = np.random.default_rng(0).random(vocabulary) ** 8
     weights[::3] = 0
     distribution = weights / weights.sum()
@@ -186,7 +184,7 @@ def test_samples_from_a_large_codebook_agree_with_the_inverse_of_the_cumulative_
     ),
     count=st.integers(1, 9),
 )
-def test_the_best_k_tokens_and_their_log_probabilities_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
+def test_the_best_k_tokens_agree_with_a_full_sort(logits: np.ndarray, count: int) -> None:
     codes, scores = find_top_codes(logits, count)
     num_best = min(count, logits.shape[1])
     assert codes.shape == scores.shape == (len(logits), num_best)

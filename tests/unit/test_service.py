@@ -37,11 +37,7 @@ def service(pipe: Pipeline) -> Iterator[Service]:
 
 
 class RecordingListener:
-    """A listener that records steps and errors of one request.
-
-    Args:
-        busy: while this function returns true, the listener blocks the thread of the service, and so all passes.
-    """
+    """A listener that records steps and errors of one request."""
 
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
         self.busy = busy
@@ -67,7 +63,7 @@ class RecordingListener:
         return self.steps[-1]
 
 
-def test_every_caller_gets_the_images_that_a_separate_pipeline_call_generates(pipe: Pipeline, service: Service) -> None:
+def test_every_caller_gets_the_images_of_a_separate_call(pipe: Pipeline, service: Service) -> None:
     requests = [
         {"prompts": PROMPTS[i % 4], "seed": i, "num_images": 1 + i % 2, "method": method, "temperature": 0.7 + i % 2}
         for i, method in enumerate(METHODS)
@@ -115,7 +111,7 @@ def get_retry_seconds(service: Service) -> int:
     return error.retry_seconds
 
 
-def test_the_error_of_a_full_queue_says_after_how_many_seconds_to_try_again(pipe: Pipeline) -> None:
+def test_a_full_queue_says_when_to_try_again(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=2, max_queued_images=1) as service:
         is_busy = True
         callers = [RecordingListener(lambda: is_busy) for _ in range(3)]
@@ -142,7 +138,7 @@ def test_the_error_of_a_full_queue_says_after_how_many_seconds_to_try_again(pipe
         assert 0 < service.capacity.seconds_per_image < 10
 
 
-def test_wrong_requests_are_rejected_on_submission_and_do_not_affect_other_requests(service: Service) -> None:
+def test_wrong_requests_are_rejected_and_affect_no_others(service: Service) -> None:
     caller = RecordingListener()
     service.submit(caller, "red cube", method="sjd")
     wide = {"method": "sjd:window=128"}  # all requests in the pass would be padded to this width
@@ -168,7 +164,7 @@ def test_a_cancelled_request_ends_after_the_current_forward_pass(service: Servic
     assert cancelled.steps[-1].stats is None
 
 
-def test_a_full_service_accepts_a_new_request_after_another_request_is_cancelled(pipe: Pipeline) -> None:
+def test_a_full_service_accepts_a_request_after_a_cancellation(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=1, max_queued_images=0) as service:
         is_busy = True
         cancelled = RecordingListener(lambda: is_busy)
@@ -183,7 +179,7 @@ def test_a_full_service_accepts_a_new_request_after_another_request_is_cancelled
         wait_until_idle(service)
 
 
-def test_a_failed_forward_pass_ends_the_requests_in_the_pass_and_later_requests_succeed(
+def test_a_failed_pass_ends_only_the_requests_in_it(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for error in (EngineError("the device is gone"), ZeroDivisionError("a bug")):
@@ -201,7 +197,7 @@ def test_a_failed_forward_pass_ends_the_requests_in_the_pass_and_later_requests_
     assert np.array_equal(caller.wait_for_last_step().codes[0], pipe("red cube", seed=3).codes[0])
 
 
-def test_the_service_still_works_after_an_error_in_prefill_adding_or_removing_a_request(
+def test_the_service_survives_errors_around_a_pass(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for owner, name in ((prepared, "compute_prefixes"), (Batch, "add"), (Batch, "remove")):
@@ -223,7 +219,7 @@ def test_the_service_still_works_after_an_error_in_prefill_adding_or_removing_a_
         Service(pipe, max_images_per_pass=0)
 
 
-def test_a_request_without_memory_for_a_kv_cache_fails_without_effect_on_other_requests(
+def test_a_request_without_memory_affects_no_others(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running_listener = RecordingListener()
@@ -243,7 +239,7 @@ def test_a_request_without_memory_for_a_kv_cache_fails_without_effect_on_other_r
     wait_until_idle(service)
 
 
-def test_an_error_in_a_listener_ends_only_the_request_of_this_listener(service: Service) -> None:
+def test_an_error_in_a_listener_ends_only_its_request(service: Service) -> None:
     def raise_error(news: object) -> None:
         raise ValueError("a listener's bug")
 
@@ -254,7 +250,7 @@ def test_an_error_in_a_listener_ends_only_the_request_of_this_listener(service: 
     wait_until_idle(service)
 
 
-def test_closing_the_service_finishes_or_fails_requests_and_rejects_new_requests(pipe: Pipeline) -> None:
+def test_closing_finishes_requests_and_rejects_new_ones(pipe: Pipeline) -> None:
     for drain in (True, False):
         service = Service(pipe, max_images_per_pass=1)
         callers = [RecordingListener(lambda service=service: service.is_open) for _ in range(3)]
@@ -277,9 +273,7 @@ def test_the_example_in_the_docs_of_the_service_runs(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image-0.png", "image-1.png"]
 
 
-def test_is_open_is_false_after_three_failed_passes_and_true_after_a_successful_pass(
-    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_is_open_is_false_after_three_failed_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     with Service(pipe, max_images_per_pass=2) as service:
         assert service.is_open
         with monkeypatch.context() as patch:
@@ -295,7 +289,7 @@ def test_is_open_is_false_after_three_failed_passes_and_true_after_a_successful_
         assert service.is_open
 
 
-def test_a_request_whose_logits_overflow_fails_and_other_requests_succeed(embeddings_bundle: Path) -> None:
+def test_a_request_whose_logits_overflow_fails_alone(embeddings_bundle: Path) -> None:
     embeddings = np.random.default_rng(1).standard_normal((2, CAPTION)).astype(np.float32)
     with Pipeline.from_bundle(embeddings_bundle, threads=1) as pipe, Service(pipe, max_images_per_pass=8) as service:
         valid_listeners = [RecordingListener() for _ in METHODS]
@@ -349,9 +343,7 @@ def run_simultaneous_requests(
     }
 
 
-def test_a_caller_with_many_requests_neither_delays_nor_changes_the_images_of_other_callers(
-    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_with_many_requests_delays_no_others(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[tuple[dict[str, int], int]] = []
     step = Batch.step
 
@@ -384,7 +376,7 @@ def test_a_caller_with_many_requests_neither_delays_nor_changes_the_images_of_ot
     assert all(nodes < 25 for _, nodes in together), "wide relaxed drafts have separate passes, exact windows shrink"
 
 
-def test_a_caller_with_few_images_replaces_the_last_image_of_a_caller_with_many_in_a_full_queue(pipe: Pipeline) -> None:
+def test_a_caller_with_few_images_replaces_one_of_many(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=1, max_queued_images=3) as service:
         is_busy = True
         greedy = [RecordingListener(lambda: is_busy) for _ in range(4)]
@@ -401,7 +393,7 @@ def test_a_caller_with_few_images_replaces_the_last_image_of_a_caller_with_many_
             caller.wait_for_last_step()
 
 
-def test_requests_that_cannot_finish_before_their_deadline_are_rejected(pipe: Pipeline) -> None:
+def test_requests_that_cannot_meet_their_deadline_are_rejected(pipe: Pipeline) -> None:
     with Service(pipe, max_images_per_pass=2, max_queued_images=8) as service:
         is_busy = True
         first = RecordingListener(lambda: is_busy)

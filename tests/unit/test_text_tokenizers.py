@@ -29,14 +29,14 @@ def test_the_token_ids_of_a_prompt_end_with_the_end_token(tokenizer: CaptionToke
     assert ids.tolist() == [*tokenizer.hf_tokenizer.encode("a red cube", add_special_tokens=False).ids, END_TOKEN]
 
 
-def test_a_long_prompt_is_truncated_and_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
+def test_a_truncated_prompt_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     all_ids = tokenizer.encode("a red cube on the snow, " * 20, 1000)
     for slots in (1, 2, 7, 120, len(all_ids) - 1):
         assert tokenizer.encode("a red cube on the snow, " * 20, slots).tolist() == [*all_ids[: slots - 1], END_TOKEN]
     assert tokenizer.encode("a red cube on the snow, " * 20, len(all_ids)).tolist() == all_ids.tolist()
 
 
-def test_prompts_are_cleaned_only_if_the_bundle_names_a_cleaning_method(tokenizer: CaptionTokenizer) -> None:
+def test_prompts_are_cleaned_only_if_the_bundle_says_so(tokenizer: CaptionTokenizer) -> None:
     tokenizer_without_cleaning = CaptionTokenizer(load_tokenizer(TOKENIZER_FILE), None)
     assert tokenizer.encode("A RED cube (c)", 120).tolist() == tokenizer.encode("a red cube c", 120).tolist()
     assert (
@@ -106,9 +106,7 @@ def word_tokenizer_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_template_tokenizer_adds_no_special_tokens_or_padding_and_does_not_truncate(
-    word_tokenizer_file: Path,
-) -> None:
+def test_a_template_tokenizer_adds_no_tokens_and_cuts_none(word_tokenizer_file: Path) -> None:
     assert TemplateTokenizer(load_tokenizer(word_tokenizer_file)).encode("a red cube", 8).tolist() == [1, 2, 3]
     assert TemplateTokenizer(load_tokenizer(word_tokenizer_file), "red {prompt} a").encode("cube", 8).tolist() == [
         2,
@@ -117,14 +115,14 @@ def test_a_template_tokenizer_adds_no_special_tokens_or_padding_and_does_not_tru
     ]
 
 
-def test_a_prompt_with_too_many_tokens_or_without_tokens_is_rejected(word_tokenizer_file: Path) -> None:
+def test_a_prompt_with_too_many_or_no_tokens_is_rejected(word_tokenizer_file: Path) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2$"):
         TemplateTokenizer(load_tokenizer(word_tokenizer_file)).encode("a red cube", 2)
     with pytest.raises(RequestError, match=r"^prompt: found no tokens, expected a few words$"):
         TemplateTokenizer(load_tokenizer(word_tokenizer_file)).encode("\u3000", 2)
 
 
-def test_cleaned_prompts_equal_the_results_recorded_with_the_published_code() -> None:
+def test_cleaned_prompts_equal_the_recorded_results() -> None:
     pairs = json.loads((TOKENIZER_FILE.parents[1] / "llamagen-captions/cleaned.json").read_text("utf-8"))
     assert len(pairs) > 200
     assert [pair for pair in pairs if clean_caption(pair[0]) != pair[1]] == []

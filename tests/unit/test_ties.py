@@ -53,8 +53,6 @@ def choose_and_check_tokens(
     Args:
         logits: logits, `[rows, vocabulary]`.
         noise: Gumbel noise, `[rows, vocabulary]`; None for greedy sampling.
-        sampling: temperature and filters.
-        rounding_margin: maximum change of the difference of two scaled logits by rounding.
 
     Returns:
         Token of each row, and whether rounding cannot change the token; both `[rows]`.
@@ -90,13 +88,6 @@ def generate_tokens(
 ) -> tuple[list[list[int]], list[Statistics]]:
     """Generate images with the seeds 0, 1 and so on, in several batches.
 
-    Args:
-        model: toy model.
-        sampling: sampling settings.
-        method: decoding method.
-        batch: number of images in a batch.
-        images: number of images in all.
-
     Returns:
         Tokens of each image, and statistics of each batch.
     """
@@ -113,7 +104,7 @@ def generate_tokens(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_rounding_errors_change_no_token_with_any_method_and_batch_size(sampling: Sampling) -> None:
+def test_rounding_errors_change_no_token(sampling: Sampling) -> None:
     expected, _ = generate_tokens(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 1)
     assert generate_tokens(make_rounding_model(MAX_ROUNDING), sampling, Autoregressive(), 5)[0] == expected
     for method in METHODS:
@@ -125,7 +116,7 @@ def test_rounding_errors_change_no_token_with_any_method_and_batch_size(sampling
     assert any(codes != expected for codes in without_recomputation), "the rounding is too small for this test"
 
 
-def test_statistics_count_the_forward_passes_that_compute_near_ties_again() -> None:
+def test_statistics_count_the_passes_that_compute_ties_again() -> None:
     model = make_rounding_model(MAX_ROUNDING)
     assert isinstance(model.target, ToyTarget)
     _, stats = generate_tokens(model, SAMPLINGS[0], Autoregressive(), 24)
@@ -142,9 +133,7 @@ def test_statistics_count_the_forward_passes_that_compute_near_ties_again() -> N
 
 
 @pytest.mark.parametrize(("count", "num_in_one_call"), [(1, 0), (2, 2), (200, 128)])
-def test_choosing_tokens_for_many_images_in_one_call_gives_the_tokens_of_separate_calls(
-    count: int, num_in_one_call: int
-) -> None:
+def test_one_call_for_many_images_chooses_the_same_tokens(count: int, num_in_one_call: int) -> None:
     logits = np.random.default_rng(0).normal(size=(count, 3, 5)).astype(np.float32)
     chain = DraftTree(np.arange(2), np.array([-1, 0])).tree_structure
     separate_rows: list[int] = []
@@ -187,7 +176,7 @@ def rounding_cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, fl
 
 @settings(max_examples=150, deadline=None)
 @given(rounding_cases())
-def test_a_token_that_is_robust_to_rounding_stays_the_same_for_changes_within_the_margin(
+def test_a_robust_token_stays_the_same_within_the_margin(
     case: tuple[Logits, Logits | None, Sampling, float, int],
 ) -> None:
     logits, noise, sampling, rounding_margin, seed = case

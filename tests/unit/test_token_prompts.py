@@ -65,7 +65,7 @@ def test_the_longest_prompt_depends_on_the_tokens_of_the_model(
     assert (error.field, error.expected) == ("prompt", f"at most {max_characters:,}")
 
 
-def test_the_conditional_and_the_unconditional_row_may_have_different_lengths(manifest: Manifest) -> None:
+def test_both_rows_of_guidance_may_have_different_lengths(manifest: Manifest) -> None:
     first_image, second_image = make_requests(manifest, ANOLE, [50, 51, 52], images=2)
     assert first_image.condition_inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
     assert first_image.condition_inputs["uncond_ids"].tolist() == [[0, 133]]
@@ -74,20 +74,20 @@ def test_the_conditional_and_the_unconditional_row_may_have_different_lengths(ma
     assert (first_image.seed, second_image.seed) == (7, 8)
 
 
-def test_the_unconditional_row_may_be_the_template_with_a_fill_token_for_each_text_token(manifest: Manifest) -> None:
+def test_the_unconditional_row_may_be_filled_with_a_token(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, JANUS, [50, 51])
     assert request.condition_inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
     assert request.condition_inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
 
 
-def test_the_unconditional_row_of_a_request_with_a_negative_prompt_is_the_negative_prompt(manifest: Manifest) -> None:
+def test_a_negative_prompt_is_the_unconditional_row(manifest: Manifest) -> None:
     (request,) = make_requests(manifest, ANOLE, [50, 51], negative_prompt="red")
     assert request.token_ids is not None
     assert request.token_ids[1].tolist() == [0, 50, 51, 140, 133]
     assert [len(real) for real in request.attention_masks] == [5, 5]
 
 
-def test_the_drafter_reads_the_token_after_each_position_of_the_prefix() -> None:
+def test_the_drafter_reads_the_next_token_of_the_prefix() -> None:
     rows = np.zeros((6, 4), np.float32)
     cond = np.array([0, 50, 51, 52, 140, 133])
     uncond = np.array([0, 133])
@@ -97,7 +97,7 @@ def test_the_drafter_reads_the_token_after_each_position_of_the_prefix() -> None
     assert PrefixRow(rows, np.arange(6) > 1).drafter_tokens(DrafterLayout(prefix_token=3)).tolist() == [3] * 5
 
 
-def test_a_text_shorter_than_the_prefix_is_padded_at_the_beginning(manifest: Manifest) -> None:
+def test_a_short_text_is_padded_at_the_beginning(manifest: Manifest) -> None:
     text_manifest = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
     (short_image,) = check_request(text_manifest, FixedTokenizer([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
     assert short_image.condition_inputs["token_ids"].tolist() == [[7, 1]]
@@ -120,9 +120,7 @@ def make_requests_from_token_ids(
 
 
 @pytest.mark.parametrize("layout", [ANOLE, JANUS])
-def test_token_ids_from_the_caller_give_the_same_batch_rows_as_the_prompt_text(
-    manifest: Manifest, layout: TokenLayout
-) -> None:
+def test_a_callers_token_ids_give_the_rows_of_the_text(manifest: Manifest, layout: TokenLayout) -> None:
     (expected,) = make_requests(manifest, layout, [50, 51])
     (row,) = expected.condition_inputs["token_ids"].tolist()
     first_image, second_image = make_requests_from_token_ids(manifest, layout, [row, np.array(row)], seed=[7, 8])
@@ -167,9 +165,7 @@ def test_wrong_token_ids_are_rejected(manifest: Manifest, ids: Any, field: str) 
     assert caught.value.expected
 
 
-def test_token_ids_generate_the_image_of_the_prompt_with_these_tokens(
-    words_bundle: Path, tmp_path: Path, program: Any
-) -> None:
+def test_token_ids_generate_the_image_of_their_prompt(words_bundle: Path, tmp_path: Path, program: Any) -> None:
     bundle = open_bundle(words_bundle)
     tokenizer = load_bundle_tokenizer(bundle)
     assert tokenizer is not None
@@ -195,9 +191,7 @@ def test_token_ids_generate_the_image_of_the_prompt_with_these_tokens(
         assert (code, "ids" in err.splitlines()[-1], len(err.splitlines())) == (2, True, 1)
 
 
-def test_option_codes_writes_the_tokens_of_images_to_npz_files_instead_of_png_files(
-    words_bundle: Path, tmp_path: Path, program: Any
-) -> None:
+def test_option_codes_writes_npz_files(words_bundle: Path, tmp_path: Path, program: Any) -> None:
     command = ["run", words_bundle, "red cube", "--seed", 3, "--threads", 1]
     code, out, _ = program(*command, "--codes", "--count", 2)
     assert (code, out) == (0, "red-cube-seed3.npz\nred-cube-seed4.npz\n")

@@ -48,25 +48,21 @@ def test_words_are_encoded_as_ids_padded_on_the_right(tokenizer: WordTokenizer) 
     assert tokenizer.encode("a-red_ball\n(blue)", 4).tolist() == [2, 7, 3, 4]
 
 
-def test_the_error_of_an_unknown_word_names_the_most_similar_known_word(tokenizer: WordTokenizer) -> None:
+def test_an_unknown_word_names_the_most_similar_word(tokenizer: WordTokenizer) -> None:
     message = get_encode_error(tokenizer, "a rad ball under xylophones")
     assert "unknown words 'rad' (did you mean red?), 'xylophones', expected words among the 8" in message
     assert "and 2 more" in get_encode_error(tokenizer, "zzz yyy xxx www vvv")
     assert "did you mean" not in get_encode_error(tokenizer, "a bon")  # `on` is not similar enough
 
 
-def test_the_error_of_an_unknown_word_lists_all_known_words_or_words_of_example_prompts(
-    tokenizer: WordTokenizer,
-) -> None:
+def test_an_unknown_word_lists_known_words_or_example_prompts(tokenizer: WordTokenizer) -> None:
     assert "this model knows: a, ball, blue, cube, on, red, snow, under;" in get_encode_error(tokenizer, "dragon")
     with_examples = replace(tokenizer, example_prompts=("a blue ball under snow",))
     assert "this model knows, such as blue, ball, under;" in get_encode_error(with_examples, "dragon")
 
 
 @pytest.mark.parametrize("prompt", ["<pad>", "a <unk>", "3 ball", "a café ball", "球"])
-def test_special_tokens_digits_and_letters_other_than_a_to_z_are_unknown_words(
-    tokenizer: WordTokenizer, prompt: str
-) -> None:
+def test_digits_and_letters_beyond_a_to_z_are_unknown_words(tokenizer: WordTokenizer, prompt: str) -> None:
     assert "unknown word" in get_encode_error(tokenizer, prompt)
 
 
@@ -75,7 +71,7 @@ def test_a_prompt_without_words_is_rejected(tokenizer: WordTokenizer, prompt: st
     assert get_encode_error(tokenizer, prompt) == "prompt: found no words, expected 1 to 8 words such as a, ball, blue"
 
 
-def test_the_error_of_a_prompt_with_too_many_words_says_how_many_to_remove(tokenizer: WordTokenizer) -> None:
+def test_too_many_words_are_rejected_with_the_excess(tokenizer: WordTokenizer) -> None:
     assert len(get_encode_error(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
     assert get_encode_error(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; remove 3"
 
@@ -107,7 +103,7 @@ def test_a_file_that_is_not_a_word_tokenizer_is_rejected(tmp_path: Path, data: A
         read_word_tokenizer(path)
 
 
-def test_the_word_tokenizer_returns_the_same_ids_as_the_tokenizers_library() -> None:
+def test_the_word_tokenizer_agrees_with_the_tokenizers_library() -> None:
     path = EMBEDDED / "scenes" / "tokenizer.json"
     words = read_word_tokenizer(path)
     library = Tokenizer.from_file(str(path))

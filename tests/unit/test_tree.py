@@ -51,7 +51,7 @@ def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("published", OUR_NAMES)
-def test_a_published_tree_has_the_recorded_paths_masks_depths_leaves_and_siblings(published: str) -> None:
+def test_a_published_tree_has_the_recorded_structure(published: str) -> None:
     golden = GOLDEN[published]
     shape = parse_tree(OUR_NAMES[published])
     assert isinstance(shape, StaticTreeShape)
@@ -75,7 +75,7 @@ def test_a_published_tree_has_the_recorded_paths_masks_depths_leaves_and_sibling
 
 
 @pytest.mark.parametrize("published", OUR_NAMES)
-def test_the_drafter_expands_a_published_tree_as_the_published_code_does(published: str) -> None:
+def test_a_published_tree_is_expanded_as_published(published: str) -> None:
     """Check which of the ten candidates of each node are expanded, and to which nodes each expanded node attends."""
     draft = GOLDEN[published]["draft"]
     shape = parse_tree(OUR_NAMES[published])
@@ -98,9 +98,7 @@ def test_the_drafter_expands_a_published_tree_as_the_published_code_does(publish
 
 
 @given(path_sets())
-def test_a_static_tree_sorts_paths_by_length_and_then_by_child_index(
-    paths: list[tuple[int, ...]],
-) -> None:
+def test_a_static_tree_sorts_paths_by_length_then_child(paths: list[tuple[int, ...]]) -> None:
     shape = StaticTreeShape(tuple(paths))
     assert list(shape.paths) == sorted(paths, key=lambda path: (len(path), path))
     assert shape.num_nodes == len(paths) + 1
@@ -112,9 +110,7 @@ def test_a_static_tree_sorts_paths_by_length_and_then_by_child_index(
 
 
 @given(path_sets())
-def test_the_levels_of_a_static_tree_contain_every_inner_node_once_at_the_right_depth(
-    paths: list[tuple[int, ...]],
-) -> None:
+def test_levels_contain_every_inner_node_once(paths: list[tuple[int, ...]]) -> None:
     shape = StaticTreeShape(tuple(paths))
     assert len(shape.levels) == max(map(len, paths))
     assert sorted(np.concatenate(shape.levels).tolist()) == sorted(set(shape.parents[1:].tolist()))
@@ -151,7 +147,7 @@ def test_a_dynamic_tree_with_impossible_sizes_is_rejected(sizes: tuple[int, int,
 
 
 @given(parent_lists())
-def test_the_ancestor_mask_of_a_node_contains_exactly_the_path_from_the_root(parents: np.ndarray) -> None:
+def test_the_ancestor_mask_is_the_path_from_the_root(parents: np.ndarray) -> None:
     tree = DraftTree(np.arange(len(parents)), parents)
     for node in range(tree.num_nodes):
         path = tree.path_to(node)
@@ -162,9 +158,7 @@ def test_the_ancestor_mask_of_a_node_contains_exactly_the_path_from_the_root(par
 
 
 @given(parent_lists(), st.randoms(use_true_random=False))
-def test_the_leaf_rank_of_a_node_is_the_rank_of_its_first_leaf_and_orders_siblings(
-    parents: np.ndarray, random: Any
-) -> None:
+def test_the_leaf_rank_orders_siblings(parents: np.ndarray, random: Any) -> None:
     tree_without_order = DraftTree(np.arange(len(parents)), parents)
     leaves = [
         node for node in range(tree_without_order.num_nodes) if not tree_without_order.tree_structure.children[node]
@@ -179,7 +173,7 @@ def test_the_leaf_rank_of_a_node_is_the_rank_of_its_first_leaf_and_orders_siblin
         assert ranks == sorted(ranks)
 
 
-def test_a_cached_tree_structure_adds_at_most_two_objects_to_the_garbage_collector() -> None:
+def test_a_cached_tree_adds_two_objects_to_the_collector() -> None:
     def count_objects() -> int:
         gc.collect()
         return len(gc.get_objects())
@@ -195,7 +189,7 @@ def test_a_cached_tree_structure_adds_at_most_two_objects_to_the_garbage_collect
 # ---------------------------------------------------------------- names and files
 
 
-def test_tree_names_describe_chains_and_dynamic_trees_and_may_omit_sizes() -> None:
+def test_tree_names_describe_chains_and_dynamic_trees() -> None:
     chain = parse_tree("chain-3")
     assert isinstance(chain, StaticTreeShape)
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
@@ -211,6 +205,6 @@ def test_invalid_tree_names_are_rejected(name: str) -> None:
         parse_tree(name)
 
 
-def test_the_name_of_a_static_tree_has_a_digit_for_the_children_of_each_node() -> None:
+def test_a_static_trees_name_has_a_digit_for_each_node() -> None:
     assert parse_tree("tree-2-10-1") == StaticTreeShape(((0,), (1,), (0, 0), (0, 0, 0)))
     assert parse_tree("tree-a") == StaticTreeShape(tuple((rank,) for rank in range(10)))

@@ -21,7 +21,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("turns") / "tiny"), threads=1)
 
 
-def test_a_benchmark_batch_uses_the_next_prompts_and_repeats_prompts_with_new_seeds() -> None:
+def test_a_batch_uses_the_next_prompts_and_then_new_seeds() -> None:
     prompts = Prompts("prompts", PROMPTS)
     red, green, snow = PROMPTS
     assert prompts.request(0, 2) == {"prompts": [red, green], "seed": [10_000, 10_001]}
@@ -40,7 +40,7 @@ def test_the_batches_contain_every_prompt_once_with_every_seed(images: int, seed
     assert pairs == [(prompt, 100 + seeds * i + k) for i, prompt in enumerate(PROMPTS) for k in range(seeds)]
 
 
-def test_prompts_are_read_from_a_file_or_from_the_bundle_or_are_class_ids_or_embeddings(tmp_path: Path) -> None:
+def test_prompts_are_of_a_file_the_bundle_classes_or_embeddings(tmp_path: Path) -> None:
     text = tmp_path / "prompts.txt"
     text.write_text("\n".join(PROMPTS) + "\n\n")
     text_bundle = open_bundle(make_tiny_bundle(tmp_path / "words"))
@@ -66,7 +66,7 @@ def test_prompts_are_read_from_a_file_or_from_the_bundle_or_are_class_ids_or_emb
 
 
 @pytest.mark.parametrize("command", ["bench", "train-drafter data"])
-def test_a_wrong_prompt_in_a_file_is_rejected_before_loading_with_file_and_line(
+def test_a_wrong_prompt_in_a_file_names_file_and_line(
     program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     if command == "train-drafter data":
@@ -79,9 +79,7 @@ def test_a_wrong_prompt_in_a_file_is_rejected_before_loading_with_file_and_line(
     assert err.startswith("lantern-rt: prompts.txt:4: found unknown word 'zebra'")
 
 
-def test_each_batch_runs_the_methods_in_rotated_order_and_then_computes_likelihoods(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_batch_runs_the_methods_in_rotated_order(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def make_recorder(name: str, function: Any) -> Any:
@@ -102,7 +100,7 @@ def test_each_batch_runs_the_methods_in_rotated_order_and_then_computes_likeliho
     assert [call.split()[0] for call in calls] == (["stream"] * 3 + ["likelihoods"] * 3) * 3
 
 
-def test_running_a_method_gives_the_result_of_the_pipeline_and_omits_unrequested_work(pipeline: Pipeline) -> None:
+def test_running_a_method_gives_the_pipelines_result(pipeline: Pipeline) -> None:
     request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
     method = ComparedMethod("relaxed", {"method": "lantern++", "temperature": 0.9})
     run_result = run_method(pipeline, method, request)
@@ -121,7 +119,7 @@ def test_running_a_method_gives_the_result_of_the_pipeline_and_omits_unrequested
     assert (len(result_without_likelihoods.images), result_without_likelihoods.likelihoods) == (2, [])
 
 
-def test_methods_are_parsed_with_their_parameters_and_ar_is_the_first_method(pipeline: Pipeline) -> None:
+def test_methods_are_parsed_and_ar_is_the_first(pipeline: Pipeline) -> None:
     methods = parse_methods(["lantern++:lambda=3:tree=chain-3", " sjd"], {"temperature": 0.5}, pipeline.bundle)
     assert [method.label for method in methods] == ["ar", "lantern++:lambda=3:tree=chain-3", "sjd"]
     settings = pipeline(PROMPTS[0], **methods[1].options).settings.as_dict()

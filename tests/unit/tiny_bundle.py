@@ -50,15 +50,7 @@ Axes = tuple[str | int, ...]
 def make_tiny_bundle(
     folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, weight_offset: float = 0.0
 ) -> Path:
-    """Write a bundle with random weights, the same each time; return its folder.
-
-    Args:
-        folder: new folder of the bundle.
-        kind: kind of prompts: `words`, `class` or `embeddings`.
-        grid: number of rows, and of columns, of the token grid.
-        drafter: whether the bundle has a drafter and a table of neighbours.
-        weight_offset: number added to all weights of the target.
-    """
+    """Write a bundle with random weights, the same each time; return its folder."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(5)
     table = rng.normal(size=(CODES, WIDTH)).astype(np.float32)
@@ -116,12 +108,7 @@ def make_heads_bundle(folder: Path) -> Bundle:
 
 
 def make_order_bundle(folder: Path, num_vectors: int = 3) -> Path:
-    """Write a bundle that generates 4 x 4 tokens in groups of up to four per forward pass; return its folder.
-
-    Args:
-        folder: new folder of the bundle.
-        num_vectors: number of learned vectors in the table of embeddings; the manifest declares three.
-    """
+    """Write a bundle that generates 4 x 4 tokens in groups of up to four per forward pass; return its folder."""
     make_tiny_bundle(folder, "class", grid=4, drafter=False)
     table = np.load(folder / "code_embeddings.npy")
     vectors = np.random.default_rng(8).normal(size=(num_vectors, WIDTH)).astype(np.float32)
@@ -144,7 +131,6 @@ def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.floa
     """Write the graph of a target, or of a drafter if `table` is given.
 
     Args:
-        path: path of the ONNX file.
         head: weights of the logits, `[WIDTH, CODES]`.
         table: the drafter's embeddings of codes, `[CODES, WIDTH]`.
     """
@@ -225,16 +211,6 @@ def _save_graph(
     outputs: dict[str, Axes],
     weights: dict[str, NDArray[Any]],
 ) -> None:
-    """Write an ONNX file.
-
-    Args:
-        path: output path; the graph has the name of the file.
-        nodes: nodes of the graph.
-        inputs: axes of the float32 inputs, by name.
-        ids: axes of the int64 inputs, by name.
-        outputs: axes of the float32 outputs, by name.
-        weights: constants of the graph, by name.
-    """
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in inputs.items()]
     values += [helper.make_tensor_value_info(name, TensorProto.INT64, axes) for name, axes in ids.items()]
     results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in outputs.items()]

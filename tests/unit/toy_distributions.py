@@ -18,7 +18,6 @@ def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) 
 
     Args:
         logits: logits, float64 `[vocabulary]`.
-        sampling: temperature, top-k, top-p and the order of the filters.
     """
     weights = np.exp((logits - logits.max()) / (sampling.temperature or 1.0))
     for name in sampling.filter_order.split(", "):
@@ -40,14 +39,7 @@ def compute_naive_distribution(logits: NDArray[np.float64], sampling: Sampling) 
 def compute_next_distribution(
     model: ToyModel, prompt: Prompt, codes: Sequence[int], sampling: Sampling
 ) -> NDArray[np.float64]:
-    """Return the target's distribution of the token after `codes`, float64 `[vocabulary]`, without the runtime.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the image.
-        codes: earlier tokens of the image, with row ends.
-        sampling: guidance, repetition penalty and filters.
-    """
+    """Return the target's distribution of the token after `codes`, float64 `[vocabulary]`, without the runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
     prefix = len(prompt.cond.is_real_token)
@@ -70,11 +62,6 @@ def compute_next_distribution(
 
 def compute_joint_distribution(model: ToyModel, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
     """Return the probability of every possible image.
-
-    Args:
-        model: toy model.
-        prompt: prompt of the images.
-        sampling: guidance, repetition penalty and filters.
 
     Returns:
         Probabilities in an array with an axis of length `vocabulary` for each token of an image.

@@ -55,7 +55,6 @@ POSITION_HASH_SUMS = np.cumsum(POSITION_HASHES)
 
 
 def look_up_logits(context: Hashes, vocabulary: int, seed: int, max_logit: float) -> NDArray[np.float32]:
-    """Return the logits `[..., vocabulary]` of context hashes `[...]`, uniform in [-max_logit, max_logit]."""
     hashed = hash_integers(context[..., None], np.arange(vocabulary), seed)
     return (max_logit * (2 * (hashed >> np.uint64(40)).astype(np.float64) / 2**24 - 1)).astype(np.float32)
 
@@ -68,23 +67,13 @@ def encode_hashes(context: Hashes) -> NDArray[np.float32]:
 
 
 def decode_hashes(pieces: NDArray[np.float32]) -> Hashes:
-    """Decode hashes `[...]` that `encode_hashes` encoded as `[..., 3]`."""
     low, middle, high = (pieces[..., i].astype(np.uint64) for i in range(3))
     return low | (middle << np.uint64(22)) | (high << np.uint64(44))
 
 
 @dataclass
 class CacheEntries:
-    """Values of the nodes of a forward pass or of the columns of a KV cache, each `[rows, nodes or columns]`.
-
-    Attributes:
-        hashes: hash of (token, position).
-        positions: position in the sequence.
-        contexts: context hash: sum of the hashes that the node attends to.
-        origin: model that made the node's input hidden state, `TARGET` or `DRAFTER`.
-        padding: true at padding of the prefix.
-        has_fault: true if the attention mask, the position or the input of the node was wrong.
-    """
+    """Values of the nodes of a forward pass or of the columns of a KV cache, each `[rows, nodes or columns]`."""
 
     hashes: Hashes
     positions: NDArray[np.int64]
@@ -107,12 +96,7 @@ class CacheEntries:
 
 
 class ToyCache:
-    """A KV cache of `CacheEntries`, with random entries past the end of each row. Faulty nodes are rejected.
-
-    Args:
-        contiguous: whether the positions of committed tokens must increase by 1.
-        last_position: maximum position; later nodes have this position, too.
-    """
+    """A KV cache of `CacheEntries`, with random entries past the end of each row. Faulty nodes are rejected."""
 
     def __init__(self, rows: int, capacity: int, contiguous: bool, last_position: int) -> None:
         self._lengths = np.zeros(rows, np.int64)
@@ -182,17 +166,7 @@ class ToyCache:
 
 @dataclass
 class ToyEngine:
-    """Settings and checks that the toy target and the toy drafter share.
-
-    Attributes:
-        vocabulary: number of codes.
-        prefix: number of positions before the first token.
-        seed: seed of the hash function that gives the logits.
-        max_logit: maximum absolute logit.
-        last_position: maximum position; later nodes have this position, too.
-        past_length_multiple: past lengths are rounded up to a multiple of this number, as engines do.
-        passes: numbers of batch rows and nodes of every forward pass, in order.
-    """
+    """Settings and checks that the toy target and the toy drafter share."""
 
     vocabulary: int = 4
     prefix: int = 3
@@ -252,7 +226,6 @@ class ToyTarget(ToyEngine):
 
     Attributes:
         row_end: token that ends each grid row, equal to the number of codes; None for images without row ends.
-        vectors: number of learned vectors, whose tokens follow the codes.
     """
 
     row_end: int | None = None
@@ -312,9 +285,7 @@ class ToyDrafter(ToyEngine):
     """Toy drafter: its logits are a mixture of the target's logits of the same context and unrelated logits.
 
     Attributes:
-        target: target whose tokens are drafted.
         agreement: weight of the target's logits in the mixture, 0 .. 1; 1 gives the target's distribution.
-        layout: layout of the drafter's slots.
     """
 
     target: ToyTarget = field(default_factory=ToyTarget)
@@ -446,9 +417,6 @@ def make_model(
 
     Args:
         agreement: weight of the target's logits in the drafter's logits, 0 .. 1.
-        past_length_multiple: past lengths are rounded up to a multiple of this number.
-        positions: size of the rotary table; nodes past the end of the table have the last position.
-        row_ends: whether each grid row ends with a row-end token.
     """
     layout = layout or DrafterLayout()
     row_end = vocabulary if row_ends else None
@@ -481,7 +449,6 @@ def make_target_output(
     """Make the target's output for one image, whose logits are `logits[rows]`, `[rows, nodes, vocabulary]`.
 
     Args:
-        cells: index in the image of the token after each node.
         layout: layout of the nodes; None: node i of the forward pass is node i of the tree.
     """
     settings = make_decode_settings(RasterLayout(1), Sampling(), Autoregressive())
@@ -492,7 +459,6 @@ def make_target_output(
 
 
 def collect_codes(steps: Iterable[DecodeStep], images: int) -> list[list[int]]:
-    """Return the tokens that steps committed, for each image."""
     codes: list[list[int]] = [[] for _ in range(images)]
     for step in steps:
         for part in step.parts:

@@ -16,10 +16,6 @@ class Script:
     """Replacement of a random generator, which makes every choice by a plan. `follow_all_plans` goes through all plans.
 
     Choices before `follows_plan` is set are random with a fixed seed, and so the same in every run.
-
-    Attributes:
-        seed: seed of the choices before `follows_plan` is set.
-        plan: index of the chosen option of each choice, in order; later choices take option 0.
     """
 
     seed: int
@@ -67,7 +63,6 @@ class Script:
         return is_below
 
     def open_stream(self, position: int) -> PositionStream:
-        """Return a stream that returns the uniform number of `position` at each call."""
         return PositionStream(self, position)
 
     def random(self) -> LazyUniform:
