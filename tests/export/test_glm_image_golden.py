@@ -156,6 +156,13 @@ def test_rotary_embeddings_match_the_recorded_positions(bundle: Path, run: str) 
     np.testing.assert_array_equal(rotations[:, 5:], np.broadcast_to([1, 0], rotations[:, 5:].shape))
 
 
+def test_rotary_angles_give_the_recorded_cosines_and_sines() -> None:
+    position_ids = ARRAYS["rotary_position_ids"]
+    angles = position_ids[np.repeat(np.arange(3), [1, 2, 2])].T * 10000.0 ** -(np.arange(5) / 5)
+    for name, function in (("cos", np.cos), ("sin", np.sin)):
+        np.testing.assert_allclose(np.tile(function(angles), 2), ARRAYS[f"rotary_{name}"], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", PROTOCOL["prompt_cases"], ids=lambda case: repr(case["prompt"][-15:]))
 def test_prompts_have_the_recorded_token_ids_and_grids(bundle: Path, case: dict[str, Any]) -> None:
     grid_shape = (case["height"] // 32, case["width"] // 32)

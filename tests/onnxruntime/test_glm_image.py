@@ -83,7 +83,7 @@ def test_jacobi_decoding_generates_the_codes_of_plain_decoding(load_pipeline: Lo
     prompts = [f"a red fox {seed}" for seed in range(20)]
     request: dict[str, Any] = {"prompts": prompts, "seed": [*range(20)], "size": "64x64"}
     expected = pipe(**request, method="ar").codes
-    assert len({codes.tobytes() for codes in expected}) == 40
+    assert len({codes.tobytes() for codes in expected}) == len(prompts)
     assert np.array_equal(pipe(**request, method=method).codes, expected)
     likelihood = pipe.likelihoods(expected[:1], prompts[0], size="64x64", temperature=1.0, top_p=1.0)[0]
     assert 0 < likelihood.nats < 2 * likelihood.entropy

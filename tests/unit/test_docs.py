@@ -146,7 +146,7 @@ class RowAbove(MethodConfig):
     method: Literal["row-above"] = "row-above"
 
 
-def test_the_drafter_of_the_docs_gives_the_tokens_of_ar_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_of_the_docs_gives_ars_tokens_in_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = read_methods_program(1)["RowAboveDrafter"]
     make_drafter = DrafterFactory(lambda model, method, timer: drafter(model.max_nodes), lambda method, max_nodes: 5)
     monkeypatch.setitem(DRAFTERS, RowAbove, make_drafter)
