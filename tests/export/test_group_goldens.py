@@ -129,12 +129,12 @@ def merge_prompts(prompts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def sort_as_recorded(family: GroupFamily, pipe: Pipeline, values: NDArray[Any]) -> NDArray[Any]:
     """Sort values `[..., codes, size]` in order of generation as the family's arrays are recorded."""
-    return values[..., np.argsort(get_group_layout(pipe).cells), :] if family.in_raster_order else values
+    return values[..., np.argsort(get_group_layout(pipe).generation_order), :] if family.in_raster_order else values
 
 
 def find_recorded_positions(family: GroupFamily, pipe: Pipeline, prefix: int) -> NDArray[np.int64]:
     """Return the index in recorded arrays of each position of a whole sequence, `[prefix + codes - 1]`."""
-    cells = get_group_layout(pipe).cells
+    cells = get_group_layout(pipe).generation_order
     return np.array([*range(prefix), *(prefix + (cells if family.in_raster_order else np.arange(len(cells)))[:-1])])
 
 
@@ -234,7 +234,7 @@ def test_a_pass_over_an_image_gives_the_recorded_outputs(
         prompt = {"class_ids": int(arrays[f"{model}_tf_class_ids"][0])}
     tokens = arrays[f"{model}_tf_tokens"]
     if family.in_raster_order:
-        tokens = tokens[get_group_layout(pipe).cells]
+        tokens = tokens[get_group_layout(pipe).generation_order]
     logits = sort_as_recorded(family, pipe, compute_logits(pipe, tokens, **prompt))
     assert_close(logits, arrays[f"{model}_tf_logits"][:, : grid**2])
     residuals = list_residual_names(pipe.bundle.folder)
@@ -271,7 +271,7 @@ def test_the_first_run_has_the_recorded_inputs_and_cache(
     trace = next(trace for trace in family.traces if (trace["model"], trace["grid"]) == (model, grid))
     pipe = open_pipe(family, model, grid)
     arrays = family.arrays
-    cells = get_group_layout(pipe).cells
+    cells = get_group_layout(pipe).generation_order
     layers = pipe.bundle.manifest.target.num_layers
     names = [f"new_key_values.{i}.{part}" for part in ("key", "value") for i in range(layers)]
     prompt = list_prompts(family, trace)[0]
@@ -294,7 +294,7 @@ def test_the_first_run_has_the_recorded_inputs_and_cache(
 @pytest.mark.parametrize(("family", "trace"), RUNS, ids=get_id)
 def test_logits_of_a_run_lead_to_the_recorded_tokens(open_pipe: OpenPipe, family: GroupFamily, trace: Trace) -> None:
     pipe = open_pipe(family, trace["model"], trace["grid"])
-    cells = get_group_layout(pipe).cells
+    cells = get_group_layout(pipe).generation_order
     for i, (prompt, raster) in enumerate(zip(list_prompts(family, trace), trace["raster"], strict=True)):
         codes = np.array(raster)[cells]
         assert codes.tolist() == trace.get("ids", {i: codes.tolist()})[i]
