@@ -56,18 +56,11 @@ def compare_graph_with_module(
     low_memory: bool = False,
     progress: Progress = ignore_progress,
 ) -> Iterator[CaseResult]:
-    """Run a graph file in ONNX Runtime and its module in PyTorch, on the CPU, on the graph's test cases.
+    """Run a graph file in ONNX Runtime and its module in PyTorch, on the CPU, on test cases (None: all).
 
     A decoder's file runs twice: as it is, and in the device layout that accelerators use. To save memory, the module
-    converts each weight to float32 only when the weight is used, and the file's weights may stay memory-mapped.
-
-    Args:
-        graph: the graph with its module and test cases.
-        path: the graph file.
-        test_cases: names of the test cases to run, None for all.
-        graph_file: the module's weights are rounded as in this file. None: they are not rounded.
-        low_memory: whether to save memory by running without optimizations.
-        progress: progress callback, called for each run.
+    converts each weight to float32 only when it is used, rounded as in `graph_file`. With `low_memory`, the file runs
+    without optimizations, and its weights stay memory-mapped.
 
     Raises:
         BundleError: the file does not run.
@@ -161,13 +154,8 @@ class GraphFileSession:
     """Sessions of ONNX Runtime for one graph file, for inputs with and without an empty past.
 
     ONNX Runtime 1.31 divides by zero in a fused matrix product over an empty tensor. So inputs with an empty tensor run
-    in a second session without this fusion.
-
-    Args:
-        path: the graph file.
-        low_memory: whether to run without optimizations. Weights are then read from the memory-mapped file and decoded
-            one at a time.
-        model: serialized model to run instead of the file, with weights from the file's folder.
+    in a second session without this fusion. With `low_memory`, weights are read from the memory-mapped file and decoded
+    one at a time. `model` is a serialized model to run instead of the file, with weights from the file's folder.
     """
 
     def __init__(self, path: Path, low_memory: bool = False, model: bytes | None = None) -> None:

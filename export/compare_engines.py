@@ -38,12 +38,7 @@ def compare_engines(
 ) -> Iterator[tuple[Precision, CaseResult]]:
     """Run the decoders of a bundle, the graphs of its engine folder and, if `run_engines`, the engines.
 
-    Yields:
-        The precision of a decoder, and the outputs of one forward pass with the expected outputs.
-
-    Raises:
-        EngineError: an engine was built from another graph.
-        BundleError: a graph does not run.
+    Yields the precision of a decoder, and the outputs of one forward pass with the expected outputs.
     """
     specs = {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}
     for role, spec in specs.items():
@@ -79,8 +74,7 @@ def _run_forward_passes(
 ) -> Iterator[tuple[str, Arrays, Arrays, Arrays]]:
     """Run a prefill, a chain of draft tokens and a draft tree, and append their keys and values to the KV cache.
 
-    Yields:
-        The name of a pass, the inputs and the outputs of the engine's graph, and the outputs of the bundle's graph.
+    Yields the name of a pass, inputs and outputs of the engine's graph, and the outputs of the bundle's graph.
     """
     is_drafter = role == "drafter"
     prefix = bundle.manifest.condition.prefix

@@ -26,15 +26,10 @@ _HALVES = ("bfloat16", "float16")
 
 
 class ExportSizes(NamedTuple):
-    """Sizes of an export in bytes.
+    """Sizes of an export in bytes."""
 
-    Args:
-        download_bytes: size of the checkpoint files that are not in the hub cache.
-        bundle_bytes: lower bound of the bundle's size, and of the memory that running the bundle takes.
-    """
-
-    download_bytes: int
-    bundle_bytes: int
+    download_bytes: int  # size of the checkpoint files that are not in the hub cache
+    bundle_bytes: int  # lower bound of the bundle's size, and of the memory that running the bundle takes
 
 
 def estimate_export_sizes(family: ModelFamily, options: Mapping[str, Any], precision: Precision) -> ExportSizes:

@@ -96,27 +96,20 @@ LIMITS: dict[Precision, VerificationLimits] = {
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Report of a comparison, with one dict per result that can be written as JSON.
-
-    Args:
-        bundle: name of the bundle.
-        digest: digest of the bundle.
-        against: name of the reference.
-        precision: precision of the target.
-        tensors: largest difference of each array, and of each output of a graph over all test cases. A `limit` of None
-            means that the difference is reported but not limited.
-        distributions: differences of the token distributions of each decoder, over all nodes of all test cases, at
-            temperature 1 without guidance. `agreement` is the share of nodes with the same most probable token, near
-            ties included. The divergences are KL(expected || bundle) in nats.
-        pictures: difference of the decoded images, for each image decoder in int8 or fp16.
-    """
+    """Report of a comparison, with one dict per result that can be written as JSON."""
 
     bundle: str
     digest: str
-    against: str
+    against: str  # name of the reference
     precision: str
+    # Largest difference of each array, and of each output of a graph over all test cases. A `limit` of None means that
+    # the difference is reported but not limited.
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    # Differences of the token distributions of each decoder, over all nodes of all test cases, at temperature 1 without
+    # guidance. `agreement` is the share of nodes with the same most probable token, near ties included. The divergences
+    # are KL(expected || bundle) in nats.
     distributions: list[dict[str, Any]] = field(default_factory=list)
+    # Difference of the decoded images, for each image decoder in int8 or fp16.
     pictures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -239,10 +232,7 @@ def verify_bundle(
 def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> tuple[VerificationReport, str | None]:
     """Compare the graphs of an engine folder with the bundle's graphs, and the engines with the folder's graphs.
 
-    The engines run only if this host has the GPU that they were built for.
-
-    Returns:
-        The report, and the reason why the engines did not run, or None if they ran.
+    The engines run only if this host has the GPU that they were built for. Otherwise the second result is the reason.
 
     Raises:
         EngineError: the folder belongs to another bundle, or a file has changed since the build.

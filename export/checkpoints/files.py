@@ -197,11 +197,9 @@ def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
 def read_tokenizer(
     path: Path, vocab_size: int, required_ids: Mapping[str, int] | None = None, tokenizer_json: bytes | None = None
 ) -> Tokenizer:
-    """Read the tokenizer of a model.
+    """Read the tokenizer of a model, whose embedding table has `vocab_size` rows.
 
     Args:
-        path: path of `tokenizer.json`.
-        vocab_size: number of rows of the model's embedding table.
         required_ids: token ids that the tokenizer must have, by token.
         tokenizer_json: the tokenizer converted to `tokenizer.json`, if `path` has another format.
     """

@@ -54,17 +54,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """LoRA adapter with its scale.
-
-    Args:
-        path: file of the adapter's weights.
-        sources: roles and paths of the adapter's files. The role of the weights contains the scale, such as `lora:0.8`.
-        low_rank_updates: matrix A `[rank, inputs]`, matrix B `[outputs, rank]` and the factor of the product B A, by
-            name of the weight to which the product is added.
-    """
+    """LoRA adapter with its scale."""
 
     path: Path
+    # Roles and paths of the adapter's files. The role of the weights contains the scale, such as `lora:0.8`.
     sources: Sequence[tuple[str, Path]]
+    # Matrix A `[rank, inputs]`, matrix B `[outputs, rank]` and the factor of the product B A, by name of the weight to
+    # which the product is added.
     low_rank_updates: Mapping[str, tuple[Tensor, Tensor, float]]
 
     def merge(self, weights: Weights, name_filter: Callable[[str], bool]) -> None:

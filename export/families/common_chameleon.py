@@ -39,27 +39,16 @@ _SHARED = ("model_type", "vocabulary_map", *(f"{name}_token_id" for name in ("bo
 
 @dataclass(frozen=True)
 class ChameleonTarget:
-    """Chameleon target whose weights have not been read yet.
+    """Chameleon target whose weights have not been read yet."""
 
-    Args:
-        checkpoint: folder with tokenizer.json and weights.
-        config: configuration of the folder.
-        code_token_ids: token ids of the codes; code c is token `code_token_ids[c]`.
-        special_token_ids: token ids of the other tokens in prompts and images, by name.
-        prompt_layout: layout of a prompt's tokens.
-        grid_rows: number of grid rows of the default image.
-        max_image_tokens: number of tokens of the longest image; 0: `grid_rows * grid_rows`.
-        has_position_limit: whether `max_position_embeddings` of the configuration limits a sequence.
-    """
-
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # folder with tokenizer.json and weights
     config: Config
-    code_token_ids: range
-    special_token_ids: Mapping[str, int]
+    code_token_ids: range  # token ids of the codes; code c is token `code_token_ids[c]`
+    special_token_ids: Mapping[str, int]  # token ids of the other tokens in prompts and images, by name
     prompt_layout: TokenLayout
-    grid_rows: int
-    max_image_tokens: int = 0
-    has_position_limit: bool = True
+    grid_rows: int  # number of grid rows of the default image
+    max_image_tokens: int = 0  # number of tokens of the longest image; 0: `grid_rows * grid_rows`
+    has_position_limit: bool = True  # whether `max_position_embeddings` of the configuration limits a sequence
 
     def load_decoder_and_condition(self) -> tuple[Decoder, Tensor, PromptCondition]:
         """Read the decoder, the embeddings of all tokens `[tokens, hidden_size]`, and the prompt condition."""
@@ -93,11 +82,8 @@ class ChameleonTarget:
     ) -> BundleContents:
         """Read the target and its drafter, and return the contents of a bundle with a VQGAN.
 
-        Args:
-            vqgan: image tokenizer.
-            drafter: folder of the drafter; None: no drafter.
-            num_extra_tokens: number of tokens after the codes, up to the end-of-row token.
-            fields: other arguments of `build_image_model`.
+        `num_extra_tokens` are the tokens after the codes, up to the end-of-row token. `fields` are for
+        `build_image_model`.
         """
         decoder, embeddings, condition = self.load_decoder_and_condition()
         offset = self.code_token_ids.start

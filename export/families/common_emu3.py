@@ -76,13 +76,8 @@ def build_emu3_model(
         target: folder whose weights were read.
         config: config.json; a section `text_config` has the settings of the decoder.
         tokenizer_file: result of `find_tokenizer`.
-        vq: image tokenizer.
-        vq_checkpoint: checkpoint of the image tokenizer.
         grids: rows and columns of the image sizes, the default first.
-        make_layout: function that returns the layout of prompts.
-        sampling: default sampling settings.
         prefix: prefix of the decoder's weights.
-        head_name: name of the head's weight.
     """
     path, tokenizer_json = tokenizer_file
     names = {"embed.weight": f"{prefix}embed_tokens.weight", "head.weight": head_name}
@@ -153,12 +148,9 @@ def find_visual_token_ids(path: Path, tokenizer: Tokenizer) -> range:
 
 @wrap_reader_errors
 def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[str]) -> bytes:
-    """Convert a tiktoken file to the content of a `tokenizer.json`.
+    """Convert a tiktoken file, of tokens in base 64 and their ranks, to the content of a `tokenizer.json`.
 
-    Args:
-        path: file whose lines have a token in base 64 and the rank of the token.
-        split_pattern: regular expression that splits a text, after Unicode normalisation (NFC).
-        special_tokens: special tokens. Their ids follow the ids of the other tokens, which are the ranks.
+    `split_pattern` splits a text after Unicode normalisation (NFC). The ids of special tokens follow the ranks.
 
     Raises:
         EngineError: transformers is not installed.

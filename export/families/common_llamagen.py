@@ -50,21 +50,16 @@ MODELS = (
 
 
 class LlamaGenVariant(NamedTuple):
-    """Differences of another family's files from LlamaGen's layout.
+    """Differences of another family's files from LlamaGen's layout."""
 
-    Args:
-        config_fields: names of fields that only this family's configuration has.
-        extra_weights: names of matrices in the files that LlamaGen does not have and that are not part of the decoder.
-        weight_names: name in the files, by name in the decoder, of each decoder weight that LlamaGen does not have.
-        published_sizes: sizes of the family's published models.
-        two_heads: whether the decoder has a second head for the cell below, with one more layer (NAR). The number of
-            layers in the configuration does not include this layer.
-    """
-
-    config_fields: Collection[str] = ()
+    config_fields: Collection[str] = ()  # names of fields that only this family's configuration has
+    # Names of matrices in the files that LlamaGen does not have and that are not part of the decoder.
     extra_weights: Collection[str] = ()
+    # Name in the files, by name in the decoder, of each decoder weight that LlamaGen does not have.
     weight_names: Mapping[str, str] = {}
     published_sizes: Sequence[PublishedModelSize] = MODELS
+    # Whether the decoder has a second head for the cell below, with one more layer (NAR). The number of layers in the
+    # configuration does not include this layer.
     two_heads: bool = False
 
 
@@ -109,25 +104,15 @@ _UNUSED = "condition_embeddings"  # buffer that some versions save with the weig
 
 
 class LlamaGenTransformer(NamedTuple):
-    """Transformer that was read from a checkpoint.
-
-    Args:
-        decoder: the target.
-        code_embeddings: embeddings of the codes, float32 `[codes, hidden_size]`.
-        condition: module that computes the prefix rows.
-        checkpoint: file or folder of the transformer.
-        is_lantern_layout: whether the files are in LANTERN's layout.
-        config: configuration; empty if there is no configuration file.
-        extra_weights: weights that LlamaGen does not have, float32, by their names in the files.
-    """
+    """Transformer that was read from a checkpoint."""
 
     decoder: Decoder
-    code_embeddings: Tensor
-    condition: ClassCondition | CaptionCondition
+    code_embeddings: Tensor  # embeddings of the codes, float32 `[codes, hidden_size]`
+    condition: ClassCondition | CaptionCondition  # module that computes the prefix rows
     checkpoint: Checkpoint
     is_lantern_layout: bool
-    config: Config
-    extra_weights: dict[str, Tensor]
+    config: Config  # configuration; empty if there is no configuration file
+    extra_weights: dict[str, Tensor]  # weights that LlamaGen does not have, float32, by their names in the files
 
 
 def read_llamagen_transformer(

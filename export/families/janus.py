@@ -47,28 +47,17 @@ _DEFAULTS = {
 
 
 class _CheckpointLayout(Protocol):
-    """Layout of a Janus folder: the names of its weights, and the settings in its other files.
-
-    Args:
-        language_prefix: prefix of the decoder's weights.
-        code_embeddings_name: name of the embedding table of the codes.
-        aligner: prefix of the network (the aligner) that converts the embeddings of codes to inputs of the decoder.
-        head_layers: names of the two layers of the head.
-        vq: prefix of the image tokenizer's weights.
-        unused_prefixes: prefixes of weights that are needed only to understand images, to generate text or to train.
-        text_config: settings of the decoder, by transformers' names.
-        vision_config: settings with `image_size`, the height and width of an image in pixels.
-        cfg_scale: default guidance scale.
-    """
+    """Layout of a Janus folder: the names of its weights, and the settings in its other files."""
 
     language_prefix: str
     code_embeddings_name: str
-    aligner: str
+    aligner: str  # prefix of the network (the aligner) that converts the embeddings of codes to inputs of the decoder
     head_layers: tuple[str, str]
-    vq: str
+    vq: str  # prefix of the image tokenizer's weights
+    # Prefixes of weights that are needed only to understand images, to generate text or to train.
     unused_prefixes: tuple[str, ...]
-    text_config: Config
-    vision_config: Config
+    text_config: Config  # settings of the decoder, by transformers' names
+    vision_config: Config  # settings with `image_size`, the height and width of an image in pixels
     cfg_scale: float
 
     def list_aligner_layer_names(self, num_layers: int) -> list[str]:

@@ -54,23 +54,16 @@ class Initializer(NamedTuple):
 
 @dataclass
 class GraphFile:
-    """Graph file that has not been written yet: nodes, weights, and the stored type of each weight.
+    """Graph file that has not been written yet: nodes, weights, and the stored type of each weight."""
 
-    Args:
-        model: the graph without its weights.
-        weights: weights by name; they may be deferred.
-        storage_types: stored type of each floating-point weight, by name. Writing changes a type to float32 if the
-            planned type cannot hold the numbers.
-        matrix_names: names of the weights of linear layers, `[in, out]`.
-        storage_rule: rule by which the stored types were chosen.
-        compute_type: type in which the graph computes. Scales of blocks of integers are stored in this type, too.
-    """
-
-    model: onnx.ModelProto
-    weights: dict[str, Tensor]
+    model: onnx.ModelProto  # the graph without its weights
+    weights: dict[str, Tensor]  # weights by name; they may be deferred
+    # Stored type of each floating-point weight, by name. Writing changes a type to float32 if the planned type cannot
+    # hold the numbers.
     storage_types: dict[str, StorageType]
-    matrix_names: set[str]
+    matrix_names: set[str]  # names of the weights of linear layers, `[in, out]`
     storage_rule: StorageRule
+    # Type in which the graph computes. Scales of blocks of integers are stored in this type, too.
     compute_type: ComputeType = "float32"
 
     @property

@@ -118,13 +118,10 @@ def name_test_cases(*inputs: Arrays) -> dict[str, Arrays]:
 
 
 def make_target_graph(decoder: Decoder, code_embeddings: Tensor, prompt_embeddings: Tensor | None = None) -> Graph:
-    """Return the graph of a target.
+    """Return the graph of a target, whose test cases choose their inputs from `code_embeddings`.
 
-    Args:
-        decoder: the target.
-        code_embeddings: embeddings from which the inputs of test cases are chosen, `[codes, hidden_size]`.
-        prompt_embeddings: embeddings of a real prompt, `[nodes, hidden_size]`, for test cases with as many nodes. On
-            random inputs, a trained model may be far more sensitive to rounding than on real prompts.
+    Test cases with as many nodes as a real prompt have `prompt_embeddings [nodes, hidden_size]` instead, because on
+    random inputs a trained model may be far more sensitive to rounding.
     """
 
     def make_inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
@@ -152,12 +149,8 @@ def make_decoder_graph(
 ) -> Graph:
     """Return the graph of a target or drafter with a KV cache.
 
-    Args:
-        role: `target` or `drafter`.
-        module: the target or drafter.
-        leading_inputs: inputs before positions, attention mask and past.
-        make_inputs: function that returns arrays for them, from a random generator and the numbers of rows and nodes.
-        write_nodes: function that writes the graph.
+    `leading_inputs` come before positions, attention mask and past. `make_inputs` returns arrays for them, from a
+    random generator and the numbers of rows and nodes.
     """
     config = module.config
     parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]

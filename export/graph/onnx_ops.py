@@ -48,8 +48,7 @@ class ExportGraphWriter(GraphWriter):
     def add_weight(self, name: str, tensor: Tensor, keep_float32: bool = False) -> str:
         """Add a weight and return its name. If the name was added before, the first tensor is kept.
 
-        Args:
-            keep_float32: whether the weight stays float32 in a float16 graph.
+        With `keep_float32`, the weight stays float32 in a float16 graph.
         """
         self.weights.setdefault(name, tensor.detach())
         if keep_float32:

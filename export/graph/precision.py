@@ -48,18 +48,12 @@ CHUNK_NUMBERS = 1 << 23  # maximum count of numbers that are converted to float3
 
 @dataclass(frozen=True)
 class Precisions:
-    """Precisions that the user chose.
-
-    Args:
-        target: precision of the target.
-        compute_type: type in which target and drafter compute, and in which they store weights that are not integers.
-        lossless: whether graphs without rounding store a weight as float16 if this changes no number.
-        vq: precision of the image decoder.
-    """
+    """Precisions that the user chose."""
 
     target: Precision = "fp32"
+    # Type in which target and drafter compute, and in which they store weights that are not integers.
     compute_type: ComputeType = "float32"
-    lossless: bool = False
+    lossless: bool = False  # whether graphs without rounding store a weight as float16 if this changes no number
     vq: VQPrecision = "fp32"
 
     def get_precision(self, role: str) -> Precision:
@@ -115,13 +109,8 @@ def choose_storage_types(
 ) -> dict[str, StorageType]:
     """Choose the stored type of each floating-point weight of a graph, without reading the numbers.
 
-    Args:
-        weights: weights by name.
-        names_in_checkpoint: names of the checkpoint's weights. Other weights, such as rotary tables, are computed, and
-            are stored in a smaller type only if this loses nothing.
-        matrix_names: names of the weights of linear layers, `[in, out]`.
-        storage_rule: storage rule of the graph.
-        compute_type: type that the graph computes in.
+    Weights that are not in the checkpoint, such as rotary tables, are computed. They are stored in a smaller type only
+    if this loses nothing.
     """
     return {
         name: choose_storage_type(

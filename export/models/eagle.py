@@ -32,11 +32,8 @@ from .llama import read_layer_sizes, read_rope_base, rename_llama_weights
 class EagleDrafter(LayerStack):
     """EAGLE drafter: predicts the target's next hidden state from a token and the hidden state before the token.
 
-    Args:
-        config: configuration of the layers; its fields about the final norm and the output head are ignored.
-        head: output head of the target.
-        bias: whether the linear map of the input has a bias.
-        num_tokens: number of rows of the embedding table; None: the number of codes.
+    The configuration's final norm and output head are ignored; the head is the target's. The embedding table has
+    `num_tokens` rows; None: the number of codes.
     """
 
     def __init__(self, config: DecoderConfig, head: nn.Linear, bias: bool, num_tokens: int | None = None) -> None:

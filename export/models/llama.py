@@ -81,8 +81,6 @@ def read_layer_sizes(
     """Return the fields of `DecoderConfig` that the weights determine, checked against the configuration.
 
     Args:
-        checkpoint: weights with the decoder's names.
-        config: configuration with transformers' names of fields.
         num_heads: number of query heads; None raises an error that the configuration lacks the number.
         head_dim_multiple: number that must divide the width of a head.
         num_extra_layers: number of layers that the number in the configuration does not include.

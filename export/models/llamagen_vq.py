@@ -147,18 +147,11 @@ class _ResolutionLevel(nn.Module):
 
 
 class ConvStack(nn.Module):
-    """Convolutional network of an encoder or a decoder.
+    """Convolutional network of an encoder (`downsample`) or a decoder (`upsample`).
 
-    Args:
-        in_channels: number of input channels.
-        stem_width: output channels of the first convolution.
-        widths: channels of the levels, in the order in which they run.
-        out_channels: number of output channels.
-        num_blocks: residual blocks per level.
-        has_attention: whether the coarsest level has attention after each residual block.
-        resize: `downsample` for an encoder, whose middle blocks run last; `upsample` for a decoder, whose middle blocks
-            run first.
-        make_norm: function that builds a norm; `forward` passes `norm_inputs` to all norms.
+    The middle blocks of an encoder run last, those of a decoder first. `widths` are the channels of the levels in the
+    order in which they run. With `has_attention`, the coarsest level has attention after each residual block. `forward`
+    passes `norm_inputs` to all norms.
     """
 
     def __init__(

@@ -115,13 +115,9 @@ class _TransformerBlock(nn.Module):
 def load_source_image_encoder(
     checkpoint: Checkpoint, config: Config, color_mean: list[float], color_std: list[float]
 ) -> SourceImageEncoder:
-    """Load the image encoder; its sizes come from the shapes and names of its weights.
+    """Load the image encoder; its sizes come from the shapes and names of its weights, without the decoder's.
 
-    Args:
-        checkpoint: weights `visual.*` and `vqmodel.*`, without the weights of the decoder.
-        config: the section `vision_config` of config.json.
-        color_mean: means of red, green and blue, 0 .. 1.
-        color_std: standard deviations of red, green and blue.
+    `config` is the section `vision_config`. Means and deviations are of red, green and blue, 0 .. 1.
     """
     config.check_value("hidden_act", "gelu")
     num_codes, code_width = checkpoint.get_shape("vqmodel.quantize.embedding.weight")

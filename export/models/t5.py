@@ -39,10 +39,7 @@ class LoadedTextEncoder(NamedTuple):
 def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = ignore_progress) -> LoadedTextEncoder:
     """Read the text encoder of a folder such as flan-t5-xl, which may contain a whole T5 or only the encoder.
 
-    Args:
-        folder: folder with config.json, tokenizer.json and weights, as transformers saves it.
-        caption_dim: width of the text embeddings that the target takes.
-        progress: progress callback.
+    `caption_dim` is the width of the text embeddings that the target takes.
 
     Raises:
         EngineError: transformers is not installed.
