@@ -292,7 +292,7 @@ def weekly(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def pythons(session: nox.Session) -> None:
-    """Import every module of the wheel without PyTorch in other Python versions; run unit tests in the newest."""
+    """Import every module of the wheel without PyTorch in other Python versions; run quick tests in the newest."""
     from python_discovery import get_interpreter  # nox depends on it
 
     newest = next((version for version in reversed(PYTHONS) if get_interpreter(version)), None)
@@ -305,7 +305,7 @@ def pythons(session: nox.Session) -> None:
     bytecode = {"PYTHONPYCACHEPREFIX": str(empty_folder("bytecode"))}
     session.run("python", "-W", "error", "-m", "compileall", "-q", "-f", *PACKAGES, env=bytecode)
     if session.python == newest:
-        session.run("python", "-m", "pytest", "tests/unit")
+        session.run("python", "-m", "pytest", "-m", "quick")
 
 
 # ---------------------------------------------------------------- the way of users
