@@ -7,6 +7,7 @@ there is none, its checkpoints are downloaded and exported to the folder `NAME@P
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,10 +38,11 @@ TABLE = Path(__file__).with_name("published.json")
 _OTHER_CACHE = "set LANTERN_RT_CACHE to another folder"  # remedy in errors
 
 
-class _HubSource(FrozenModel):
+class _HubSource(FrozenModel, ABC):
     @property
+    @abstractmethod
     def references(self) -> list[str]:
-        raise NotImplementedError
+        """Hub references of the files."""
 
     @property
     def repositories(self) -> list[str]:
