@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from lantern_rt.errors import OutputError
 from lantern_rt.output.files import (
     check_new_folder,
     check_output_path,
+    lock_folder,
     replace_file,
     write_folder_atomically,
     write_output,
@@ -108,3 +110,21 @@ def test_the_disk_check_adds_folders_on_the_same_disk(tmp_path: Path, monkeypatc
     needed = [(tmp_path / name, 6 * 10**9) for name in ("three", "one", "two")]
     error = catch_error(OutputError, check_space, 0, needed)
     assert (error.field, error.expected) == (str(tmp_path / "one"), "12.00 GB")
+
+
+def test_a_second_lock_of_a_folder_waits_for_the_first(tmp_path: Path) -> None:
+    with ExitStack() as first:
+        assert first.enter_context(lock_folder(tmp_path))
+        with lock_folder(tmp_path) as locked:
+            assert not locked
+        with lock_folder(tmp_path, report_wait=first.close) as locked:
+            assert locked
+
+
+def test_disks_without_locks_are_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with lock_folder(tmp_path) as locked:
+        assert not locked
