@@ -228,10 +228,10 @@ def test_body_chunks_sent_after_the_response_close_the_connection(tiny_server: R
 
 
 def measure_health_checks(server: RunningServer) -> float:
-    """Return the longest of ten response times of `/livez` in seconds."""
-    seconds = []
-    for _ in range(10):
-        start_time = time.monotonic()
+    """Return the longest response time of `/livez` within a second."""
+    seconds = [0.0]
+    end = time.monotonic() + 1
+    while (start_time := time.monotonic()) < end:
         assert server.get("/livez")[0] == 200
         seconds.append(time.monotonic() - start_time)
     return max(seconds)
