@@ -52,7 +52,7 @@ TESTS = {
     "engines/device_engine.py": "onnxruntime/device_engine onnxruntime/device_sampling onnxruntime/device_pictures",
     "engines/device_graph.py": "onnxruntime/device_layouts onnxruntime/device_engine onnxruntime/device_pictures",
     "engines/engine_folder.py": "unit/engine_folder unit/hostile_files",
-    "engines/kv_cache.py": "unit/kv_cache onnxruntime/engine onnxruntime/tensorrt_engine",
+    "engines/kv_cache.py": "unit/columns onnxruntime/engine onnxruntime/tensorrt_engine",
     "engines/graph_writer.py": "onnxruntime/device_layouts onnxruntime/engine export/t5 export/int8",
     "engines/host.py": "unit/host unit/large_requests",
     "engines/loader.py": "onnxruntime/loader onnxruntime/tensorrt_bundles unit/pipeline unit/embedding",
