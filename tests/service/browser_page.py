@@ -84,8 +84,16 @@ def download_image(page: Page, number: int = 0) -> bytes:
 
 def read_statistics(page: Page) -> dict[str, list[str]]:
     """Return the cells of each row of the statistics table, by row name."""
-    rows = page.locator("#figures tbody tr").all()
-    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+    # The page fills the table in its next frame. One script reads all rows, so no row is of an older table.
+    rows: dict[str, list[str]] = page.evaluate(
+        """async () => {
+            await new Promise(requestAnimationFrame);
+            const rows = [...document.querySelectorAll("#figures tbody tr")];
+            const text = (row, tag) => [...row.querySelectorAll(tag)].map((cell) => cell.innerText);
+            return Object.fromEntries(rows.map((row) => [text(row, "th")[0], text(row, "td")]));
+        }"""
+    )
+    return rows
 
 
 def decode_image(file: bytes) -> np.ndarray:
