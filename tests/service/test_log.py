@@ -54,6 +54,8 @@ def test_a_terminal_gets_text_and_a_public_address_without_keys_a_warning(tiny_f
         while b"info ready" not in written:
             written += os.read(leader, 1 << 16)
         process.terminate()
+    os.close(leader)
+    os.close(follower)
     assert b"info open http://0.0.0.0:" in written
     assert b"warning everyone who reaches this address" in written
 
