@@ -22,6 +22,7 @@ from .bundle.hub import find_hub_cache, find_snapshot_folder, parse_hub_referenc
 from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
+from .hints import suggest_name
 from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
 from .output.files import (
@@ -100,6 +101,10 @@ class PublishedModel(_HubSource):
     bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
 
     @property
+    def target_repository(self) -> str:
+        return parse_hub_reference(self.files["target"], CheckpointError)[0]
+
+    @property
     def export_options(self) -> dict[str, Any]:
         return {**self.files, **self.options}
 
@@ -120,7 +125,7 @@ def load_published_models() -> dict[str, PublishedModel]:
 def find_published_model(name: str) -> PublishedModel:
     models = load_published_models()
     if name not in models:
-        remedy = "`lantern-rt models` lists the names"
+        remedy = suggest_name(name, models) or "`lantern-rt models` lists the names"
         raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
     return models[name]
 
@@ -294,15 +299,8 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
     return folder
 
 
-def open_named_bundle(name: str | Path, download: bool = False, **options: Any) -> Bundle:
-    """Open a bundle as `open_bundle` does, also by the name of a published model.
-
-    Args:
-        download: whether to download, and if needed export, a published model that is not in the caches.
-        options: other arguments of `open_bundle`.
-    """
-    if not is_published(name):
-        return open_bundle(name, **options)
+def open_published_model(name: str, download: bool, **options: Any) -> Bundle:
+    """Open the bundle of a published model, perhaps after a download; `options` are those of `open_bundle`."""
     place = find_cached_bundle(name)
     if place is None and download:
         place = fetch_published_model(name)

@@ -15,6 +15,7 @@ import typer
 from ..errors import RequestError
 from ..inputs import check_int, require_library
 from ..methods import METHODS
+from ..model_names import find_model_name
 from .options import (
     EngineOptions,
     EnginesOption,
@@ -156,7 +157,7 @@ def serve(
     _check_choice_options(methods or (), log_level, log_format)
     options = EngineOptions(threads, engines, provider)
     _check_limit_options(api_key_file, cors or (), batch, waiting)
-    texts = bundles or ["scenes"]
+    texts = [find_model_name(name) or name for name in bundles or ["scenes"]]
     opened = _open_available_bundles(texts, options)
     aliases = _parse_aliases(alias or (), [*opened])
     missing = [text for text, bundle in zip(texts, opened.values(), strict=True) if bundle is None]

@@ -140,7 +140,7 @@ def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
     code, _, err = program("run", "bundels/none", subject, value)
-    assert (code, err.startswith("lantern-rt: bundle 'bundels/none': found neither a folder")) == (2, True), err
+    assert (code, err.startswith("lantern-rt: bundels/none: neither a folder nor the repository")) == (2, True), err
 
 
 @pytest.mark.parametrize(
