@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
-# Names in diffusers, vLLM and other programs, without dashes and underscores, and what to use here.
-_OTHER_NAMES = {
-    "apikey": "--api-key-file FILE or the variable LANTERN_RT_API_KEY",
-    "callbackonstepend": "callback_on_step",
-    "generate": "run",
-    "generator": "seed",
-    "guidancescale": "cfg_scale",
-    "height": "size, as WIDTHxHEIGHT",
-    "inferencesteps": "nothing: an image has tokens, not steps",
-    "list": "models",
-    "maxnumseqs": "--batch",
-    "model": "the bundle as an argument",
-    "numimagesperprompt": "num_images",
-    "numinferencesteps": "nothing: an image has tokens, not steps",
-    "numoutputs": "num_images",
-    "servedmodelname": "--alias NAME=MODEL",
-    "steps": "nothing: an image has tokens, not steps",
-    "width": "size, as WIDTHxHEIGHT",
-    "workers": "nothing: one process shares its passes among all requests",
+# Names in diffusers, vLLM and other programs, without dashes and underscores, and what has their place here.
+_NAMES_HERE = {
+    "apikey": ("--api-key-file",),
+    "callbackonstepend": ("callback_on_step",),
+    "generate": ("run",),
+    "generator": ("seed", "--seed"),
+    "guidancescale": ("cfg_scale", "--cfg-scale"),
+    "height": ("size", "--size"),
+    "list": ("models",),
+    "maxnumseqs": ("--batch",),
+    "numimagesperprompt": ("num_images", "--count", "n"),
+    "servedmodelname": ("--alias",),
+    "width": ("size", "--size"),
+}
+_STEPS = "leave it out: an image has tokens, not steps"
+_REASONS = {
+    "model": "give the bundle as an argument",
+    "numinferencesteps": _STEPS,
+    "steps": _STEPS,
+    "workers": "leave it out: one process shares its passes among all requests",
 }
 _MAX_TYPOS = 2  # letters added, missing or replaced, up to which a name counts as misspelt
 
 
-def suggest_name(name: str, known_names: Iterable[str]) -> str:
-    """Return a remedy for an unknown name: what replaces a name of another program, or the known name that was meant.
+def suggest_name(name: str, known_names: Collection[str]) -> str:
+    """Return a remedy for an unknown name: what has its place here, or the known name within two letters of it.
 
-    The result is empty if no known name is within two letters.
+    The result is empty if there is neither.
     """
     plain = name.lower().replace("-", "").replace("_", "")
-    if plain in _OTHER_NAMES:
-        return f"use {_OTHER_NAMES[plain]}"
+    if plain in _REASONS:
+        return _REASONS[plain]
+    if found := [known for known in _NAMES_HERE.get(plain, ()) if known in known_names]:
+        return f"use {found[0]}"
     distances = {known: _count_typos(name, known) for known in known_names}
     nearest = min(distances, key=distances.__getitem__, default="")
     is_near = nearest and distances[nearest] <= min(_MAX_TYPOS, len(name.strip("-")) // 2)

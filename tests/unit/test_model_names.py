@@ -73,8 +73,9 @@ def test_what_is_no_bundle_gets_the_command_that_makes_one(folder: Path, word: s
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("num_inference_steps", "use nothing: an image has tokens, not steps"),
-        ("--max-num-seqs", "use --batch"),
+        ("num_inference_steps", "leave it out: an image has tokens, not steps"),
+        ("generator", "use seed"),
+        ("num_images_per_prompt", "use num_images"),
         ("temprature", "did you mean temperature?"),
         ("seeds", "did you mean seed?"),
         ("sed", "did you mean seed?"),
@@ -83,4 +84,4 @@ def test_what_is_no_bundle_gets_the_command_that_makes_one(folder: Path, word: s
     ],
 )
 def test_hints_know_other_programs_and_two_typos(name: str, hint: str) -> None:
-    assert suggest_name(name, ["temperature", "seed", "size"]) == hint
+    assert suggest_name(name, ["temperature", "seed", "size", "num_images"]) == hint
