@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle.decoder import Architecture
+from ..bundle.manifest import DecoderSizes
 from .contracts import TensorSpec
 
 _IR_VERSION = 11  # version of the ONNX file format
@@ -136,32 +136,21 @@ class DecoderGraphWriter(ABC):
     Tensors `x` are `[rows, nodes, width]` or, in some subclasses, `[nodes, rows, width]`.
 
     Args:
-        graph: graph to write to.
-        architecture: description of the layers of the decoder.
         weights: weights by name, in a form that the subclass defines.
         dtype: type of computations except norms and logits: float32, float16 or bfloat16.
-        num_heads: number of query heads.
-        kv_group_size: number of query heads that share a head of keys and values.
     """
 
-    def __init__(
-        self,
-        graph: GraphWriter,
-        architecture: Architecture,
-        weights: Mapping[str, Any],
-        dtype: str,
-        num_heads: int,
-        kv_group_size: int,
-    ) -> None:
+    def __init__(self, graph: GraphWriter, spec: DecoderSizes, weights: Mapping[str, Any], dtype: str) -> None:
         self.graph = graph
-        self.architecture = architecture
+        self.spec = spec
+        self.architecture = spec.architecture
         self.weights = weights
         self.dtype = dtype
-        self.num_heads = num_heads
-        self.kv_group_size = kv_group_size
+        self.num_heads = spec.architecture.num_heads
+        self.kv_group_size = self.num_heads // spec.num_kv_heads  # query heads that share a head of keys and values
         self.half = dtype != "float32"
 
-    def write_decoder(self, x: str, num_layers: int) -> None:
+    def write_decoder(self, x: str) -> None:
         """Write all layers and the output heads, which write `hidden_states` and `logits`.
 
         With two heads, the first head reads the layer before the last, and only the second head reads the last layer.
@@ -170,7 +159,7 @@ class DecoderGraphWriter(ABC):
         graph = self.graph
         addend = None
         two_heads = self.architecture.two_heads
-        for i in range(num_layers - two_heads):
+        for i in range(self.spec.num_layers - two_heads):
             x, addend = self.write_layer(x, addend, i)
         if two_heads and addend is not None:
             x = graph.op("Add", x, addend)
@@ -182,7 +171,7 @@ class DecoderGraphWriter(ABC):
         if self.dtype == "bfloat16":
             graph.cast(hidden, "float32", "hidden_states")
         if two_heads:
-            last = self.write_layer(x, None, num_layers - 1)
+            last = self.write_layer(x, None, self.spec.num_layers - 1)
             self.write_output_head(hidden, self.write_sum_and_norm(*last, "below_norm.weight", "states_below")[1])
         else:
             self.write_output_head(hidden)

@@ -86,7 +86,7 @@ class BundleEngines:
             self._graphs = OrtGraphLoader(bundle, self.threads, providers)
         else:
             self._graphs = open_tensorrt_folder(bundle, engine_folder, self.threads)
-        self.target = self._graphs.load_decoder("target", spec, bundle.code_embeddings)
+        self.target = self._graphs.load_decoder(spec, bundle.code_embeddings)
         self._condition = self._graphs.load_graph_function("condition", *_declare_condition_tensors(bundle.manifest))
         self._vq_decoder: Function | None = None
         if bundle.manifest.makes_images:
@@ -97,7 +97,7 @@ class BundleEngines:
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
-                self._drafter = self._graphs.load_decoder("drafter", spec, None)
+                self._drafter = self._graphs.load_decoder(spec, None)
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:

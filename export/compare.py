@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..bundle.manifest import DrafterSpec, Manifest
+from ..bundle.manifest import Manifest
 from ..engines.columns import CacheColumnMap, compute_padded_node_count, pad_nodes
 from ..engines.contracts import Progress
-from ..engines.device_graph import make_device_graph
+from ..engines.device_graph import DeviceGraphOptions, make_device_graph
 from ..engines.graph_writer import choose_column_part_shape
 from ..engines.host import import_onnxruntime
 from ..engines.ort.session import open_session
@@ -31,7 +31,7 @@ from .graph.graph_file import GraphFile
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.onnx_ops import TWO_INTEGERS
 from .graph.precision import fake_quantize, round_activations
-from .models.decoder import LayerStack, get_decoder_spec_fields
+from .models.decoder import LayerStack
 from .progress import ignore_progress
 
 onnxruntime: Any = import_onnxruntime()
@@ -199,11 +199,10 @@ class DeviceGraphSession:
 
     def __init__(self, graph: Graph, path: Path, low_memory: bool = False) -> None:
         assert isinstance(graph.module, LayerStack)
-        spec = DrafterSpec(**get_decoder_spec_fields(graph.module.config))
-        make = partial(make_device_graph, path, spec, is_drafter=graph.role == "drafter", dtype=graph.compute_type)
-        device = make()
-        if device.dtype == "bfloat16":  # ONNX Runtime does not compute in bfloat16 on CPUs
-            device = make(basic_ops_only=True)
+        spec = graph.module.make_spec()
+        # ONNX Runtime does not compute in bfloat16 on CPUs.
+        options = DeviceGraphOptions(graph.compute_type, basic_ops_only=graph.compute_type == "bfloat16")
+        device = make_device_graph(path, spec, options)
         self._session = GraphFileSession(path, low_memory, device.model_bytes)
         self._heads = (spec.num_kv_heads, spec.head_dim)
 

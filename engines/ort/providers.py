@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -253,12 +254,12 @@ def get_device_lock(provider: str) -> AbstractContextManager[object]:
     return nullcontext() if PROVIDERS[provider].memory_device == "cpu" else DEVICE_LOCKS[provider]
 
 
-def check_node_assignment(graph_label: object, provider: Provider, session: Any) -> None:
+def check_node_assignment(path: Path, provider: Provider, session: Any) -> None:
     """Raise EngineError if nodes of a graph run on another provider, except operators on shapes and indices."""
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"
-        raise EngineError(problem, field=str(graph_label), found=", ".join(session.get_providers()), remedy=remedy)
+        raise EngineError(problem, field=str(path), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
     unsupported = Counter(
@@ -271,4 +272,4 @@ def check_node_assignment(graph_label: object, provider: Provider, session: Any)
     if unsupported:
         ops = ", ".join(f"{count} {op}" for op, count in unsupported.most_common(5))
         problem = f"provider {provider.name} does not support {unsupported.total()} nodes of this graph ({ops})"
-        raise EngineError(problem, field=str(graph_label), remedy=remedy)
+        raise EngineError(problem, field=str(path), remedy=remedy)

@@ -22,7 +22,7 @@ from ...inputs import format_error, format_value, make_install_command
 from ...output.files import find_cache_folder
 from ..columns import MASK_WORD_BITS
 from ..contracts import Progress, TensorSpec
-from ..device_graph import make_device_graph
+from ..device_graph import DeviceGraphOptions, make_device_graph
 from ..gpu import find_gpu
 from ..profiles import BACKENDS, RTX, ShapeProfile, count_profile_columns
 from .executable import format_first_error
@@ -87,9 +87,8 @@ def write_device_graph(
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
         entries = max(profile.nodes[2] for profile in profiles)
         capacity = count_profile_columns(profiles)
-        model, inputs, *_ = make_device_graph(
-            path, spec, role == "drafter", manifest.target.dtype, capacity=capacity, max_nodes=entries
-        )
+        options = DeviceGraphOptions(manifest.target.dtype, capacity=capacity, max_nodes=entries)
+        model, inputs, *_ = make_device_graph(path, spec, options)
         if role == "target":
             # The input `embeddings` is the table of token embeddings or, for a prefix, has an entry per node and row.
             prefix_entries = entries * max(profile.rows[2] for profile in profiles)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
+from ...bundle.manifest import DecodingDefaults, Preset, Size
 from ...bundle.order import GroupOrderSpec
 from ...engines.contracts import TensorSpec
 from ...errors import CheckpointError, RequestError
@@ -20,7 +20,7 @@ from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
 from ..graph.graphs import Graph, make_target_graph, name_test_cases
 from ..model import BundleContents
-from ..models.decoder import Decoder, get_decoder_spec_fields
+from ..models.decoder import Decoder
 from ..models.eagle import LoadedDrafter, make_drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
@@ -84,7 +84,7 @@ def build_image_model(
     if drafter is not None:
         sources = [*sources, *drafter.sources]
         graphs.append(make_drafter_graph(drafter.drafter))
-        drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.drafter.config), **drafter.spec_fields)
+        drafter_spec = drafter.drafter.config.make_drafter_spec(**drafter.spec_fields)
     return BundleContents(
         graphs=[
             *graphs,
@@ -106,7 +106,7 @@ def build_image_model(
             "row_end": row_end,
             "order": order,
             **({} if order is None else {"presets": {"strict": Preset(method=GroupDecoding())}}),
-            "target": DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions),
+            "target": config.make_target_spec(),
             "drafter": drafter_spec,
             "condition": condition.spec,
             "sampling": sampling,

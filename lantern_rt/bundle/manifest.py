@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -52,9 +52,10 @@ class FileEntry(FrozenModel):
         return cls(path=path.name, sha256=compute_sha256(path, progress), bytes=path.stat().st_size)
 
 
-class _DecoderFields(FrozenModel):
+class DecoderSizes(FrozenModel):
     """Sizes of target and drafter, whose KV caches have the shape `[past, rows, num_kv_heads, head_dim]`."""
 
+    role: ClassVar[Literal["target", "drafter"]]
     hidden_size: Count
     num_layers: SmallCount
     num_kv_heads: SmallCount
@@ -63,7 +64,7 @@ class _DecoderFields(FrozenModel):
     architecture: Architecture
 
 
-class DecoderSpec(_DecoderFields):
+class DecoderSpec(DecoderSizes):
     """Sizes and precision of the image model (the target).
 
     Args:
@@ -73,13 +74,14 @@ class DecoderSpec(_DecoderFields):
         precision: precision of the stored weights.
     """
 
+    role = "target"
     max_positions: Count
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     cache_layout: Literal["past-first"] = "past-first"
     precision: Precision = "fp32"
 
 
-class DrafterSpec(_DecoderFields):
+class DrafterSpec(DecoderSizes):
     """Manifest entry of an EAGLE drafter, whose input p (slot p) is token p + 1 and the target's hidden state p.
 
     Args:
@@ -94,6 +96,7 @@ class DrafterSpec(_DecoderFields):
             codes are very low.
     """
 
+    role = "drafter"
     position_shift: Annotated[int, Field(ge=-1, le=1024)] = -1
     masks_prefix: bool = True
     prefix_token: TokenId = 0
