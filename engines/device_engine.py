@@ -140,11 +140,7 @@ class DeviceEngine(ABC):
     """Base class of engines that run a decoder in the device layout (`device_graph.py`).
 
     Args:
-        graph: loaded graph of the decoder.
-        inputs: declared inputs of the graph.
-        spec: sizes of the decoder.
         code_embeddings: embeddings of tokens, `[vocab_size, hidden_size]`, for a target; None: a drafter.
-        device: device that the decoder runs on.
         dtype: type of caches; hidden states have the type `get_hidden_dtype(dtype)`.
         num_cache_heads: number of heads, if a cache stores each head separately; None: all heads are in one column.
     """

@@ -221,11 +221,11 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         return self.join_heads(graph.reshape(mixed, 0, self.num_heads, -1, self.spec.head_dim))
 
     def split_heads(self, x: str, num_heads: int) -> str:
-        """Convert `x` from `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
+        """Convert `[rows, nodes, num_heads * head_dim]` to `[rows, num_heads, nodes, head_dim]`."""
         return self.graph.transpose(self.graph.reshape(x, 0, 0, num_heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def join_heads(self, x: str) -> str:
-        """Convert `x` from `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
+        """Convert `[rows, num_heads, nodes, head_dim]` to `[rows, nodes, num_heads * head_dim]`."""
         return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.num_heads * self.spec.head_dim)
 
     def normalize_heads(self, x: str, weight_prefix: str, num_heads: int, epsilon: float) -> str:
@@ -326,9 +326,8 @@ class _DeviceGraphWriter(DecoderGraphWriter):
         of the table. The first rotation uses the angle in table row `row`. The second rotation uses the angle in table
         row `shift` with a negated sine, and so turns back.
 
-        Returns:
-            For each rotation (two for models with two grids, otherwise one), the names of three tensors: cosines and
-            sines, `[angles, head_dim / 2]`, and the index of the angle of each part, `[rows, nodes * parts]`.
+        Returns the names of three tensors per rotation: cosines and sines, `[angles, head_dim / 2]`, and the index of
+        the angle of each part, `[rows, nodes * parts]`.
         """
         graph = self.graph
         width = self.spec.head_dim

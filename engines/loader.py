@@ -31,19 +31,15 @@ class BundleEngines:
     decoder is reported before the tokens of an image are generated.
 
     Args:
-        bundle: bundle to load.
         threads: number of threads per graph; None: one per core.
-        providers: providers that run the bundle's graphs in ONNX Runtime.
         engine_folder: engine folder whose TensorRT engines run instead; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
-        image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
         rounding_bound: maximum change, in nats, by which rounding changes the difference of two target logits between
             passes. 0: near-ties (choices that rounding could change) are not recomputed.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
-        max_rows: maximum number of batch rows per forward pass.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.

@@ -237,10 +237,7 @@ class DeviceGraphSession:
 
 
 def make_device_inputs(batch: PassInput, cache_columns: CacheColumnMap, num_padded_nodes: int) -> Arrays:
-    """Return the inputs of a graph in the device layout for a forward pass, without past keys and values.
-
-    `num_padded_nodes` is the number of nodes per batch row, padding included.
-    """
+    """Return the inputs of a graph in the device layout for a forward pass, without past keys and values."""
     rows, nodes = batch.positions.shape
     feeds = cache_columns.encode_pass_inputs(batch, num_padded_nodes)
     ids = pad_nodes(np.arange(rows * nodes).reshape(rows, nodes), num_padded_nodes, np.int32)
@@ -256,9 +253,6 @@ def compare_graph_with_onnx_reference(path: Path, manifest: Manifest) -> CaseRes
 
     The comparison shows errors of ONNX Runtime's fusions and kernels, and needs no checkpoint. It does not show errors
     from rounding weights, because both runs read the same rounded weights.
-
-    Raises:
-        ValueError: the graph declares an input that is too large.
     """
     from onnx.reference import ReferenceEvaluator
 

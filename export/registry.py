@@ -33,10 +33,9 @@ def load_model_family(family_name: str) -> ModelFamily:
 
 
 def detect_model_family(target: Path | str) -> str:
-    """Return the name of the family that a target belongs to, by `model_type` in its config.json.
+    """Return the name of the family that a target, a path or hub reference, belongs to by its config.json.
 
-    The result is the default family if the target, a path or hub reference, is a file, or if not exactly one family has
-    the type.
+    It is the default family if the target is a file, or if not exactly one family has the `model_type`.
     """
     from .checkpoints.hub import fetch_checkpoint
 
@@ -76,10 +75,8 @@ def read_family_checkpoints(
     """Read the checkpoints of a family.
 
     Args:
-        family_name: name of a family in `FAMILIES`.
-        options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
-            is a list of paths or references of adapters, each optionally with `:scale`. None means not given.
-        progress: progress callback, called for each checkpoint.
+        options: values of options by name; None: not given. Checkpoints are paths or hub references, whose files are
+            downloaded; `lora` is a list of paths or references of adapters, each optionally with `:scale`.
         cfg_scale: default guidance scale of the bundle; None: the default of the family.
 
     Raises:

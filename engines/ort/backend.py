@@ -32,10 +32,7 @@ class OrtGraphLoader:
         self._devices = {name: OrtDevice(name) for name in names if PROVIDERS[name].memory_device != "cpu"}
 
     def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
-        """Load the target or the drafter.
-
-        `code_embeddings` are the embeddings of tokens, `[vocab_size, hidden_size]`, of the target; None: the drafter.
-        """
+        """Load the target, with the embeddings of its tokens `[vocab_size, hidden_size]`, or the drafter, without."""
         path = self._bundle.path(spec.role)
         provider = self._providers.get_provider(spec.role)
         if provider in self._devices:
@@ -49,10 +46,7 @@ class OrtGraphLoader:
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
-        """Load a graph without a KV cache, check its tensors, and return a function that runs the graph.
-
-        The function returns the outputs in the order of their declarations.
-        """
+        """Load a graph without a KV cache, and return a function that returns its outputs in the declared order."""
         provider = self._providers.get_provider(role)
         if role in PROVIDERS[provider].cpu_only_graphs:
             provider = DEFAULT_PROVIDER

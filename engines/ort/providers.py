@@ -122,11 +122,9 @@ class ProviderChoice(NamedTuple):
 
     @classmethod
     def parse(cls, names: str | Sequence[str]) -> ProviderChoice:
-        """Parse names of providers.
+        """Parse names of providers, in a sequence or separated by commas.
 
-        Args:
-            names: items in a sequence, or separated by commas. An item is `NAME` for all graphs or `GRAPH=NAME` for a
-                single graph, such as `vq_decoder=cpu`.
+        An item is `NAME` for all graphs, or `GRAPH=NAME` for a single graph, such as `vq_decoder=cpu`.
 
         Raises:
             EngineError: a provider or graph is unknown, a graph has two providers, or a graph cannot have the provider.
@@ -168,8 +166,8 @@ def find_available_provider(name: str, runtime: Any) -> Provider:
     """Return a provider by name, after checking that ONNX Runtime, whose module is `runtime`, can use it.
 
     Raises:
-        EngineError: the name is unknown, or ONNX Runtime does not have the provider or a device for it. Also raised
-            for a GPU provider other than CUDA if `runtime` includes CUDA.
+        EngineError: the name is unknown, ONNX Runtime does not have the provider or a device for it, or `runtime`
+            includes CUDA and the provider is for another GPU.
     """
     provider = _look_up_provider(name)
     # If ONNX Runtime includes CUDA, it takes the memory of every other GPU provider for CUDA memory.
@@ -194,9 +192,7 @@ def find_available_provider(name: str, runtime: Any) -> Provider:
 
 
 def detect_provider(runtime: Any) -> str:
-    """Return the name of a GPU provider that is installed and finds a GPU, otherwise `cpu`.
-
-    If several providers qualify, the first in the order of `PROVIDERS` is returned.
+    """Return the name of the first GPU provider that is installed and finds a GPU, otherwise `cpu`.
 
     Raises:
         EngineError: the library of an installed plugin does not load.

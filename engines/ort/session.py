@@ -49,7 +49,6 @@ class GraphSession:
     """Graph that is loaded in an ONNX Runtime session. Several threads may call `run` at once.
 
     Args:
-        inputs: declarations of all inputs.
         outputs: declarations of the outputs to return; the graph may have further outputs.
         threads: number of threads; None: one per core.
         model_bytes: serialized graph to run instead of the graph in the file; it reads the same weights.
@@ -241,13 +240,7 @@ def load_session(
     try:
         providers = [] if chosen.is_plugin else [(chosen.execution_provider, provider_options)]
         with get_device_lock(provider):
-            session = open_session(
-                path if model_bytes is None else model_bytes,
-                threads,
-                configure_options,
-                providers,
-                enable_fallback=False,
-            )
+            session = open_session(source, threads, configure_options, providers, enable_fallback=False)
     except Exception as error:
         reraise_error_of_signal_handler(error)
         reason = format_error(error, 200)

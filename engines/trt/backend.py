@@ -60,7 +60,7 @@ class TensorRTGraphLoader(OrtGraphLoader):
 
 
 def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
-    """Check that an engine folder fits a bundle and the GPU of this host, and return a loader of its engines.
+    """Return a loader of an engine folder.
 
     Raises:
         EngineError: the engines do not fit the bundle, library version or GPU, or were altered.

@@ -29,10 +29,6 @@ class DecoderConfig:
     Checkpoints of `recipes/scenes` contain the names of these fields, so the names must not change.
 
     Args:
-        hidden_size: width of the hidden states.
-        num_layers: number of layers.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads.
         vocab_size: number of codes, for each of which the head computes a logit.
         grid: number of grid rows and columns of the default image.
         prefix: maximum number of positions of a prompt.
@@ -181,12 +177,9 @@ def _compute_two_grid_rope_table(config: DecoderConfig) -> Tensor:
 
 
 def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
-    """Rotate the pairs of queries or keys.
+    """Rotate the pairs of queries or keys `[rows, nodes, heads, head_dim]` by `rope [rows, nodes, head_dim / 2, 2]`.
 
-    Args:
-        x: queries or keys, `[rows, nodes, heads, head_dim]`.
-        rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
-        rope_style: which numbers form a pair. `half`: i and i + head_dim / 2. `interleaved`: 2 i and 2 i + 1.
+    A pair are the numbers i and i + head_dim / 2 (`half`), or 2 i and 2 i + 1 (`interleaved`).
     """
     cos = rope[:, :, None, :, 0]
     sin = rope[:, :, None, :, 1]
