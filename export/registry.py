@@ -83,10 +83,8 @@ def read_family_checkpoints(
     """Read the checkpoints of a family.
 
     Args:
-        family_name: name of a family in `FAMILIES`.
-        options: values of options by name. Checkpoints are paths or hub references, whose files are downloaded; `lora`
-            is a list of paths or references of adapters, each optionally with `:scale`. None means not given.
-        progress: progress callback, called for each checkpoint.
+        options: values of options by name; None: not given. Checkpoints are paths or hub references, whose files are
+            downloaded; `lora` is a list of paths or references of adapters, each optionally with `:scale`.
         cfg_scale: default guidance scale of the bundle; None: the default of the family.
 
     Raises:

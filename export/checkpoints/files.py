@@ -94,12 +94,9 @@ def make_file_error(path: Path, name: str = "", problem: str = "", **parts: str)
 
 @dataclass(frozen=True)
 class Config:
-    """Fields of a configuration file.
+    """Fields of a configuration file, by their names in the file.
 
-    Args:
-        path: path of the file.
-        values: fields by their names in the file.
-        aliases: name of a field in the file, by the name that the code uses, for fields whose two names differ.
+    `aliases` are the names of fields in the file, by the name that the code uses, where the two differ.
     """
 
     path: Path
@@ -113,7 +110,7 @@ class Config:
         return make_file_error(self.path, self.aliases.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field without checks, or `default` if the field is missing or null."""
+        """Return the value of a field, or `default` if it is missing or null."""
         value = self.values.get(self.aliases.get(name, name))
         return default if value is None else value
 
@@ -198,11 +195,9 @@ def read_text(path: Path, max_bytes: int = _TEXT_LIMIT) -> str:
 def read_tokenizer(
     path: Path, vocab_size: int, required_ids: Mapping[str, int] | None = None, tokenizer_json: bytes | None = None
 ) -> Tokenizer:
-    """Read the tokenizer of a model, whose embedding table has `vocab_size` rows.
+    """Read the tokenizer of a model, whose embedding table has `vocab_size` rows, and which must have `required_ids`.
 
-    Args:
-        required_ids: token ids that the tokenizer must have, by token.
-        tokenizer_json: the tokenizer converted to `tokenizer.json`, if `path` has another format.
+    `tokenizer_json` is the tokenizer converted to `tokenizer.json`, if `path` has another format.
     """
     try:
         tokenizer = parse_tokenizer(read_regular_file(path, _TEXT_LIMIT) if tokenizer_json is None else tokenizer_json)
@@ -238,11 +233,10 @@ def read_weights(
     weights are removed. Tensors must be plain, finite and, together, not larger than the file.
 
     Args:
-        path: file to read.
-        progress: callback that gets the number of bytes read since the last call.
+        progress: gets the number of bytes read since the last call.
         prefer_ema: whether to read the averaged weights (the state dict `ema`) if the file also has other weights.
             None: the other weights are read, with a warning.
-        name_filter: function that returns whether to read the weight with a name.
+        name_filter: returns whether to read the weight with a name.
     """
     if not path.is_file():
         raise make_file_error(path, problem="no such file")
