@@ -107,6 +107,7 @@ FORMATS: tuple[OutputFormat, ...] = (
     PNG,
     ImageFormat("jpeg", (".jpg", ".jpeg"), "image/jpeg"),
     ImageFormat("webp", (".webp",), "image/webp"),
+    ImageFormat("avif", (".avif",), "image/avif"),  # Pillow has AVIF since 11.3
     CODES,
 )
 IMAGE_FORMATS = {each.name: each for each in FORMATS if isinstance(each, ImageFormat)}
