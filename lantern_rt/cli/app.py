@@ -17,7 +17,7 @@ PROGRAM = "lantern-rt"
 # Commands by name: the module and function name of each command, and its line in the list of commands. A module that
 # has a dict `STEPS` has subcommands; `STEPS` maps the names of their functions to usage examples.
 COMMANDS = {
-    "run": ("run", "Generate PNG images from prompts, class ids or text embeddings."),
+    "run": ("run", "Generate images from prompts, class ids or text embeddings."),
     "edit": ("edit", "Regenerate a part of an image."),
     "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check the files of a bundle or an engine folder, and describe it."),
