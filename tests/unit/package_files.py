@@ -9,7 +9,7 @@ import lantern_rt
 # From low to high: a module imports only from its layer and lower layers.
 LAYERS = (
     ("errors", "version"),
-    ("inputs", "methods", "options"),
+    ("hints", "inputs", "methods", "options"),
     ("runtime", "bundle", "text", "output"),
     ("completion", "engines", "edits", "sources", "requests", "prompts"),
     ("export",),
