@@ -13,7 +13,7 @@ LAYERS = (
     ("runtime", "bundle", "text", "output"),
     ("completion", "engines", "edits", "sources", "requests", "prompts"),
     ("export",),
-    ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published"),
+    ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published", "model_names"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train"),
