@@ -242,6 +242,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     """Export a published model, which gives its name to the bundle. `precision` is `int8`, or `fp16` for GPUs."""
     from .export.graph.precision import parse_precisions
     from .export.progress import ignore_progress
+    from .export.prompts import add_prompts
     from .export.registry import read_family_checkpoints
     from .export.writer import export_model
 
@@ -249,7 +250,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     model = find_published_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family_checkpoints(model.family, model.export_options, report, model.cfg_scale)
-    loaded = replace(loaded, licence=model.licence)
+    loaded = add_prompts(replace(loaded, licence=model.licence))
     return export_model(loaded, output, name=name, precisions=parse_precisions(**choice), force=True, progress=report)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bundle.hub import HUB, REPOSITORY, find_hub_cache
+from ..compare.prompts import read_prompts
 from ..engines.host import EXPORT_BYTES, available_memory, check_space
 from ..errors import CheckpointError
 from ..export.registry import (
@@ -105,6 +106,13 @@ FamilyOption = Annotated[
         f"[default: that of the published model or of config.json, or {FAMILIES[0]}]"
     ),
 ]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text file with a prompt per line, for `bench`, `eval` and `push`. [default: twelve captions, if the "
+        "model takes prompts]"
+    ),
+]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
@@ -133,6 +141,7 @@ def export(
     weights: WeightsOption = None,
     lora: LoraOption = None,
     family: FamilyOption = None,
+    prompts: PromptsOption = None,
     precision: PrecisionOption = None,
     vq_precision: VqPrecisionOption = "fp32",
     compute: ComputeOption = "float32",
@@ -162,6 +171,7 @@ def export(
     with show_progress(announce_tasks=False) as progress:
         progress("loading PyTorch")
         from ..export.graph.precision import parse_precisions
+        from ..export.prompts import add_prompts
         from ..export.writer import check_output_folder, export_model
 
         family = family or detect_model_family(options["target"])
@@ -171,17 +181,21 @@ def export(
     fastest = parse_precisions("auto", compute="float32").target
     if precision == "auto":
         print_stderr(f"precision: {fastest}, the fastest on this processor")
+    texts = [] if prompts is None else [prompt for _, prompt in read_prompts(prompts)]
     check_output_folder(output, force)  # before downloads
     _check_space_for_download(output, estimate_export_sizes(load_model_family(family), options, precisions.target))
     start = time.perf_counter()
     with PeakMemoryMonitor() as peak, show_progress() as progress:
         loaded = read_family_checkpoints(family, options, progress, model.cfg_scale if model else None)
+        loaded = add_prompts(loaded, texts)
         export_model(loaded, output, precisions=precisions, force=force, progress=progress)
     _print_export_costs(output, time.perf_counter() - start, peak.bytes)
     if precisions.target == "fp32" != fastest:
         print_stderr(f"precision: fp32; on this processor, `--precision {fastest}` is smaller and faster")
     if loaded.manifest_fields["order"] is None:
-        print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
+        takes_embeddings = loaded.manifest_fields["condition"].kind == "embeddings"
+        options = "--write-presets" + " --prompts FILE.npz" * takes_embeddings
+        print_stderr(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} {options}`")
     print_text(output)
 
 

@@ -63,6 +63,10 @@ def test_a_lumina_bundle_is_exported_and_verified(program: Any) -> None:
     assert program("export", "--family", "lumina", *files)[0] == 0
     exit_code, out, _ = program("verify", "lumina", LUMINA, VQGAN)
     assert (exit_code, "passed" in out) == (0, True)
+    assert program("bench", "lumina", "--method", "ar", "--count", 1)[0] == 0
+    Path("own.txt").write_text("a cat\n")
+    assert program("export", "--family", "lumina", *files, "--prompts", "own.txt", "--force")[0] == 0
+    assert open_bundle("lumina").example_prompts == ["a cat"]
 
 
 def test_lumina2_is_exported_from_the_layout_of_its_repository(program: Any) -> None:
