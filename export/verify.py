@@ -126,7 +126,6 @@ class VerificationReport:
         self.tensors.append(row)
 
     def add_image_results(self, role: str, case_results: Iterable[CaseResult]) -> None:
-        """Add the difference of the images of an image decoder in int8 or fp16."""
         levels, psnr = measure_image_difference(case_results)
         row = {
             "graph": role,
@@ -184,11 +183,7 @@ def verify_bundle(
 ) -> VerificationReport:
     """Compare a bundle's arrays and graphs with its checkpoint, or each graph with ONNX's reference evaluator.
 
-    Args:
-        bundle: bundle whose files match its manifest.
-        model: contents of the checkpoint that the bundle was made from; None: compare with the reference evaluator.
-        reference_name: name of the reference, for the report.
-        progress: progress callback, called for each run.
+    `model` is the checkpoint that the bundle was made from. `reference_name` is for the report.
 
     Raises:
         CheckpointError: the checkpoint has other sizes than the bundle.
@@ -340,12 +335,7 @@ def check_graph_parity(
 
 
 def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Progress = ignore_progress) -> None:
-    """Compare the images of a new image decoder in int8 or fp16, which `precision` names, with those of its module.
-
-    Raises:
-        ParityError: the images differ too much.
-        BundleError: the file does not run.
-    """
+    """Raise ParityError if images of a new decoder in int8 or fp16 (`precision`) differ too much from its module's."""
     levels, psnr = measure_image_difference(compare_graph_with_module(graph, path, progress=progress))
     if levels > MAX_LEVELS or psnr < MIN_PSNR:
         raise ParityError(
@@ -359,8 +349,7 @@ def check_decoded_images(graph: Graph, path: Path, precision: str, progress: Pro
 def choose_tolerance(graph: Graph, graph_file: GraphFile | None = None) -> float:
     """Return the maximum difference that is allowed between the outputs of a graph and of its module.
 
-    For a graph without a tolerance, the maximum is `_ROUNDING_FACTOR` times the difference between the module's outputs
-    in float32 and in float64.
+    Without a tolerance of the graph, it is a multiple of the module's own differences between float32 and float64.
     """
     if graph.tolerance is not None:
         return graph.tolerance

@@ -187,10 +187,12 @@ class MethodConfig(FrozenModel, strict=True):
         method: name of the method.
         measures_tvd: whether statistics include `realised_tvd`, the total variation distance from the target's
             distribution.
+        drafts_tokens: whether passes verify draft tokens.
     """
 
     method: str
     measures_tvd: ClassVar[bool] = True
+    drafts_tokens: ClassVar[bool] = True
 
     @property
     def requirements(self) -> MethodRequirements:
@@ -201,6 +203,20 @@ class MethodConfig(FrozenModel, strict=True):
     def exact(self) -> bool:
         """Whether the method samples tokens from exactly the target model's distribution."""
         return True
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether acceptance is relaxed. A method may be neither exact nor relaxed."""
+        return False
+
+    @property
+    def has_flexible_window(self) -> bool:
+        """Whether the number of draft tokens may change between passes without changing the image."""
+        return False
+
+    def limit_nodes(self, max_nodes: int) -> MethodConfig:
+        """Return a method of the same images whose drafts have at most `max_nodes` nodes, if there is one."""
+        return self
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that are not None, by their public names (`lambda`, not `lambda_`)."""
@@ -216,6 +232,7 @@ class Autoregressive(MethodConfig):
     """Autoregressive decoding without drafts: one token per forward pass."""
 
     method: Literal["ar"] = "ar"
+    drafts_tokens: ClassVar[bool] = False
 
 
 Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such as chain-4, mc-25 or tree-2-10-1.")]
@@ -282,6 +299,10 @@ class RelaxedMethod(MethodConfig):
     @property
     def exact(self) -> bool:
         return self.acceptance_bounds == (None, None)
+
+    @property
+    def relaxed(self) -> bool:
+        return not self.exact
 
     @model_validator(mode="after")
     def _check_parameters(self) -> RelaxedMethod:
@@ -352,6 +373,16 @@ class SpeculativeJacobi(RelaxedMethod):
     @property
     def requirements(self) -> MethodRequirements:
         return super().requirements._replace(uses_heads=True)  # uses the heads if the bundle has them
+
+    @property
+    def has_flexible_window(self) -> bool:
+        return self.exact
+
+    def limit_nodes(self, max_nodes: int) -> MethodConfig:
+        max_window = max_nodes - 1  # the other node is the root, the last accepted token
+        if not self.exact or self.window <= max_window:
+            return self
+        return SpeculativeJacobi(window=max_window) if max_window else Autoregressive()
 
 
 class RowParallel(MethodConfig):

@@ -43,14 +43,14 @@ class DrafterFactory(NamedTuple):
 
 
 def _make_window_drafter(model: LoadedModel, method: MethodConfig, timer: EngineTimer) -> Drafter:
-    return HeadDrafter(model.heads, model.max_nodes) if model.heads else JacobiDrafter(model.max_nodes)
+    return HeadDrafter(model.heads, model.max_nodes, None) if model.heads else JacobiDrafter(model.max_nodes)
 
 
 def _make_tree_drafter(model: LoadedModel, method: TreeMethod, timer: EngineTimer) -> Drafter:
     if not method.uses_draft_heads:
         return EagleDrafter(model, method, timer)
     assert model.heads is not None, "requests check that the bundle has draft heads"
-    return HeadDrafter(model.heads, model.max_nodes)
+    return HeadDrafter(model.heads, model.max_nodes, parse_tree(method.tree))
 
 
 # Keys are method classes or their base classes; the most specific class counts.
@@ -143,12 +143,11 @@ class BatchDrafters:
 
     def add(self, sequences: Sequence[ImageSequence]) -> None:
         for sequence in sequences:
-            key = sequence.method, sequence.greedy
+            method = sequence.plan.method
+            key = method, sequence.plan.sampling.greedy
             if key not in self._drafters:
-                self._drafters[key] = (
-                    _find_drafter_factory(sequence.method).make_drafter(self._model, sequence.method, self._timer),
-                    [],
-                )
+                drafter = _find_drafter_factory(method).make_drafter(self._model, method, self._timer)
+                self._drafters[key] = drafter, []
             self._drafters[key][1].append(sequence)
 
     def remove(self, sequences: Sequence[ImageSequence]) -> None:

@@ -28,14 +28,7 @@ def read_anole(
     drafter: Path | None = None,
     grid: int | None = None,
 ) -> BundleContents:
-    """Read Anole with its VQGAN.
-
-    Args:
-        target: folder with config.json, tokenizer.json and weights.
-        vq: folder with vqgan.ckpt and vqgan.yaml, or the .ckpt file.
-        drafter: folder of the drafter in LANTERN's layout; None: no drafter.
-        grid: number of grid rows; None: the number that follows from the resolution in vqgan.yaml.
-    """
+    """Read Anole with its VQGAN; `grid` defaults to the grid rows that follow from the resolution in vqgan.yaml."""
     config = read_chameleon_config(target, CHAMELEON, "leloy/Anole-7b-v0.1-hf")  # before large files are read
     vqgan = read_vqgan(vq, target.progress)
     rows = grid or vqgan.grid

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Preset, Size
+from ...bundle.manifest import DecodingDefaults, Preset, Size
 from ...bundle.order import GroupOrderSpec
 from ...engines.contracts import TensorSpec
 from ...errors import CheckpointError, RequestError
@@ -20,7 +20,7 @@ from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import PromptCondition
 from ..graph.graphs import Graph, make_target_graph, name_test_cases
 from ..model import BundleContents
-from ..models.decoder import Decoder, get_decoder_spec_fields
+from ..models.decoder import Decoder
 from ..models.eagle import LoadedDrafter, make_drafter_graph
 from ..models.llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from ..neighbours import MAX_NEIGHBORS
@@ -49,22 +49,19 @@ def build_image_model(
     """Return the contents of a bundle.
 
     Args:
-        decoder: the target.
         code_embeddings: the target's input embeddings of all image tokens, `[tokens, hidden_size]`. The first rows
             belong to the codes. Further rows belong to other tokens, the last of which is the end-of-row token, or to
             the learned vectors of `order`.
-        condition: graph and manifest entry that convert prompts to prefix rows.
-        vq: image tokenizer; None: the bundle generates codes for another program.
-        sampling: default sampling settings.
+        vq: image tokenizer; None: the bundle generates codes for another program, and needs `codebook` and
+            `pixels_per_cell`.
         sources: roles and paths of the checkpoint files, without the files of the drafter.
-        drafter: drafter of the target; None: no drafter.
         sizes: image sizes of the manifest; empty: only the default size.
         default_grid: rows and columns of the default image; None: the square grid of the decoder's configuration.
         row_end: index in `code_embeddings` of the end-of-row token, which follows every grid row except the last; None:
             rows end without a token.
         order: groups of cells that are generated in one forward pass; None: one cell at a time.
-        codebook: codebook vectors `[codes, width]`; needed only without an image tokenizer.
-        pixels_per_cell: height and width of a cell in pixels; needed only without an image tokenizer.
+        codebook: codebook vectors `[codes, width]`.
+        pixels_per_cell: height and width of a cell in pixels.
 
     Raises:
         CheckpointError: the image tokenizer has another number of codes than the target.
@@ -84,7 +81,7 @@ def build_image_model(
     if drafter is not None:
         sources = [*sources, *drafter.sources]
         graphs.append(make_drafter_graph(drafter.drafter))
-        drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.drafter.config), **drafter.spec_fields)
+        drafter_spec = drafter.drafter.config.make_drafter_spec(**drafter.spec_fields)
     return BundleContents(
         graphs=[
             *graphs,
@@ -106,7 +103,7 @@ def build_image_model(
             "row_end": row_end,
             "order": order,
             **({} if order is None else {"presets": {"strict": Preset(method=GroupDecoding())}}),
-            "target": DecoderSpec(**get_decoder_spec_fields(config), max_positions=config.num_rope_positions),
+            "target": config.make_target_spec(),
             "drafter": drafter_spec,
             "condition": condition.spec,
             "sampling": sampling,
@@ -129,7 +126,7 @@ def check_grid_rows(grid: int | None) -> None:
 
 
 def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: bool = False) -> list[Graph]:
-    """Return the graphs of an image tokenizer, `vq_decoder` and `vq_encoder`, for square grids or for any size."""
+    """Return the graphs `vq_decoder` and `vq_encoder` of an image tokenizer, for square grids or for any size."""
     config = image_tokenizer.config
     side = min(grid, max(2, _TEST_PIXELS // config.pixels_per_cell)) if accepts_any_size else grid
     pixels = side * config.pixels_per_cell

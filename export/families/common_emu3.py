@@ -70,14 +70,10 @@ def build_emu3_model(
     prefix: str = "model.",
     head_name: str = "lm_head.weight",
 ) -> BundleContents:
-    """Return the contents of a bundle.
+    """Return the contents of a bundle, from a target whose weights were read and the result of `find_tokenizer`.
 
-    Args:
-        target: folder whose weights were read.
-        config: config.json; a section `text_config` has the settings of the decoder.
-        tokenizer_file: result of `find_tokenizer`.
-        grids: rows and columns of the image sizes, the default first.
-        prefix: prefix of the decoder's weights.
+    `grids` are rows and columns of the image sizes, the default first. `prefix` and `head_name` are names of the
+    decoder's weights.
     """
     path, tokenizer_json = tokenizer_file
     names = {"embed.weight": f"{prefix}embed_tokens.weight", "head.weight": head_name}
@@ -151,9 +147,6 @@ def convert_tiktoken(path: Path, split_pattern: str, special_tokens: Sequence[st
     """Convert a tiktoken file, of tokens in base 64 and their ranks, to the content of a `tokenizer.json`.
 
     `split_pattern` splits a text after Unicode normalisation (NFC). The ids of special tokens follow the ranks.
-
-    Raises:
-        EngineError: transformers is not installed.
     """
     require_library("transformers", str(path), "export")
     from transformers.convert_slow_tokenizer import TikTokenConverter

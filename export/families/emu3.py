@@ -47,13 +47,9 @@ def read_emu3(
     *,
     grid: int | None = None,
 ) -> BundleContents:
-    """Read Emu3-Gen in the layout of transformers or in the published layout.
+    """Read Emu3-Gen in the layout of transformers, which includes the image tokenizer, or in the published layout.
 
-    Args:
-        target: folder with config.json, tokenizer and weights.
-        vq: folder of Emu3-VisionTokenizer; None for the layout of transformers, which includes it.
-        grid: grid rows of the square image size; None for the published size. The other image sizes have about as many
-            pixels.
+    `grid` is the number of grid rows of the square image size. The other sizes have about as many pixels.
     """
     config = target.read_model_config("BAAI/Emu3-Gen-hf", _TRANSFORMERS, _PUBLISHED)
     includes_vq = config.get("model_type") == _TRANSFORMERS

@@ -35,12 +35,7 @@ _CHECKPOINT = "model.ckpt"  # weights of an image tokenizer without safetensors
 
 
 def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
-    """Read Emu3.5-Image.
-
-    Args:
-        target: folder with config.json, emu3.tiktoken, emu3_vision_tokens.txt and weights.
-        vq: folder of Emu3.5-VisionTokenizer, or its file.
-    """
+    """Read Emu3.5-Image; `vq` is the folder of Emu3.5-VisionTokenizer, or its file."""
     config = target.read_model_config("BAAI/Emu3.5-Image", "Emu3")
     tokenizer_file = find_tokenizer(target)
     file = vq / _CHECKPOINT

@@ -64,9 +64,7 @@ _TRANSFORMERS_TOP_K = 50  # the default of transformers, for a generation_config
 def read_glm_image(target: Checkpoint, *, grid: int | None = None) -> BundleContents:
     """Read the autoregressive part of GLM-Image.
 
-    Args:
-        target: folder with `vision_language_encoder` and `processor`.
-        grid: grid rows of the square image size, 32 by default, for 1024 pixels. Other sizes have about as many codes.
+    `grid` is the number of grid rows of the square image size, 32 by default. Other sizes have about as many codes.
     """
     if not all((target.path / part).is_dir() for part in _PARTS):
         raise target.make_error(found="other contents", expected=f"a folder with {' and '.join(_PARTS)}")

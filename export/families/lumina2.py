@@ -38,11 +38,8 @@ _SAMPLING = Sampling(cfg_scale=4.0, cfg_final=4.0, top_k=4096)  # settings of th
 def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
     """Read Lumina-mGPT 2.0 with MoVQGAN.
 
-    Args:
-        target: folder with config.json, tokenizer.json, tokenizer_config.json and weights.
-        vq: `movqgan_270M.ckpt`, or a folder with it.
-        grid: number of grid rows of the square image size, a multiple of 4; None: 96 rows, which are 768 pixels. Other
-            image sizes have about as many codes.
+    `grid` is the number of grid rows of the square image size, a multiple of 4; 96 rows are 768 pixels. Other image
+    sizes have about as many codes.
     """
     rows = grid or _GRID
     if rows % _PATCH:

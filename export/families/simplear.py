@@ -40,13 +40,10 @@ _HEAD = "lm_head.weight"
 
 
 def read_simplear(target: Checkpoint, vq: Path, *, grid: int | None = None) -> BundleContents:
-    """Read SimpleAR with the Cosmos tokenizer.
+    """Read SimpleAR with the Cosmos tokenizer, whose folder has encoder and decoder as .jit or .safetensors files.
 
-    Args:
-        target: folder with config.json, tokenizer.json and weights, in the layout of transformers.
-        vq: folder with encoder and decoder of the Cosmos tokenizer, as .jit or .safetensors files.
-        grid: number of grid rows of the default image size, a square; None: 64 rows. Other image sizes have about as
-            many codes, or are smaller squares.
+    `grid` is the number of grid rows of the default image size, a square of 64 rows. Other sizes have about as many
+    codes, or are smaller squares.
     """
     config = target.read_model_config("Daniel0724/SimpleAR-0.5B-RL", "qwen2")
     path = target.find_tokenizer_path()

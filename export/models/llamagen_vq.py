@@ -28,8 +28,6 @@ class VQTokenizerConfig:
     """Sizes and settings of a VQ tokenizer.
 
     Args:
-        num_codes: number of codes.
-        code_width: width of codebook vectors.
         latent_width: channels between the encoder and `quant_conv`, and between `post_quant_conv` and the decoder.
         encoder_stem_width: channels of the encoder's first convolution.
         encoder_widths: channels of the encoder's levels, from the finest to the coarsest.
@@ -42,7 +40,6 @@ class VQTokenizerConfig:
             (Emu3.5) instead of the nearest code.
         fsq_levels: number of values of each digit of a code, for finite scalar quantisation; empty with a codebook.
         patch: height and width in pixels of a patch, which the finest level treats as one pixel.
-        num_groups: number of groups of channels in the group norms.
     """
 
     num_codes: int
@@ -226,10 +223,8 @@ class LlamaGenVQ(nn.Module):
 class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
-    Args:
-        vq: image tokenizer.
-        grid_size: number of grid rows and columns of every image; the codes are then `[images, cells]` in raster order.
-            None: images of any size; the codes are then `[images, rows, columns]`.
+    With the `grid_size` of all images, codes are `[images, cells]` in raster order, otherwise `[images, rows,
+    columns]`.
     """
 
     vectors: Tensor

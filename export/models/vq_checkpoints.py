@@ -32,10 +32,7 @@ _VQGAN_PATTERNS = (
 def read_llamagen_vq(
     path: Path, progress: Progress = ignore_progress, averaged: bool | None = None
 ) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read an image tokenizer with LlamaGen's names of weights; return it with its files by role.
-
-    `averaged` is `prefer_ema` of `Checkpoint`.
-    """
+    """Read an image tokenizer with LlamaGen's names of weights; return it with its files by role."""
     checkpoint = Checkpoint(path, "vq", progress, averaged)
     checkpoint.read_weights(name_filter=lambda name: name != "quantize.codebook_used")  # statistics of training
     if CODEBOOK not in checkpoint.weights:
@@ -50,13 +47,9 @@ def load_vq_tokenizer(
     num_groups: int = NORM_GROUPS,
     **settings: Any,
 ) -> LlamaGenVQ:
-    """Load an image tokenizer; its sizes come from the shapes and names of its weights.
+    """Load an image tokenizer with LlamaGen's names; its sizes come from the shapes and names of its weights.
 
-    Args:
-        checkpoint: weights with LlamaGen's names.
-        make_vq: function that builds the tokenizer without weights.
-        num_groups: number of groups of channels in the group norms.
-        settings: other fields of `VQTokenizerConfig`, which do not follow from shapes and names.
+    `settings` are other fields of `VQTokenizerConfig`.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape.
@@ -100,15 +93,7 @@ class LoadedVQGAN(NamedTuple):
 
 @wrap_reader_errors
 def read_vqgan(path: Path, progress: Progress = ignore_progress) -> LoadedVQGAN:
-    """Read an image tokenizer in the layout of taming-transformers.
-
-    Args:
-        path: folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file.
-        progress: progress callback.
-
-    Raises:
-        CheckpointError: a file cannot be read, or has no tokenizer in this layout.
-    """
+    """Read an image tokenizer in the layout of taming-transformers: vqgan.ckpt and vqgan.yaml, or a .ckpt file."""
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():
         raise make_file_error(
@@ -140,7 +125,6 @@ def rename_vqgan_weights(
     """Rename weights from the names of taming-transformers to LlamaGen's names.
 
     Args:
-        checkpoint: weights that are renamed.
         coarsest_first: whether level 0 of the decoder is the coarsest, which runs first. In taming-transformers, level
             0 is the finest, which runs last.
         patterns: regular expressions and replacements that first convert other names to taming-transformers' names.

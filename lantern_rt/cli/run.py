@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,30 +258,19 @@ def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str 
     Raises:
         RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
     """
-    bundle = None
-    if arguments and (_is_bundle(arguments[0]) or (has_input_option and " " not in arguments[0].strip())):
-        bundle, *arguments = arguments
+    from ..model_names import find_model_name
+
+    bundle = find_model_name(arguments[0]) if arguments else None
+    if arguments and has_input_option and " " not in arguments[0].strip():
+        bundle = bundle or arguments[0]
+    if bundle is not None:
+        arguments = arguments[1:]
     single = [argument for argument in arguments if " " not in argument.strip()]
     if len(arguments) > 1 and single:
         actual = f"the single word {format_value(single[0])} among {len(arguments)}"
         expected = "a bundle's folder or name, then prompts in quotes"
         raise RequestError(field="prompt", found=actual, expected=expected)
     return bundle, arguments
-
-
-def _is_bundle(argument: str) -> bool:
-    from ..bundle.files import MANIFEST_FILE, list_embedded_bundle_names
-    from ..bundle.hub import HUB
-    from ..published import load_published_models
-
-    with suppress(OSError, ValueError):  # too long for a path
-        return (
-            argument in list_embedded_bundle_names()
-            or argument in load_published_models()
-            or argument.startswith(HUB)
-            or (argument != "" and (Path(argument) / MANIFEST_FILE).is_file())
-        )
-    return False
 
 
 def _open_bundle_and_request(

@@ -32,15 +32,10 @@ def run_bench(
     min_images: int,
     progress: Progress,
 ) -> list[list[MethodRun]]:
-    """Run decoding methods in turns, after a warm-up turn that is discarded.
+    """Run decoding methods in turns, plain decoding first, after a warm-up turn that is discarded.
 
-    Args:
-        methods: methods to compare, plain decoding first.
-        batch_size: number of images per request.
-        min_images: minimum number of images per method; every method runs at least three times.
-
-    Returns:
-        For each method, a list with one run per turn.
+    Each method makes at least `min_images` images, in at least three requests of `batch_size`. Return the runs of each
+    method, one per turn.
     """
     turns = max(MIN_TURNS, -(-min_images // batch_size))
     requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
@@ -100,10 +95,9 @@ def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Estimate the ratio between the scores of a method and of plain decoding, on the same two or more images.
+    """Estimate the ratio of the sums of scores of a method and of plain decoding, on the same two or more images.
 
-    Returns:
-        The ratio of the sums, and its standard error.
+    Returns the ratio and its standard error.
     """
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(

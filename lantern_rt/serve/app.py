@@ -62,9 +62,6 @@ def make_app(
         lifespan: context manager that creates the backends at the start and closes them at the end.
         allowed_origins: sites whose pages may send requests (CORS), such as `https://ui.example`.
         allowed_hosts: names of the server that the header `Host` may have, beside IP addresses; empty: all names.
-
-    Raises:
-        RequestError: an origin is invalid.
     """
     allowed_origins = [normalize_origin(origin) for origin in allowed_origins]
     info = _InfoEndpoints(state)

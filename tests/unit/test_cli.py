@@ -166,7 +166,7 @@ def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
 ) -> None:
     assert program("run", words_bundle, "red cube", "--output", "own.png")[0] == 0
     code, _, err = program("run", "bundels/none", subject, value)
-    assert (code, err.startswith("lantern-rt: bundle 'bundels/none': found neither a folder")) == (2, True), err
+    assert (code, err.startswith("lantern-rt: bundels/none: neither a folder nor the repository")) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,9 @@ def test_an_argument_beside_a_prompt_option_is_a_missing_bundle(
             "t.trace.png: is the path of an image and of the trace",
         ),
         (["red", "--count", "x"], "--count: found 'x', expected a whole number; see `lantern-rt run --help`"),
-        (["red", "--colour"], "No such option"),
+        (["red", "--colour"], "--colour: no such option; see `lantern-rt run --help`"),
+        (["red", "--num-inference-steps", "20"], "--num-inference-steps: .*tokens, not steps"),
+        (["red", "--temprature", "1"], ".*did you mean --temperature"),
     ],
 )
 def test_run_rejects_invalid_input_with_one_line(
