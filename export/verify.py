@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,21 +52,8 @@ MAX_LEVELS = 1.0
 MIN_PSNR = 40.0
 LARGE_GRAPH = 1 << 28  # bytes of weights above which a graph runs from the memory-mapped file, on two test cases only
 _ARRAY_LIMIT = 1e-5  # maximum difference of arrays, which are stored unchanged or computed in a few float32 ops
-# Fields of a manifest and of its parts that a checkpoint determines. The fields of parts in `_OTHER_FIELDS` are left
-# out: the user chooses them, except `architecture`, whose fields are compared separately.
-_SIZES = (
-    "grid_rows",
-    "grid_columns",
-    "codebook_size",
-    "image_height",
-    "image_width",
-    "sizes",
-    "row_end",
-    "order",
-    "source",
-)
-_PARTS = ("target", "drafter", "condition")
-_OTHER_FIELDS = {"precision", "dtype", "head_codes", "architecture"}
+# Fields of a manifest and of its parts that the user or the exporter chooses. A checkpoint determines all others.
+_CHOSEN_FIELDS = {"family", "sampling", "decoding", "presets", "precision", "dtype", "head_codes"}
 
 
 class VerificationLimits(NamedTuple):
@@ -250,27 +237,28 @@ def verify_engines(bundle: Bundle, folder: EngineFolder, progress: Progress) -> 
 
 
 def _check_model_sizes(manifest: Manifest, model: BundleContents) -> None:
-    expected = _select_checkpoint_fields(vars(manifest))
+    expected = dict(_iter_checkpoint_fields(vars(manifest)))
     files = dict(model.sources)
-    for name, value in _select_checkpoint_fields(model.manifest_fields).items():
-        if value != expected.get(name, value):  # a drafter that the bundle does not have is not compared
+    for name, value in _iter_checkpoint_fields(model.manifest_fields):
+        part = "drafter" if name.startswith("drafter.") else "target"
+        if value != expected.get(name) and (part == "target" or manifest.drafter):
             raise CheckpointError(
-                field=f"{files['drafter' if name.startswith('drafter.') else 'target']}: {name}",
+                field=f"{files[part]}: {name}",
                 found=format_value(value),
-                expected=f"{format_value(expected[name])}, as the bundle has",
+                expected=f"{format_value(expected.get(name))}, as the bundle has",
                 remedy="give the checkpoint that the bundle was made from",
             )
 
 
-def _select_checkpoint_fields(manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest fields that a checkpoint determines, nested fields as `target.head_dim`."""
-    values = {name: manifest_fields[name] for name in _SIZES if name in manifest_fields}
-    for part in _PARTS:
-        content = manifest_fields.get(part)
-        for model in (content, getattr(content, "architecture", None)):
-            if isinstance(model, BaseModel):
-                values |= {f"{part}.{name}": value for name, value in model.model_dump(exclude=_OTHER_FIELDS).items()}
-    return values
+def _iter_checkpoint_fields(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the manifest fields that a checkpoint determines, nested fields as `target.head_dim`."""
+    for name, value in fields.items():
+        if name in _CHOSEN_FIELDS:
+            continue
+        if isinstance(value, BaseModel):
+            yield from _iter_checkpoint_fields(dict(value), prefix if name == "architecture" else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _compare_arrays(bundle: Bundle, model: BundleContents, report: VerificationReport, progress: Progress) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ...bundle.manifest import DecodingDefaults, Preset, Size
@@ -37,7 +38,6 @@ def build_image_model(
     condition: PromptCondition,
     vq: LlamaGenVQ | None,
     sampling: Sampling,
-    sources: list[tuple[str, Path]],
     drafter: LoadedDrafter | None = None,
     sizes: Sequence[Size] = (),
     default_grid: tuple[int, int] | None = None,
@@ -54,7 +54,6 @@ def build_image_model(
             the learned vectors of `order`.
         vq: image tokenizer; None: the bundle generates codes for another program, and needs `codebook` and
             `pixels_per_cell`.
-        sources: roles and paths of the checkpoint files, without the files of the drafter.
         sizes: image sizes of the manifest; empty: only the default size.
         default_grid: rows and columns of the default image; None: the square grid of the decoder's configuration.
         row_end: index in `code_embeddings` of the end-of-row token, which follows every grid row except the last; None:
@@ -68,18 +67,21 @@ def build_image_model(
     """
     config = decoder.config
     num_codes = config.vocab_size
+    sources = [*decoder.checkpoint.sources]
     if vq is not None:
         pixels_per_cell = vq.config.pixels_per_cell
         codebook = vq.codebook
+        sources += vq.checkpoint.sources
         if vq.config.num_codes != num_codes:
             expected = f"{num_codes}: the VQ tokenizer that belongs to the transformer"
             raise CheckpointError(field="vq", found=f"{vq.config.num_codes} codes", expected=expected)
     assert codebook is not None
     rows, columns = default_grid or (config.grid, config.grid)
     graphs = [make_target_graph(decoder, list_concatenated_tensors(code_embeddings)[0])]
+    sources += condition.sources
     drafter_spec = None
     if drafter is not None:
-        sources = [*sources, *drafter.sources]
+        sources += drafter.drafter.checkpoint.sources
         graphs.append(make_drafter_graph(drafter.drafter))
         drafter_spec = drafter.drafter.config.make_drafter_spec(**drafter.spec_fields)
     return BundleContents(
@@ -90,7 +92,7 @@ def build_image_model(
         ],
         code_embeddings=code_embeddings,
         codebook=codebook.numpy(),
-        sources=sources,
+        sources=[*dict.fromkeys(sources)],
         target_sha256=drafter and drafter.target_sha256,
         extra_files={} if condition.tokenizer_json is None else {"tokenizer": (TOKENIZER, condition.tokenizer_json)},
         manifest_fields={
@@ -110,6 +112,15 @@ def build_image_model(
             "decoding": _make_default_decoding(drafter is not None, min(MAX_NEIGHBORS, num_codes - 1)),
         },
     )
+
+
+def make_size(rows: int, columns: int, pixels_per_cell: int, **fields: Any) -> Size:
+    name = f"{columns * pixels_per_cell}x{rows * pixels_per_cell}"
+    return Size(name=name, rows=rows, columns=columns, **fields)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def list_grid_shapes(image_pixels: int, pixels_per_cell: int) -> list[tuple[int, int]]:

@@ -109,7 +109,6 @@ class LlamaGenTransformer(NamedTuple):
     decoder: Decoder
     code_embeddings: Tensor  # embeddings of the codes, float32 `[codes, hidden_size]`
     condition: ClassCondition | CaptionCondition  # module that computes the prefix rows
-    checkpoint: Checkpoint
     is_lantern_layout: bool
     config: Config  # configuration; empty if there is no configuration file
     extra_weights: dict[str, Tensor]  # weights that LlamaGen does not have, float32, by their names in the files
@@ -149,18 +148,15 @@ def read_llamagen_transformer(
     )
     extra_weights = {name: checkpoint.weights.pop(name).float() for name in variant.extra_weights}
     decoder, embeddings = load_llama_decoder(checkpoint, sizes)
-    return LlamaGenTransformer(
-        decoder, embeddings.float(), condition, checkpoint, is_lantern_layout, values, extra_weights
-    )
+    return LlamaGenTransformer(decoder, embeddings.float(), condition, is_lantern_layout, values, extra_weights)
 
 
 def build_llamagen_model(
     transformer: LlamaGenTransformer, vq: Path, *, weights: str | None, text_encoder: Path | None = None, **fields: Any
 ) -> BundleContents:
     """Return the contents of a bundle with LlamaGen's image tokenizer. `fields` are for `build_image_model`."""
-    checkpoint = transformer.checkpoint
-    image_tokenizer, vq_sources = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
-    sources = [*checkpoint.sources, *vq_sources]
+    checkpoint = transformer.decoder.checkpoint
+    image_tokenizer = read_llamagen_vq(vq, checkpoint.progress, checkpoint.prefer_ema)
     module = transformer.condition
     if text_encoder is None:
         condition = module.make_condition()
@@ -168,14 +164,12 @@ def build_llamagen_model(
         raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
     else:
         encoder = read_text_encoder(text_encoder, module.uncond.shape[1], checkpoint.progress)
-        condition = make_text_condition(encoder.encoder, encoder.tokenizer, module)
-        sources += encoder.sources
+        condition = make_text_condition(encoder.encoder, encoder.tokenizer, module)._replace(sources=encoder.sources)
     model = build_image_model(
         decoder=transformer.decoder,
         code_embeddings=transformer.code_embeddings,
         condition=condition,
         vq=image_tokenizer,
-        sources=sources,
         **fields,
     )
     return replace(model, weights=weights)

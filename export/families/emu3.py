@@ -21,8 +21,8 @@ from ..family import ModelFamily
 from ..model import BundleContents
 from ..models.movqgan import load_emu3_vq
 from ..models.vq_checkpoints import CODEBOOK
-from .common import list_grid_shapes
-from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, encode_text, find_tokenizer, is_emu35_config
+from .common import encode_text, list_grid_shapes
+from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, find_tokenizer, is_emu35_config
 
 # Values of Emu3's published program: suffix of every caption, text of the unconditional row, sampling settings.
 SUFFIX = " masterpiece, film grained, best quality."
@@ -71,7 +71,6 @@ def read_emu3(
         config,
         tokenizer_file,
         image_tokenizer,
-        vq_checkpoint,
         grids=list_grid_shapes(_AREA if grid is None else (grid * scale) ** 2, scale),
         make_layout=make_emu3_prompt_layout,
         sampling=_SAMPLING,

@@ -18,7 +18,8 @@ from ..checkpoints.folders import Checkpoint
 from ..family import ModelFamily
 from ..model import BundleContents
 from ..models.vq_checkpoints import load_vqgan
-from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, encode_text, find_tokenizer, is_emu35_config
+from .common import encode_text
+from .common_emu3 import BEGIN, START, TOKENIZER_FILES, build_emu3_model, find_tokenizer, is_emu35_config
 
 # Values of the published program: template, template of the unconditional row, sampling settings, and rows and columns
 # of the image sizes, the default first.
@@ -51,7 +52,6 @@ def read_emu35(target: Checkpoint, vq: Path) -> BundleContents:
         config,
         tokenizer_file,
         image_tokenizer,
-        vq_checkpoint,
         grids=SIZES,
         make_layout=_make_prompt_layout,
         sampling=_SAMPLING,

@@ -183,7 +183,6 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
         condition=make_token_condition(text_embeddings, decoder.config.prefix, prompt, tokenizer),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=layout.cfg_scale),
-        sources=target.sources,
     )
 
 

@@ -63,7 +63,7 @@ def read_lumina(
         has_position_limit=False,  # the published program computes rotations for all positions
     )
     return model.build_model(
-        read_vqgan(vq, target.progress),  # the resolution in vqgan.yaml is the one of training and does not matter here
+        read_vqgan(vq, target.progress)[0],  # the resolution in vqgan.yaml is that of training and does not matter
         drafter,
         num_extra_tokens,
         sampling=_SAMPLING,

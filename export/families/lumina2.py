@@ -45,7 +45,7 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
     if rows % _PATCH:
         raise CheckpointError(field="grid", found=str(rows), expected="a multiple of 4; 96 rows are 768 pixels")
     config = read_chameleon_config(target, LUMINA, "Alpha-VLLM/Lumina-mGPT-2.0")  # before large files are read
-    image_tokenizer, vq_sources = read_movqgan(vq, target.progress)
+    image_tokenizer = read_movqgan(vq, target.progress)
     count = image_tokenizer.config.num_codes
     size = config.get_integer("vocab_size")
     if size is None or size <= count:
@@ -73,7 +73,6 @@ def read_lumina2(target: Checkpoint, vq: Path, *, grid: int | None = None) -> Bu
         condition=condition,
         vq=image_tokenizer,
         sampling=_SAMPLING,
-        sources=[*dict.fromkeys([*target.sources, *vq_sources])],
         sizes=[make_lumina_image_size(*pair, names, _PATCH) for pair in patches],
         row_end=count,
     )

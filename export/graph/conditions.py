@@ -8,7 +8,7 @@ the result. In a batch, shorter texts are padded on the left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,15 @@ from .onnx_ops import ExportGraphWriter
 
 
 class PromptCondition(NamedTuple):
-    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text."""
+    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text.
+
+    `sources` are roles and paths of files that do not belong to the target's checkpoint.
+    """
 
     spec: ConditionSpec
     graph: Graph
     tokenizer_json: bytes | None = None
+    sources: Sequence[tuple[str, Path]] = ()
 
 
 class ClassCondition(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
 from ...bundle.manifest import DecoderSizes, DecoderSpec, DrafterSpec
 from .output_heads import Head, RightBelowHeads, TwoLayerHead
+
+if TYPE_CHECKING:
+    from ..checkpoints.folders import Checkpoint
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's query and key norms, which no configuration contains
 
@@ -309,6 +312,7 @@ class DecoderLayer(nn.Module):
 class LayerStack(nn.Module):
     """Layers of a target or drafter, with their rotary table."""
 
+    checkpoint: Checkpoint  # the files that the weights came from
     rope: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:

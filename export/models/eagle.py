@@ -56,14 +56,13 @@ class EagleDrafter(LayerStack):
 
 
 class LoadedDrafter(NamedTuple):
-    """Drafter that was read from its folder, with its files by role.
+    """Drafter that was read from its folder.
 
     `spec_fields` are the fields of `DrafterSpec` that are not sizes. `target_sha256` is that of the target weights that
     the drafter was trained on; None if unknown.
     """
 
     drafter: EagleDrafter
-    sources: list[tuple[str, Path]]
     spec_fields: dict[str, Any]
     target_sha256: str | None = None
 
@@ -127,9 +126,7 @@ def read_drafter(
     checkpoint.load_module_weights(drafter)
     training = config.get("training")  # `train-drafter` writes this field
     target_sha256 = training.get("target_sha256") if isinstance(training, Mapping) else None
-    return LoadedDrafter(
-        drafter, checkpoint.sources, spec_fields, None if target_sha256 is None else str(target_sha256)
-    )
+    return LoadedDrafter(drafter, spec_fields, None if target_sha256 is None else str(target_sha256))
 
 
 def make_drafter_graph(drafter: EagleDrafter) -> Graph:

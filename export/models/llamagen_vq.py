@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .fsq import decode_fsq_codes, quantize_fsq_latents
+
+if TYPE_CHECKING:
+    from ..checkpoints.folders import Checkpoint
 
 NORM_GROUPS = 32
 _EPS = 1e-6
@@ -199,6 +203,7 @@ class ConvStack(nn.Module):
 class LlamaGenVQ(nn.Module):
     """VQ image tokenizer: encoder, codebook and decoder. The codebook is that of the checkpoint, not normalised."""
 
+    checkpoint: Checkpoint  # the files that the weights came from
     codebook: Tensor
 
     def __init__(self, config: VQTokenizerConfig) -> None:

@@ -186,7 +186,7 @@ def write_scenes_bundle(
         },
         extra_files=extra_files,
         sources=[(role, work_folder / f"{role}.pt") for role in ("vq", "target")]
-        + (drafting.sources if drafting else []),
+        + (drafting.drafter.checkpoint.sources if drafting else []),
         licence="Apache-2.0",
     )
     precisions = replace(parse_precisions(precision, compute=compute, vq=vq_precision), lossless=True)
