@@ -184,6 +184,7 @@ def test_invalid_requests_raise_the_exceptions_of_the_openai_client(tiny_client:
     with pytest.raises(openai.NotFoundError) as not_found:
         generate(prompt="red cube", model="gpt-image-1")
     assert not_found.value.code == "model_not_found"
+    assert "`serve --alias` adds names" in str(not_found.value)
 
 
 def test_models_can_be_listed_and_retrieved(tiny_client: openai.OpenAI) -> None:
