@@ -29,17 +29,6 @@ from .errors import EngineError, LanternError, RequestError
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-# Parameters of a pipeline that have other names on the command line or in HTTP:
-# parameter -> (command-line option, HTTP field).
-PARAMETER_NAMES = {
-    "prompts": ("prompt", "prompt"),
-    "class_ids": ("class_id", "class_id"),
-    "token_ids": ("token_ids", "input_ids"),
-    "num_images": ("count", "n"),
-    "quality": ("quality", "quality_budget"),
-    "max_images_per_pass": ("batch", "max_images_per_pass"),
-    "max_queued_images": ("waiting", "max_queued_images"),
-}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # memory address in the `repr` of an object
 _MAX_ERRORS = 100  # invalid fields of which the first is named; pydantic takes long to list more
 # What a value should be: by the limit in pydantic's `ctx`, else by the first word of pydantic's error type.

@@ -81,9 +81,9 @@ def edit(
 
     Prints the paths of the files to stdout, progress and a line of statistics to stderr.
     """
-    from ..edits import check_supports_edits
-    from ..prompts import load_bundle_tokenizer
     from ..requests import check_request, choose_random_seed
+    from ..subjects.edited_image import check_supports_edits
+    from ..text.tokenizers import load_bundle_tokenizer
     from .replay import png_contains_image
 
     engine = EngineOptions()
@@ -96,7 +96,8 @@ def edit(
         options["class_ids"] = int(prompt)
     else:
         options["prompts"] = prompt
-    request = check_request(opened.manifest, load_bundle_tokenizer(opened), image=image, num_images=count, **options)
+    inputs = {"image": image, "num_images": count, **options}
+    request = check_request(opened.manifest, load_bundle_tokenizer(opened), inputs)
 
     def contains_image(index: int, path: Path) -> bool:
         return png_contains_image(path, opened, replace(request, images=[request.images[index]]), 1)

@@ -162,8 +162,8 @@ def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) 
 
 
 def _open_agreement_model(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> PromptAgreementModel:
-    if prompts.input_kind != "prompts":
-        problem = f"bundle {bundle.manifest.name} takes {prompts.input_kind}, not prompts"
+    if not prompts.kind.is_text:
+        problem = f"bundle {bundle.manifest.name} takes {prompts.kind.words.parameter}, not prompts"
         raise RequestError(problem, field="agreement", remedy="leave it out")
     return PromptAgreementModel(path, read_preprocessing(path), bundle, threads)
 

@@ -14,6 +14,8 @@ import typer
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
 from ..methods import METHODS, SAMPLING, SettableByRequest
+from ..subjects.base import Words
+from ..subjects.table import WORDS
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -35,16 +37,6 @@ PromptsOption = Annotated[
     typer.Option(
         "--prompts",
         help="Text file with one prompt per line. [default: example prompts of the bundle]",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-EmbeddingsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--embeddings",
-        metavar="NPZ",
-        help="File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded "
-        "on the right, and array `mask [prompts, tokens]` if padding is used.",
         rich_help_panel=SUBJECTS,
     ),
 ]
@@ -121,12 +113,15 @@ def _get_sampling_option_type(name: str) -> Any:
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
 
+def _make_input_option(words: Words) -> Any:
+    name = f"--{words.option.replace('_', '-')}"
+    option = typer.Option(name, metavar=words.metavar, help=words.help, rich_help_panel=SUBJECTS)
+    return Annotated[words.option_type | None, option]
+
+
 # Options of `run` that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
-    "negative_prompt": Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
-    ],
+    **{words.parameter: _make_input_option(words) for words in WORDS.values() if words.option_type},
     "seed": Annotated[
         int | None,
         typer.Option(
@@ -155,12 +150,12 @@ REQUEST_OPTIONS: dict[str, Any] = {
 def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `**options` in the signature of a command by the parameters in `REQUEST_OPTIONS`.
 
-    They come before the parameter `output`, so that typer lists them there.
+    They come before the parameter `source`, so that typer lists them there.
     """
     parameters: list[inspect.Parameter] = []
     signature = inspect.signature(command, eval_str=True)
     for parameter in signature.parameters.values():
-        if parameter.name == "output":
+        if parameter.name == "source":
             parameters += [parameter.replace(name=name, annotation=kind) for name, kind in REQUEST_OPTIONS.items()]
         parameters.append(parameter)
     vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])

@@ -1,0 +1,97 @@
+"""Prompts in plain text, and the prefix of tokens that they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ..errors import RequestError
+from ..inputs import format_value
+from ..output.names import make_slug
+from ..runtime.engine import Ints
+from .base import Prefix, RequestContext, Row, Subject, Words
+
+# The model's tokens limit a prompt. Usual text has 3 to 5 characters per token, so a far longer text is not tokenized.
+_CHARACTERS_PER_TOKEN = 16
+_MIN_CHARACTERS = 2000  # allowed for every model: some models drop the last tokens of a long prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Text(Subject):
+    words: ClassVar[Words] = Words(
+        "prompts",
+        "prompt",
+        "prompt",
+        "prompt",
+        option_type=list[str],
+        metavar="TEXT",
+        help="Prompt, as an alternative to arguments; may be given several times.",
+        json_type=str,
+    )
+    conditions: ClassVar[frozenset[str]] = frozenset(["words", "text", "tokens"])
+    description: ClassVar[str] = "a prompt"
+    item_name: ClassVar[str] = "prompt"
+
+    @classmethod
+    def make(cls, item: Any, name: str, context: RequestContext) -> Self:
+        return cls(item, make_text_prefix(item, name, context))
+
+    def file_stem(self, index: int, option: Any) -> str:
+        return make_slug(self.record)
+
+
+def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: str | None = None) -> Prefix:
+    """Check and tokenize a prompt. `name`: field of errors. `template`: None for the bundle's."""
+    tokenizer = context.require_tokenizer().fill(context.size.name, template)
+    try:
+        return make_token_prefix(context, tokenizer.encode(*_check_text(prompt, context)))
+    except RequestError as error:
+        error.field = name
+        error.suggestions = tuple(tokenizer.find_nearest_examples(str(prompt)[:_MIN_CHARACTERS]))
+        similar = f"similar valid prompts: {', '.join(map(repr, error.suggestions))}" if error.suggestions else ""
+        error.remedy = "; ".join(filter(None, [error.remedy, similar]))
+        raise
+
+
+def _check_text(prompt: Any, context: RequestContext) -> tuple[str, int]:
+    """Return the text to tokenize, and the maximum number of its tokens."""
+    if not isinstance(prompt, str):
+        raise RequestError(found=format_value(prompt), expected="text or a list of texts")
+    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * context.condition.prefix)
+    if len(prompt) > max_characters:
+        raise RequestError(found=f"{len(prompt):,} characters", expected=f"at most {max_characters:,}")
+    if not prompt.strip():
+        raise RequestError(found="empty text", expected="a few words")
+    # Python decodes bytes of command-line arguments that are not UTF-8 to surrogates.
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise RequestError(found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
+    condition = context.condition
+    before, after = condition.surrounding_tokens(context.size.tokens)
+    text = prompt.strip() if condition.layout is not None and condition.layout.strip else prompt
+    return text, context.condition.prefix - len(before) - len(after)
+
+
+def make_token_prefix(context: RequestContext, ids: Ints) -> Prefix:
+    """Build the prefix from the ids of a prompt, int64 `[n]`, without the ids that the template adds."""
+    condition = context.condition
+    layout = condition.layout
+    if layout is None:
+        # The prefix is left-padded: its last positions are real.
+        is_real_token = np.arange(condition.prefix) >= condition.prefix - len(ids)
+        mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
+        inputs = {"token_ids": ids[None], **mask}
+        return Prefix(Row(inputs, 0, is_real_token), Row(inputs, 1, is_real_token))
+    before, after = condition.surrounding_tokens(context.size.tokens)
+    cond = np.array([*before, *ids, *after], np.int64)
+    uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *context.size.tokens], np.int64)
+    if layout.uncond_fill is not None:
+        uncond[len(before) : len(cond) - len(after)] = layout.uncond_fill  # replaces each id of the text
+    inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
+    return Prefix(*(_make_row(context, inputs, i, tokens) for i, tokens in enumerate((cond, uncond))))
+
+
+def _make_row(context: RequestContext, inputs: dict[str, Ints], output: int, tokens: Ints) -> Row:
+    is_real_token = np.ones(len(tokens), np.bool_)
+    return Row(inputs, output, is_real_token, tokens, first_position=context.size.first_position)
