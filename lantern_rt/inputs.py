@@ -14,7 +14,7 @@ import re
 import reprlib
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
@@ -72,6 +72,17 @@ def check_int(name: str, value: Any, default: int, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(field=name, found=format_value(value), expected=f"a whole number {low} .. {high}")
     return int(value)
+
+
+def convert_numpy_value(value: Any) -> Any:
+    """Convert a number or an array of NumPy or PyTorch to Python's numbers and lists; return other values."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
+    """Return the items of a list or array; a single value, such as a text, `repeat_count` times."""
+    value = convert_numpy_value(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
 
 
 def describe_validation_error(error: ValidationError) -> dict[str, str]:

@@ -37,7 +37,7 @@ from .results import Ints, Result, StreamStep, StreamStepBuilder, build_recipe_f
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
 from .subjects.base import ImageRequest
-from .subjects.edited_image import check_supports_edits
+from .subjects.image_input import check_supports_edits
 from .text.tokenizers import load_bundle_tokenizer
 
 if TYPE_CHECKING:

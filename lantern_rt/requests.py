@@ -12,14 +12,12 @@ from typing import Any, get_args
 from .bundle.manifest import Manifest, Size
 from .completion import parse_method_config, resolve_method, validate_model
 from .errors import RequestError
-from .inputs import check_int, format_value
+from .inputs import check_int, convert_numpy_value, convert_to_list, format_value
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Options
 from .subjects.base import (
     ImageRequest,
     RequestContext,
-    convert_numpy_value,
-    convert_to_list,
     make_missing_guidance_error,
 )
 from .subjects.table import PARTS, WORDS, choose_subject_kind, list_subjects, restore_subject
@@ -145,9 +143,11 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
     """
     settings_options = {name: value for name, value in options.items() if value is not None}
     inputs = {name: settings_options.pop(name) for name in WORDS if name in settings_options}
+    inputs = {name: value for name, value in inputs.items() if not (WORDS[name].needs_text and value == "")}
     seed = settings_options.pop("seed", 0)
     num_images = settings_options.pop("num_images", 1)
-    part_inputs = [part for part in (kind.read(inputs, manifest) for kind in PARTS) if part]
+    part_kinds = [kind for kind in PARTS if any(words.parameter in inputs for words in kind.words)]
+    part_inputs = [kind.read(inputs, manifest) for kind in part_kinds]
     for part in part_inputs:
         settings_options = {**part.default_options(), **settings_options}
         if not list_subjects(inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ import typer
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
 from ..methods import METHODS, SAMPLING, SettableByRequest
-from ..subjects.base import Words
+from ..subjects.base import Option
 from ..subjects.table import WORDS
 
 if TYPE_CHECKING:
@@ -113,15 +113,17 @@ def _get_sampling_option_type(name: str) -> Any:
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
 
-def _make_input_option(words: Words) -> Any:
-    name = f"--{words.option.replace('_', '-')}"
-    option = typer.Option(name, metavar=words.metavar, help=words.help, rich_help_panel=SUBJECTS)
-    return Annotated[words.option_type | None, option]
+def _make_input_option(option: Option) -> Any:
+    name = f"--{option.name.replace('_', '-')}"
+    return Annotated[
+        option.type | None, typer.Option(name, metavar=option.metavar, help=option.help, rich_help_panel=SUBJECTS)
+    ]
 
 
-# Options of `run` that are also parameters of a pipeline call, by name of the parameter.
+EDIT_INPUTS = ("mask", "keep_rows")  # parameters of a pipeline call that only `edit` takes
+# Options of commands that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
-    **{words.parameter: _make_input_option(words) for words in WORDS.values() if words.option_type},
+    **{words.parameter: _make_input_option(words.option) for words in WORDS.values()},
     "seed": Annotated[
         int | None,
         typer.Option(
@@ -147,19 +149,23 @@ REQUEST_OPTIONS: dict[str, Any] = {
 }
 
 
-def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `**options` in the signature of a command by the parameters in `REQUEST_OPTIONS`.
+def add_request_options(before: str, names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the parameter `**options` in the signature of a command by some parameters in `REQUEST_OPTIONS`.
 
-    They come before the parameter `source`, so that typer lists them there.
+    They come before the parameter `before`, so that typer lists them there.
     """
-    parameters: list[inspect.Parameter] = []
-    signature = inspect.signature(command, eval_str=True)
-    for parameter in signature.parameters.values():
-        if parameter.name == "source":
-            parameters += [parameter.replace(name=name, annotation=kind) for name, kind in REQUEST_OPTIONS.items()]
-        parameters.append(parameter)
-    vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
-    return command
+
+    def replace_signature(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        signature = inspect.signature(command, eval_str=True)
+        for parameter in signature.parameters.values():
+            if parameter.name == before:
+                parameters += [parameter.replace(name=name, annotation=REQUEST_OPTIONS[name]) for name in names]
+            parameters.append(parameter)
+        vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
+        return command
+
+    return replace_signature
 
 
 @dataclass(frozen=True)

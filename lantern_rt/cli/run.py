@@ -22,7 +22,9 @@ from ..output.names import choose_output_paths
 from ..subjects.table import WORDS, list_subjects
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
+    EDIT_INPUTS,
     OUTPUT,
+    REQUEST_OPTIONS,
     SUBJECTS,
     EngineOptions,
     EnginesOption,
@@ -92,7 +94,7 @@ ScaleOption = Annotated[
 ]
 
 
-@add_request_options
+@add_request_options("source", [name for name in REQUEST_OPTIONS if name not in EDIT_INPUTS])
 def run(
     words: WordsArgument = None,
     source: SourceOption = None,
@@ -121,7 +123,7 @@ def run(
     name, prompts = _split_arguments(words or [], bool(source or list_subjects(options)))
     if prompts:
         options["prompts"] = [*prompts, *options.get("prompts", [])]
-    values = {name: WORDS[name].read_option(value) if name in WORDS else value for name, value in options.items()}
+    values = options | {name: WORDS[name].option.read(options[name]) for name in options.keys() & WORDS.keys()}
     engine_options = EngineOptions(threads, engines, provider)
     if name is not None and (source or list_subjects(options)) and is_missing_from_cache(name):
         engine_options.check()
@@ -187,7 +189,7 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
         {
             "codes": codes.tolist(),
             "seed": image.seed,
-            image.subject.words.chunk: image.subject.json_value(i // images_per_prompt),
+            image.subject.words.chunk: image.subject.name(i // images_per_prompt),
             "output": str(path),
         }
         for i, (image, codes, path) in enumerate(zip(request.images, last_step.codes, paths, strict=True))
@@ -254,7 +256,7 @@ def _make_file_stems(request: Request, options: Mapping[str, Any]) -> list[str]:
     images_per_prompt = options.get("num_images", 1)
     option = options[request.images[0].subject.words.parameter]
     return [
-        f"{image.subject.file_stem(i // images_per_prompt, option)}-seed{image.seed}"
+        f"{image.subject.make_file_stem(i // images_per_prompt, option)}-seed{image.seed}"
         for i, image in enumerate(request.images)
     ]
 

@@ -36,7 +36,7 @@ class Prompts:
 
     @property
     def labels(self) -> list[str]:
-        return [self.kind.describe_item(item, i) for i, item in enumerate(self.items)]
+        return [self.kind.make_title(item, i) for i, item in enumerate(self.items)]
 
     def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
         """Return the keyword arguments of the pipeline call that generates batch `batch_index`.

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
 from ..bundle.conditions import ConditionSpec
 from ..bundle.manifest import Manifest, Size
 from ..errors import RequestError
+from ..inputs import convert_to_list
+from ..output.names import make_slug
 from ..runtime.engine import Bools, Floats, Ints
 from ..runtime.state import PrefixRow
 from ..text.prompt_tokenizer import PromptTokenizer
@@ -26,34 +27,36 @@ Label = str | int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
+class Option:
+    """Option of a command, whose name has underscores. `read` converts its value, such as a path, for the pipeline."""
+
+    name: str
+    type: Any
+    metavar: str | None
+    help: str
+    read: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
 class Words:
     """Names of one parameter of a pipeline call wherever users meet it, and the forms of its value there.
 
     Attributes:
         parameter: name in Python.
-        option: name on the command line, with underscores.
         field: name in HTTP bodies.
-        chunk: name of the text chunk that records the value in PNG files; empty: another parameter's chunk records it.
-        option_type: type of the value of the option of `run`; None: `run` has no such option.
-        metavar: name of the option's value in help.
-        help: help of the option.
+        chunk: text chunk that records the value in PNG files; empty: the chunk of another parameter records it.
         json_type: type of the field that every JSON body has; None: the body of an endpoint declares the field.
         chunk_type: type of the text chunk, for pydantic.
-        read_option: converts the value of the option, such as a path, to the value of the parameter.
         restore: converts a valid text chunk to the value of the parameter; RequestError if it records only a hash.
         needs_text: whether the parameter can only stand beside a text.
     """
 
     parameter: str
-    option: str
     field: str
-    chunk: str = ""
-    option_type: Any = None
-    metavar: str | None = None
-    help: str = ""
+    chunk: str
+    option: Option
     json_type: Any = None
     chunk_type: Any = str
-    read_option: Callable[[Any], Any] = lambda value: value
     restore: Callable[[Any], Any] = lambda value: value
     needs_text: bool = False
 
@@ -96,23 +99,12 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestContext:
-    """What the parts of a request are checked against: the bundle, and what is already known of the request.
-
-    Attributes:
-        condition: condition of the bundle, without the prefix positions of a source image.
-        tokenizer: tokenizer of the bundle; None: the bundle takes no prompts.
-        size: image size, which a source image adapts.
-        uses_guidance: whether the images are sampled with guidance.
-    """
+    """What the parts of a request are checked against. A source image changes `condition` and `size`."""
 
     condition: ConditionSpec
-    tokenizer: PromptTokenizer | None
+    tokenizer: PromptTokenizer | None  # None: the bundle takes no prompts
     size: Size
     uses_guidance: bool
-
-    def require_tokenizer(self) -> PromptTokenizer:
-        assert self.tokenizer is not None
-        return self.tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +118,10 @@ class Subject(ABC):
 
     words: ClassVar[Words]
     conditions: ClassVar[frozenset[str]]  # kinds of conditions, as in the manifest, that take the subject
-    description: ClassVar[str]  # in error messages
-    item_name: ClassVar[str]  # one of several, in error messages
+    description: ClassVar[str]  # in errors
+    item_name: ClassVar[str]  # in errors, of one of several
     is_text: ClassVar[bool] = True
-    remedies: ClassVar[Mapping[str, str]] = {}  # what helps if another parameter is given instead
+    remedy: ClassVar[str] = ""  # in the error of a prompt that is given instead
 
     label: Label
     prefix: Prefix
@@ -141,8 +133,15 @@ class Subject(ABC):
 
     @classmethod
     def join(cls, items: Sequence[Any]) -> Any:
-        """Return the value of the parameter for several prompts, from one item per prompt."""
+        """Return the value of the parameter for one item per prompt."""
         return list(items)
+
+    @classmethod
+    def name_items(cls, value: Any) -> list[tuple[str, Any]]:
+        """Return one item per prompt, each with its name for errors."""
+        items = cls.split(value)
+        names = [f"{cls.item_name} {i + 1} of {len(items)}" for i in range(len(items))]
+        return list(zip(names if len(items) > 1 else [cls.item_name], items, strict=bool(items)))
 
     @classmethod
     def read(cls, value: Any, context: RequestContext) -> list[Self]:
@@ -150,39 +149,27 @@ class Subject(ABC):
         return [cls.make(item, name, context) for name, item in cls.name_items(value)]
 
     @classmethod
-    def name_items(cls, value: Any) -> list[tuple[str, Any]]:
-        """Return one item per prompt, each with its name for errors, which counts from 1 if there are several."""
-        items = cls.split(value)
-        names = [f"{cls.item_name} {i + 1} of {len(items)}" for i in range(len(items))]
-        return list(zip(names if len(items) > 1 else [cls.item_name], items, strict=bool(items)))
-
-    @classmethod
     @abstractmethod
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
         """Check the item of one prompt. `name`: field of errors."""
 
     @classmethod
-    def describe_item(cls, item: Any, index: int) -> str:
-        """Return the name of an item in reports; `index` counts from 0."""
-        return str(item)
+    @abstractmethod
+    def make_title(cls, item: Any, index: int) -> str:
+        """Return a name of the item of a prompt, for reports and files. `index` counts from 0."""
 
-    @classmethod
-    def list_records(cls, value: Any) -> list[Any]:
-        """Return, for each prompt of a value, what a training shard records of it, as JSON."""
-        return list(value)
+    def name(self, index: int) -> Any:
+        """Return the label, or the index of the prompt if there is none."""
+        return index if self.label is None else self.label
+
+    def make_file_stem(self, index: int, option: Any) -> str:
+        """Return the first part of a file's name. `option`: value of the option of `run`."""
+        return make_slug(self.make_title(self.label, index))
 
     @property
     def record(self) -> str:
         """Text of the recipe's chunk."""
         return str(self.label)
-
-    def json_value(self, index: int) -> Any:
-        """Return what the JSON output of `run` has of the prompt with an index."""
-        return self.label
-
-    @abstractmethod
-    def file_stem(self, index: int, option: Any) -> str:
-        """Return the first part of a file's name, from the prompt's index and the value of the option of `run`."""
 
 
 class Part(ABC):
@@ -223,8 +210,8 @@ class PartInput(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self | None:
-        """Read the part from the parameters of a request; None: the request has no such part."""
+    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self:
+        """Read the part from the parameters of a request, of which at least one is in `words`."""
 
     def default_options(self) -> Mapping[str, Any]:
         """Return options that hold unless the request names them."""
@@ -270,16 +257,6 @@ class ImageRequest:
         for part in self.parts:
             chunks |= part.record
         return chunks
-
-
-def convert_numpy_value(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-
-
-def convert_to_list(value: Any, repeat_count: int = 1) -> list[Any]:
-    """Return the items of a list or array; a single value, such as a text, `repeat_count` times."""
-    value = convert_numpy_value(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value] * repeat_count
 
 
 def make_missing_guidance_error(field: str) -> RequestError:

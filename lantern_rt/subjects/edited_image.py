@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +15,8 @@ from ..errors import RequestError
 from ..inputs import check_int
 from ..options import ImageSource
 from ..runtime.engine import Bools, Floats, Ints
-from .base import Part, RequestContext, Words
+from .base import Part
 from .image_files import convert_to_encoder_input, crop_to_cover, read_image
-from .image_input import IMAGE, ImageInput
 
 
 @dataclass(eq=False)
@@ -60,32 +58,7 @@ class ImageEdit(Part):
     @property
     def record(self) -> Mapping[str, str]:
         """SHA-256 hash of the pixels and of the regenerated cells, in hexadecimal."""
-        return {IMAGE.chunk: hashlib.sha256(self.pixels.tobytes() + self.regenerated_cells.tobytes()).hexdigest()}
-
-
-class EditInput(ImageInput):
-    """Image of which a part is generated again."""
-
-    words: ClassVar[tuple[Words, ...]] = (
-        IMAGE,
-        Words("mask", "mask", "mask"),
-        Words("keep_rows", "keep_rows", "keep_rows"),
-    )
-
-    @classmethod
-    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self | None:
-        selection = [name for name in ("mask", "keep_rows") if name in inputs]
-        if "image" not in inputs:
-            if selection:
-                raise RequestError("given without an image to edit", field=selection[0], remedy="also give the image")
-            return None
-        if manifest.source is not None and not selection:
-            return None
-        check_supports_edits(manifest)
-        return cls(manifest, inputs["image"], inputs.get("mask"), inputs.get("keep_rows"))
-
-    def finish(self, context: RequestContext) -> ImageEdit:
-        return prepare_edit(self.manifest, context.size, self.image, self.mask, self.keep_rows)
+        return {"edit": hashlib.sha256(self.pixels.tobytes() + self.regenerated_cells.tobytes()).hexdigest()}
 
 
 def prepare_edit(
@@ -116,17 +89,6 @@ def prepare_edit(
             expected = "some transparent pixels or, if there are none, some white pixels"
             raise RequestError(field="mask", found=actual, expected=expected)
     return ImageEdit(np.array(crop_to_cover(original, (width, height))), regenerated_cells)
-
-
-def check_supports_edits(manifest: Manifest) -> None:
-    """Raise RequestError if a bundle cannot generate a part of an image again, which needs an image encoder."""
-    if manifest.source is not None:
-        problem = f"bundle {manifest.name} generates whole images from a source image, and cannot edit a part"
-        raise RequestError(problem, field="image", remedy="give the image to `lantern-rt run --image`, without a mask")
-    if not manifest.can_edit_images:
-        problem = f"bundle {manifest.name} has no image encoder"
-        remedy = "export it again from its checkpoint, with this version" if manifest.makes_images else ""
-        raise RequestError(problem, field="image", remedy=remedy)
 
 
 def _read_mask(original: Image.Image, mask: ImageSource | None) -> Image.Image:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,32 +14,26 @@ from ..errors import RequestError
 from ..inputs import format_error
 from ..output.names import make_slug
 from ..text.embeddings import read_embeddings
-from .base import Prefix, RequestContext, Row, Subject, Words
+from .base import Option, Prefix, RequestContext, Row, Subject, Words
+
+_HELP = (
+    "File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded on "
+    "the right, and array `mask [prompts, tokens]` if padding is used."
+)
 
 
 def _reject_record(text: str) -> NoReturn:
     raise RequestError("records a hash of text embeddings, not the embeddings", remedy="give them with --embeddings")
 
 
-@dataclass(frozen=True, eq=False)
 class Embedding(Subject):
-    words: ClassVar[Words] = Words(
-        "embeddings",
-        "embeddings",
-        "embeddings",
-        "embedding",
-        option_type=Path,
-        metavar="NPZ",
-        help="File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded "
-        "on the right, and array `mask [prompts, tokens]` if padding is used.",
-        read_option=read_embeddings,
-        restore=_reject_record,
-    )
-    conditions: ClassVar[frozenset[str]] = frozenset(["embeddings"])
-    description: ClassVar[str] = "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)"
-    item_name: ClassVar[str] = "embeddings"
-    is_text: ClassVar[bool] = False
-    remedies: ClassVar[Mapping[str, str]] = {"prompts": "export it with --text-encoder to give prompts"}
+    option = Option("embeddings", Path, "NPZ", _HELP, read_embeddings)
+    words = Words("embeddings", "embeddings", "embedding", option, restore=_reject_record)
+    conditions = frozenset(["embeddings"])
+    description = "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)"
+    item_name = "embeddings"
+    is_text = False
+    remedy = "export it with --text-encoder to give prompts"
 
     @classmethod
     def read(cls, value: Any, context: RequestContext) -> list[Self]:
@@ -84,23 +77,16 @@ class Embedding(Subject):
         return tuple(map(np.stack, zip(*items, strict=True)))  # [prompts, tokens, dim], [prompts, tokens]
 
     @classmethod
-    def describe_item(cls, item: Any, index: int) -> str:
+    def make_title(cls, item: Any, index: int) -> str:
         return f"embedding {index}"
 
-    @classmethod
-    def list_records(cls, value: Any) -> list[Any]:
-        return list(range(len(value[0])))
+    def make_file_stem(self, index: int, option: Any) -> str:
+        return f"{make_slug(Path(option).stem)}-{index}"
 
     @property
     def record(self) -> str:
         """SHA-256 hash of the embeddings and the mask, because they are too large for a text chunk."""
         return hashlib.sha256(b"".join(value.tobytes() for value in self.prefix.cond.inputs.values())).hexdigest()
-
-    def json_value(self, index: int) -> Any:
-        return index
-
-    def file_stem(self, index: int, option: Any) -> str:
-        return f"{make_slug(Path(option).stem)}-{index}"
 
 
 def _make_error(found: str, expected: str) -> RequestError:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ..bundle.manifest import Manifest
-from .base import Part, PartInput, Prefix, RequestContext, Row, Words, make_missing_guidance_error
+from .base import Option, Part, PartInput, Prefix, RequestContext, Row, Words, make_missing_guidance_error
 from .text import make_text_prefix
 
 _NAME = "negative_prompt"
@@ -28,25 +28,13 @@ class NegativePrompt(Part):
 
 @dataclass(frozen=True)
 class NegativePromptInput(PartInput):
-    words: ClassVar[tuple[Words, ...]] = (
-        Words(
-            _NAME,
-            _NAME,
-            _NAME,
-            _NAME,
-            option_type=str,
-            metavar="TEXT",
-            help="Prompt that guidance leads away from.",
-            json_type=str,
-            needs_text=True,
-        ),
-    )
+    option = Option(_NAME, str, "TEXT", "Prompt that guidance leads away from.")
+    words = (Words(_NAME, _NAME, _NAME, option, json_type=str, needs_text=True),)
     text: Any
 
     @classmethod
-    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self | None:
-        text = inputs.get(_NAME, "")
-        return None if text == "" else cls(text)
+    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self:
+        return cls(inputs[_NAME])
 
     def finish(self, context: RequestContext) -> NegativePrompt:
         if not context.uses_guidance:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,8 @@ from PIL import Image
 
 from ..bundle.manifest import Manifest, Size, SourceImageSpec
 from ..runtime.engine import Floats, Ints
-from .base import Part, Prefix, RequestContext, Words
+from .base import Part, Prefix
 from .image_files import convert_to_encoder_input, crop_to_cover
-from .image_input import IMAGE, ImageInput
 
 
 @dataclass(eq=False)
@@ -28,7 +27,7 @@ class SourceImage(Part):
         size: image size of the bundle that is nearest to the original image.
         spec: layout of prompts with a source image.
         max_positions: number of rows of the bundle's rotary table.
-        codes: codes of the source, int64 `[cells]`; 0 before `encode`.
+        codes: codes of the source, int64 `[cells]`; None before `encode`.
     """
 
     image: Image.Image
@@ -36,16 +35,11 @@ class SourceImage(Part):
     size: Size
     spec: SourceImageSpec
     max_positions: int
-    codes: Ints = field(init=False)
-    is_encoded: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.codes = np.zeros(self.size.rows * self.size.columns, np.int64)
+    codes: Ints | None = field(init=False, default=None)
 
     def encode(self, encoder: Callable[[Floats], Ints]) -> None:
-        if not self.is_encoded:
+        if self.codes is None:
             self.codes = encoder(convert_to_encoder_input(self.pixels))[0]
-            self.is_encoded = True
 
     def change_prefix(self, prefix: Prefix) -> Prefix:
         """Insert the codes of the source before the text.
@@ -62,13 +56,15 @@ class SourceImage(Part):
         source_size = self.size.with_source_image()
         num_following = len(self.spec.after) + len(cond.tokens)  # number of ids between the source and the new image
         distance = num_following + max(source_size.rows, source_size.columns)
-        source_positions = (source_size.first_position or 0) + np.arange(len(self.codes))
+        cells = np.arange(source_size.codes)
+        codes = np.zeros_like(cells) if self.codes is None else self.codes
+        source_positions = (source_size.first_position or 0) + cells
 
         def positions_before_image(count: int, distance: int) -> Ints:
             """Return the positions of `count` tokens, with `distance` ids between the last one and the first code."""
             return self._move_back(cond.first_position, np.arange(distance + count, distance, -1))
 
-        tokens = np.concatenate([self.spec.before, self.codes, self.spec.after, cond.tokens]).astype(np.int64)
+        tokens = np.concatenate([self.spec.before, codes, self.spec.after, cond.tokens]).astype(np.int64)
         positions = [
             positions_before_image(len(self.spec.before), distance),
             self._move_back(source_positions, distance),
@@ -94,32 +90,14 @@ class SourceImage(Part):
     @property
     def record(self) -> Mapping[str, str]:
         """SHA-256 hash of the pixels, in hexadecimal."""
-        return {IMAGE.chunk: hashlib.sha256(self.pixels.tobytes()).hexdigest()}
+        return {"edit": hashlib.sha256(self.pixels.tobytes()).hexdigest()}
 
 
-class SourceInput(ImageInput):
-    """Image from which images are generated."""
-
-    words: ClassVar[tuple[Words, ...]] = (IMAGE,)
-
-    @classmethod
-    def read(cls, inputs: Mapping[str, Any], manifest: Manifest) -> Self | None:
-        return cls(manifest, inputs["image"]) if "image" in inputs and manifest.source is not None else None
-
-    @property
-    def spec(self) -> SourceImageSpec:
-        assert self.manifest.source is not None
-        return self.manifest.source
-
-    def adapt(self, context: RequestContext) -> RequestContext:
-        num_tokens = self.spec.count_prompt_tokens(self.manifest.size(self.nearest_size))
-        condition = context.condition.model_copy(update={"prefix": context.condition.prefix - num_tokens})
-        return replace(context, condition=condition, size=context.size.with_source_image())
-
-    def finish(self, context: RequestContext) -> SourceImage:
-        """Scale the image to cover a size of the bundle, and then to the input of the image encoder."""
-        size = self.manifest.size(self.nearest_size)
-        pixels = (size.columns * self.spec.pixels_per_cell, size.rows * self.spec.pixels_per_cell)
-        image = crop_to_cover(self.image, self.manifest.size_in_pixels(size))
-        scaled = np.array(image.resize(pixels, Image.Resampling.BICUBIC))
-        return SourceImage(image, scaled, size, self.spec, self.manifest.target.max_positions)
+def prepare_source_image(manifest: Manifest, size: Size, original: Image.Image) -> SourceImage:
+    """Scale an image from `read_image` to cover a size of the bundle, and then to the input of the image encoder."""
+    spec = manifest.source
+    assert spec is not None
+    pixels = (size.columns * spec.pixels_per_cell, size.rows * spec.pixels_per_cell)
+    image = crop_to_cover(original, manifest.size_in_pixels(size))
+    scaled = np.array(image.resize(pixels, Image.Resampling.BICUBIC))
+    return SourceImage(image, scaled, size, spec, manifest.target.max_positions)

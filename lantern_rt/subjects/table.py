@@ -11,22 +11,21 @@ from pydantic import TypeAdapter, ValidationError
 from ..errors import RequestError
 from .base import PartInput, Subject, Words
 from .class_ids import ClassId
-from .edited_image import EditInput
 from .embeddings import Embedding
+from .image_input import ImageInput
 from .negative_prompt import NegativePromptInput
-from .source_image import SourceInput
 from .text import Text
 from .token_ids import TokenIds
 
 # The first kind that a condition takes is the one that errors ask for.
 SUBJECTS: tuple[type[Subject], ...] = (Text, ClassId, TokenIds, Embedding)
 # A part may read what the parts before it changed.
-PARTS: tuple[type[PartInput], ...] = (NegativePromptInput, EditInput, SourceInput)
+PARTS: tuple[type[PartInput], ...] = (NegativePromptInput, ImageInput)
 _ALL_WORDS = [kind.words for kind in SUBJECTS] + [words for kind in PARTS for words in kind.words]
 WORDS: dict[str, Words] = {words.parameter: words for words in _ALL_WORDS}
 # Parameters of a pipeline call and of a server: parameter -> (command-line option, HTTP field).
 PARAMETER_NAMES = {
-    **{words.parameter: (words.option, words.field) for words in _ALL_WORDS},
+    **{words.parameter: (words.option.name, words.field) for words in _ALL_WORDS},
     "num_images": ("count", "n"),
     "quality": ("quality", "quality_budget"),
     "max_images_per_pass": ("batch", "max_images_per_pass"),
@@ -51,7 +50,7 @@ def choose_subject_kind(inputs: Mapping[str, Any], condition_kind: str, owner: s
     if len(present) != 1 or condition_kind not in present[0].conditions:
         parameter = accepted.words.parameter
         found = wrong.description if wrong else "nothing to generate"
-        remedy = accepted.remedies.get(wrong.words.parameter, "") if wrong else ""
+        remedy = accepted.remedy if wrong is Text else ""
         expected = f"{accepted.description}, as {owner} requires"
         raise RequestError(field=parameter, found=found, expected=expected, remedy=remedy)
     for words in WORDS.values():

@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
 from ..errors import RequestError
 from ..inputs import format_value
-from ..output.names import make_slug
 from ..runtime.engine import Ints
-from .base import Prefix, RequestContext, Row, Subject, Words
+from .base import Option, Prefix, RequestContext, Row, Subject, Words
 
 # The model's tokens limit a prompt. Usual text has 3 to 5 characters per token, so a far longer text is not tokenized.
 _CHARACTERS_PER_TOKEN = 16
 _MIN_CHARACTERS = 2000  # allowed for every model: some models drop the last tokens of a long prompt
 
 
-@dataclass(frozen=True, eq=False)
 class Text(Subject):
-    words: ClassVar[Words] = Words(
-        "prompts",
-        "prompt",
-        "prompt",
-        "prompt",
-        option_type=list[str],
-        metavar="TEXT",
-        help="Prompt, as an alternative to arguments; may be given several times.",
-        json_type=str,
-    )
-    conditions: ClassVar[frozenset[str]] = frozenset(["words", "text", "tokens"])
-    description: ClassVar[str] = "a prompt"
-    item_name: ClassVar[str] = "prompt"
+    option = Option("prompt", list[str], "TEXT", "Prompt, as an alternative to arguments; may be given several times.")
+    words = Words("prompts", "prompt", "prompt", option, json_type=str)
+    conditions = frozenset(["words", "text", "tokens"])
+    description = "a prompt"
+    item_name = "prompt"
 
     @classmethod
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
         return cls(item, make_text_prefix(item, name, context))
 
-    def file_stem(self, index: int, option: Any) -> str:
-        return make_slug(self.record)
+    @classmethod
+    def make_title(cls, item: Any, index: int) -> str:
+        return str(item)
 
 
 def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: str | None = None) -> Prefix:
     """Check and tokenize a prompt. `name`: field of errors. `template`: None for the bundle's."""
-    tokenizer = context.require_tokenizer().fill(context.size.name, template)
+    assert context.tokenizer is not None
+    tokenizer = context.tokenizer.fill(context.size.name, template)
     try:
         return make_token_prefix(context, tokenizer.encode(*_check_text(prompt, context)))
     except RequestError as error:

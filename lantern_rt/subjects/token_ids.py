@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field
 
 from ..errors import RequestError
-from ..inputs import check_int, convert_read_errors, format_value, read_regular_file
-from .base import RequestContext, Subject, Words, convert_to_list
+from ..inputs import check_int, convert_read_errors, convert_to_list, format_value, read_regular_file
+from .base import Option, RequestContext, Subject, Words
 from .text import Text, make_token_prefix
 
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_FILE_BYTES = 1 << 24
+_HELP = "File of a prompt as token ids, such as [1, 2, 3], or of a list of prompts."
 
 
 def _read_file(path: Path) -> Any:
@@ -27,28 +27,23 @@ def _read_file(path: Path) -> Any:
         return ids
 
 
-@dataclass(frozen=True, eq=False)
 class TokenIds(Subject):
     """Token ids of a prompt, which begin and end like the bundle's template.
 
     For condition kind `tokens` the template contains the image size.
     """
 
-    words: ClassVar[Words] = Words(
-        "token_ids",
+    words = Words(
         "token_ids",
         "input_ids",
         "token_ids",
-        option_type=Path,
-        metavar="JSON",
-        help="File of a prompt as token ids, such as [1, 2, 3], or of a list of prompts.",
+        Option("token_ids", Path, "JSON", _HELP, _read_file),
         chunk_type=Annotated[str, Field(pattern=r"^[0-9]{1,10}( [0-9]{1,10})*$")],
-        read_option=_read_file,
         restore=lambda text: [*map(int, text.split())],
     )
-    conditions: ClassVar[frozenset[str]] = Text.conditions
-    description: ClassVar[str] = "token ids"
-    item_name: ClassVar[str] = "token_ids"
+    conditions = Text.conditions
+    description = "token ids"
+    item_name = "token_ids"
 
     @classmethod
     def split(cls, value: Any) -> list[Any]:
@@ -71,17 +66,18 @@ class TokenIds(Subject):
         if not text or len(ids) > condition.prefix:
             limits = f"{len(before) + 1 + len(after)} .. {condition.prefix:,}"
             raise RequestError(field=name, found=f"{len(ids):,} ids", expected=limits)
-        tokenizer = context.require_tokenizer()
-        if unknown := [i for i in text if not tokenizer.has_id(i)]:
+        assert context.tokenizer is not None
+        if unknown := [i for i in text if not context.tokenizer.has_id(i)]:
             raise RequestError(field=name, found=f"{unknown[0]}", expected="ids of the bundle's tokenizer")
         # The condition graph of kind `words` reads ids of fixed length; other kinds read ids of any length.
         padded = text + [0] * (condition.prefix - len(text)) if condition.kind == "words" else text
         return cls(tuple(ids), make_token_prefix(context, np.array(padded, np.int64)))
 
+    @classmethod
+    def make_title(cls, item: Any, index: int) -> str:
+        return f"tokens {index}"
+
     @property
     def record(self) -> str:
         assert isinstance(self.label, tuple)
         return " ".join(map(str, self.label))
-
-    def file_stem(self, index: int, option: Any) -> str:
-        return f"tokens-{index}"

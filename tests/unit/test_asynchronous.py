@@ -222,7 +222,7 @@ def test_edits_of_two_callers_alternate_and_delay_no_text_request(
             await asyncio.gather(closing, *waiting)
             assert "busy pipeline" in order, "waiting edits are rejected without reading their images"
 
-    monkeypatch.setattr("lantern_rt.subjects.edited_image.check_supports_edits", lambda manifest: None)
+    monkeypatch.setattr("lantern_rt.subjects.image_input.check_supports_edits", lambda manifest: None)
     monkeypatch.setattr("lantern_rt.subjects.image_input.read_image", make_rejecting_reader(unpacking, proceed))
     run_in_new_loop(main())
 
@@ -242,7 +242,7 @@ def test_edits_from_several_event_loops_are_checked_in_turn(pipe: Pipeline, monk
         proceed.set()
         await asyncio.gather(*edits)
 
-    monkeypatch.setattr("lantern_rt.subjects.edited_image.check_supports_edits", lambda manifest: None)
+    monkeypatch.setattr("lantern_rt.subjects.image_input.check_supports_edits", lambda manifest: None)
     monkeypatch.setattr("lantern_rt.subjects.image_input.read_image", make_rejecting_reader(unpacking, proceed))
     with ThreadPoolExecutor(1) as threads:
         first_edit = threads.submit(run_in_new_loop, edit())

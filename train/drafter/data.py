@@ -87,7 +87,7 @@ def generate_shards(
         size = image_sizes[index % len(image_sizes)]
         source = describe_shard_source(manifest, size)
         request = prompts.request(index, images_per_shard, FIRST_SEED)
-        labels = prompts.kind.list_records(request[prompts.kind.words.parameter])
+        labels = [image.subject.name(i) for i, image in enumerate(pipeline.check(**request).images)]
         if os.path.lexists(path):
             shard = Shard(path)
             if shard.source != source or shard.prompts != labels:
