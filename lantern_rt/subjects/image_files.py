@@ -42,26 +42,16 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         name: name of the request's parameter, for error messages.
         header_only: whether to return the opened image at once, not decoded, rotated or converted.
     """
-    if not isinstance(source, Image.Image | np.ndarray | str | Path | bytes):
-        expected = "a Pillow image, a NumPy array, a path, or the bytes of a file"
-        raise RequestError(field=name, found=f"an object of type {type(source).__name__}", expected=expected)
-    path = Path(source) if isinstance(source, str | Path) else Path(name)  # for error messages
-    expected = "a PNG, JPEG or WebP file"
+    place = str(source) if isinstance(source, str | Path) else name  # for error messages
     with (
-        convert_read_errors(path, expected, RequestError, "give another image"),
+        convert_read_errors(Path(place), "a PNG, JPEG or WebP file", RequestError, "give another image"),
         warnings.catch_warnings(action="ignore"),
     ):
-        if isinstance(source, np.ndarray) or (isinstance(source, Image.Image) and source.mode in ("I", "F")):
-            image = _convert_array_to_image(name, np.asarray(source))
-        elif isinstance(source, Image.Image):
-            image = source
-        else:
-            data = source if isinstance(source, bytes) else read_regular_file(path, BYTES_LIMIT)
-            image = Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
+        image = _open_image(name, source)
         if image.width * image.height > PIXELS_LIMIT:
             actual = f"{image.width:,} x {image.height:,} pixels"
             expected = f"at most {PIXELS_LIMIT:,} pixels"
-            raise RequestError(field=str(path), found=actual, expected=expected, remedy="make it smaller")
+            raise RequestError(field=place, found=actual, expected=expected, remedy="make it smaller")
         if header_only:
             return image
         # Bundles generate smaller images, and a halved image takes a quarter of the time and memory.
@@ -77,6 +67,21 @@ def read_image(name: str, source: ImageSource, header_only: bool = False) -> Ima
         if factor > 1 and (image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK") or "transparency" in image.info):
             image = image.convert("RGBA")  # palette indices cannot be averaged
         return _convert_to_srgb(image.reduce(factor))
+
+
+def _open_image(name: str, source: ImageSource) -> Image.Image:
+    match source:
+        case Image.Image() if source.mode not in ("I", "F"):
+            return source
+        case Image.Image() | np.ndarray():
+            return _convert_array_to_image(name, np.asarray(source))
+        case bytes():
+            return Image.open(BytesIO(source), formats=("PNG", "JPEG", "WEBP"))
+        case str() | Path():
+            data = read_regular_file(Path(source), BYTES_LIMIT)
+            return Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
+    expected = "a Pillow image, a NumPy array, a path, or the bytes of a file"
+    raise RequestError(field=name, found=f"an object of type {type(source).__name__}", expected=expected)
 
 
 def read_image_size(image: ImageSource, mask: ImageSource | None = None) -> tuple[int, int]:
