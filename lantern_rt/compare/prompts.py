@@ -11,10 +11,9 @@ from ..bundle.files import Bundle
 from ..errors import RequestError
 from ..inputs import check_int, convert_read_errors, read_regular_file, split_lines
 from ..subjects.base import RequestContext, Subject
-from ..subjects.embeddings import Embedding
+from ..subjects.embeddings import Embedding, read_embeddings
 from ..subjects.table import find_subject_kind
 from ..subjects.text import Text
-from ..text.embeddings import read_embeddings
 from ..text.tokenizers import load_bundle_tokenizer
 
 MAX_PROMPTS = 100_000
@@ -36,7 +35,7 @@ class Prompts:
 
     @property
     def labels(self) -> list[str]:
-        return [self.kind.make_title(item, i) for i, item in enumerate(self.items)]
+        return [self.kind.title.format(item=item, index=i) for i, item in enumerate(self.items)]
 
     def request(self, batch_index: int, batch_size: int, first_seed: int = 10_000) -> dict[str, Any]:
         """Return the keyword arguments of the pipeline call that generates batch `batch_index`.

@@ -120,7 +120,7 @@ class Subject(ABC):
     conditions: ClassVar[frozenset[str]]  # kinds of conditions, as in the manifest, that take the subject
     description: ClassVar[str]  # in errors
     item_name: ClassVar[str]  # in errors, of one of several
-    is_text: ClassVar[bool] = True
+    title: ClassVar[str]  # in reports and file names: format of an item and its index, from 0
     remedy: ClassVar[str] = ""  # in the error of a prompt that is given instead
 
     label: Label
@@ -153,18 +153,13 @@ class Subject(ABC):
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
         """Check the item of one prompt. `name`: field of errors."""
 
-    @classmethod
-    @abstractmethod
-    def make_title(cls, item: Any, index: int) -> str:
-        """Return a name of the item of a prompt, for reports and files. `index` counts from 0."""
-
     def name(self, index: int) -> Any:
         """Return the label, or the index of the prompt if there is none."""
         return index if self.label is None else self.label
 
     def make_file_stem(self, index: int, option: Any) -> str:
         """Return the first part of a file's name. `option`: value of the option of `run`."""
-        return make_slug(self.make_title(self.label, index))
+        return make_slug(self.title.format(item=self.label, index=index))
 
     @property
     def record(self) -> str:

@@ -18,7 +18,7 @@ class ClassId(Subject):
     conditions = frozenset(["class"])
     description = "class ids"
     item_name = "class id"
-    is_text = False
+    title = "class {item}"
 
     @classmethod
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
@@ -26,7 +26,3 @@ class ClassId(Subject):
         inputs = {"class_ids": np.array([class_id], np.int64)}
         is_real_token = np.ones(context.condition.prefix, np.bool_)
         return cls(class_id, Prefix(Row(inputs, 0, is_real_token), Row(inputs, 1, is_real_token)))
-
-    @classmethod
-    def make_title(cls, item: Any, index: int) -> str:
-        return f"class {item}"

@@ -1,4 +1,4 @@
-"""Text embeddings of the caller's own text encoder."""
+"""Text embeddings of the caller's own text encoder, from Python or an .npz file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
-from ..inputs import format_error
+from ..inputs import convert_read_errors, format_error, open_regular_file
 from ..output.names import make_slug
-from ..text.embeddings import read_embeddings
 from .base import Option, Prefix, RequestContext, Row, Subject, Words
 
+BYTES_LIMIT = 1 << 30  # maximum decompressed size of an array in a file
+_REMEDY = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"
 _HELP = (
     "File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded on "
     "the right, and array `mask [prompts, tokens]` if padding is used."
@@ -26,13 +28,58 @@ def _reject_record(text: str) -> NoReturn:
     raise RequestError("records a hash of text embeddings, not the embeddings", remedy="give them with --embeddings")
 
 
+def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Read a file of text embeddings. The request checks later whether they are finite and fit the bundle.
+
+    Returns:
+        Embeddings `[prompts, tokens, dim]`, padded on the right, and the mask `[prompts, tokens]`, which is True for
+        real tokens, or everywhere if the file has no mask.
+    """
+    with (
+        convert_read_errors(path, "an .npz of `embeddings` and `mask`", RequestError, _REMEDY),
+        open_regular_file(path) as file,
+    ):
+        with ZipFile(file) as archive:
+            if large := next((info for info in archive.infolist() if info.file_size > BYTES_LIMIT), None):
+                raise ValueError(f"{large.filename} has {large.file_size:,} bytes, more than {BYTES_LIMIT:,}")
+        file.seek(0)
+        arrays = dict(np.load(file, allow_pickle=False))
+    if "embeddings" not in arrays or arrays.keys() - {"embeddings", "mask"}:
+        names = ", ".join(sorted(arrays)) or "nothing"
+        expected = "embeddings, and optionally mask"
+        raise RequestError(field=str(path), found=f"arrays {names}", expected=expected, remedy=_REMEDY)
+    values = arrays["embeddings"]
+    mask = arrays.get("mask", np.ones(values.shape[:-1], np.bool_))
+    _check_array(path, "embeddings", values, values.dtype in (np.float16, np.float32, np.float64), "floats", 3)
+    _check_array(
+        path, "mask", mask, mask.dtype.kind in "biu" and not (mask > 1).any() and not (mask < 0).any(), "0 and 1", 2
+    )
+    if mask.shape != values.shape[:2]:
+        actual = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
+        expected = f"mask {list(values.shape[:2])}"
+        raise RequestError(field=str(path), found=actual, expected=expected, remedy=_REMEDY)
+    with np.errstate(over="ignore"):  # The check of the request rejects infinity.
+        return values.astype(np.float32), mask.astype(np.bool_)
+
+
+def _check_array(
+    path: Path, name: str, array: NDArray[Any], is_valid: bool, expected_values: str, num_axes: int
+) -> None:
+    if not is_valid or array.ndim != num_axes or not array.size:
+        shape = ["prompts", "tokens", "dim"][:num_axes]
+        actual = f"{name} {array.dtype} {list(array.shape)}"
+        raise RequestError(
+            field=str(path), found=actual, expected=f"{expected_values} [{', '.join(shape)}]", remedy=_REMEDY
+        )
+
+
 class Embedding(Subject):
     option = Option("embeddings", Path, "NPZ", _HELP, read_embeddings)
     words = Words("embeddings", "embeddings", "embedding", option, restore=_reject_record)
     conditions = frozenset(["embeddings"])
     description = "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)"
     item_name = "embeddings"
-    is_text = False
+    title = "embedding {index}"
     remedy = "export it with --text-encoder to give prompts"
 
     @classmethod
@@ -75,10 +122,6 @@ class Embedding(Subject):
     @classmethod
     def join(cls, items: Sequence[Any]) -> Any:
         return tuple(map(np.stack, zip(*items, strict=True)))  # [prompts, tokens, dim], [prompts, tokens]
-
-    @classmethod
-    def make_title(cls, item: Any, index: int) -> str:
-        return f"embedding {index}"
 
     def make_file_stem(self, index: int, option: Any) -> str:
         return f"{make_slug(Path(option).stem)}-{index}"

@@ -54,7 +54,7 @@ def choose_subject_kind(inputs: Mapping[str, Any], condition_kind: str, owner: s
         expected = f"{accepted.description}, as {owner} requires"
         raise RequestError(field=parameter, found=found, expected=expected, remedy=remedy)
     for words in WORDS.values():
-        if words.needs_text and words.parameter in inputs and not accepted.is_text:
+        if words.needs_text and words.parameter in inputs and accepted is not Text:
             raise RequestError(f"{owner} takes {accepted.description}", field=words.parameter, remedy="omit it")
     return present[0]
 

@@ -22,14 +22,11 @@ class Text(Subject):
     conditions = frozenset(["words", "text", "tokens"])
     description = "a prompt"
     item_name = "prompt"
+    title = "{item}"
 
     @classmethod
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
         return cls(item, make_text_prefix(item, name, context))
-
-    @classmethod
-    def make_title(cls, item: Any, index: int) -> str:
-        return str(item)
 
 
 def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: str | None = None) -> Prefix:

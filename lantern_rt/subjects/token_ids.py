@@ -44,6 +44,7 @@ class TokenIds(Subject):
     conditions = Text.conditions
     description = "token ids"
     item_name = "token_ids"
+    title = "tokens {index}"
 
     @classmethod
     def split(cls, value: Any) -> list[Any]:
@@ -72,10 +73,6 @@ class TokenIds(Subject):
         # The condition graph of kind `words` reads ids of fixed length; other kinds read ids of any length.
         padded = text + [0] * (condition.prefix - len(text)) if condition.kind == "words" else text
         return cls(tuple(ids), make_token_prefix(context, np.array(padded, np.int64)))
-
-    @classmethod
-    def make_title(cls, item: Any, index: int) -> str:
-        return f"tokens {index}"
 
     @property
     def record(self) -> str:
