@@ -21,6 +21,10 @@ class TokenLayout(FrozenModel):
     uncond_fill: TokenId | None = None
     negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
+    def surrounding_tokens(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids before and after the text in a conditional row, which ends with the tokens of a size."""
+        return self.before, (*self.after, *size_tokens)
+
     @model_validator(mode="after")
     def _check_uncond_fields(self) -> TokenLayout:
         if (self.uncond is None) == (self.uncond_fill is None):
@@ -40,10 +44,6 @@ class ConditionSpec(FrozenModel):
     caption_dim: Count | None = None
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
-
-    def surrounding_tokens(self, size_tokens: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids before the text and the ids after it in a conditional row, which ends with `size_tokens`."""
-        return ((), ()) if self.layout is None else (self.layout.before, (*self.layout.after, *size_tokens))
 
     @model_validator(mode="after")
     def _check_fields_of_kind(self) -> ConditionSpec:

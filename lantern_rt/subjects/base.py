@@ -106,6 +106,12 @@ class RequestContext:
     size: Size
     uses_guidance: bool
 
+    @property
+    def template_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids before and after those of the text in a conditional row."""
+        layout = self.condition.layout
+        return ((), ()) if layout is None else layout.surrounding_tokens(self.size.tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class Subject(ABC):

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..bundle.conditions import ConditionSpec
 from ..errors import RequestError
 from ..inputs import format_value
 from ..runtime.engine import Ints
@@ -33,8 +34,10 @@ def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: 
     """Check and tokenize a prompt. `name`: field of errors. `template`: None for the bundle's."""
     assert context.tokenizer is not None
     tokenizer = context.tokenizer.fill(context.size.name, template)
+    before, after = context.template_tokens
     try:
-        return make_token_prefix(context, tokenizer.encode(*_check_text(prompt, context)))
+        text = _check_text(prompt, context.condition)
+        return make_token_prefix(context, tokenizer.encode(text, context.condition.prefix - len(before) - len(after)))
     except RequestError as error:
         error.field = name
         error.suggestions = tuple(tokenizer.find_nearest_examples(str(prompt)[:_MIN_CHARACTERS]))
@@ -43,11 +46,10 @@ def make_text_prefix(prompt: Any, name: str, context: RequestContext, template: 
         raise
 
 
-def _check_text(prompt: Any, context: RequestContext) -> tuple[str, int]:
-    """Return the text to tokenize, and the maximum number of its tokens."""
+def _check_text(prompt: Any, condition: ConditionSpec) -> str:
     if not isinstance(prompt, str):
         raise RequestError(found=format_value(prompt), expected="text or a list of texts")
-    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * context.condition.prefix)
+    max_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * condition.prefix)
     if len(prompt) > max_characters:
         raise RequestError(found=f"{len(prompt):,} characters", expected=f"at most {max_characters:,}")
     if not prompt.strip():
@@ -55,10 +57,7 @@ def _check_text(prompt: Any, context: RequestContext) -> tuple[str, int]:
     # Python decodes bytes of command-line arguments that are not UTF-8 to surrogates.
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise RequestError(found=format_value(prompt), expected="text in UTF-8", remedy="type it again")
-    condition = context.condition
-    before, after = condition.surrounding_tokens(context.size.tokens)
-    text = prompt.strip() if condition.layout is not None and condition.layout.strip else prompt
-    return text, context.condition.prefix - len(before) - len(after)
+    return prompt.strip() if condition.layout is not None and condition.layout.strip else prompt
 
 
 def make_token_prefix(context: RequestContext, ids: Ints) -> Prefix:
@@ -71,7 +70,7 @@ def make_token_prefix(context: RequestContext, ids: Ints) -> Prefix:
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
         inputs = {"token_ids": ids[None], **mask}
         return Prefix(Row(inputs, 0, is_real_token), Row(inputs, 1, is_real_token))
-    before, after = condition.surrounding_tokens(context.size.tokens)
+    before, after = context.template_tokens
     cond = np.array([*before, *ids, *after], np.int64)
     uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *context.size.tokens], np.int64)
     if layout.uncond_fill is not None:

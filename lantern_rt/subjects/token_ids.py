@@ -56,7 +56,7 @@ class TokenIds(Subject):
     def make(cls, item: Any, name: str, context: RequestContext) -> Self:
         ids = [check_int(name, value, -1, 0, _MAX_TOKEN_ID) for value in item]
         condition = context.condition
-        before, after = condition.surrounding_tokens(context.size.tokens)
+        before, after = context.template_tokens
         text = ids[len(before) : len(ids) - len(after)]
         if ids != [*before, *text, *after]:
             expected = (
