@@ -152,6 +152,8 @@ def test_a_path_in_the_png_is_not_opened(
         ({"class_id": "9" * 5000}, "text chunk class_id: found '999"),
         ({"token_ids": "9" * 5000}, "text chunk token_ids: found '999"),
         ({"class_id": "3.5"}, "text chunk class_id: found '3.5'"),
+        ({"edit": "0" * 64}, "a.png: records an edit of another image, which it does not contain"),
+        ({"prompt": None, "embedding": "0" * 64}, "a.png: records a hash of text embeddings"),
         ({"prompt": "a purple cube"}, "prompt: found unknown word 'purple'"),
         ({"prompt": "red " * 2500}, "found 10,000 characters"),
         ({"prompt": "r" * (TEXT_LIMIT + 1)}, f"text chunk prompt: found {TEXT_LIMIT + 1:,} characters"),
