@@ -36,6 +36,7 @@ from ..output.files import check_new_folder, write_folder_atomically
 from ..output.names import make_slug
 from ..output.tables import format_csv_table
 from ..pipeline import Pipeline
+from ..subjects.text import Text
 from .bench import describe_pipeline
 from .console import print_text, show_progress
 from .options import (
@@ -172,8 +173,8 @@ def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) 
 
 
 def _open_agreement_model(path: Path, prompts: Prompts, bundle: Bundle, threads: int | None) -> PromptAgreementModel:
-    if prompts.input_kind != "prompts":
-        problem = f"bundle {bundle.manifest.name} takes {prompts.input_kind}, not prompts"
+    if prompts.kind is not Text:
+        problem = f"bundle {bundle.manifest.name} takes {prompts.kind.words.parameter}, not prompts"
         raise RequestError(problem, field="agreement", remedy="leave it out")
     return PromptAgreementModel(path, read_preprocessing(path), bundle, threads)
 

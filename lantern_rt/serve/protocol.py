@@ -15,10 +15,11 @@ from starlette.responses import JSONResponse, Response
 
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import PARAMETER_NAMES, describe_validation_error
+from ..inputs import describe_validation_error
 from ..methods import METHODS_BY_PARAMETER, SAMPLING, Quality
 from ..output.formats import IMAGE_FORMATS, ImageFormat
 from ..requests import choose_random_seed
+from ..subjects.table import PARAMETER_NAMES, WORDS, list_subjects
 from ..text.words import ANY_WORDS
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ Event = dict[str, Any]  # one event of a stream; `type` names its kind
 
 if TYPE_CHECKING:
     SamplingFields = BaseModel
+    InputFields = BaseModel
 else:
     SamplingFields = create_model(
         "SamplingFields",
@@ -43,14 +45,18 @@ else:
             for name, field in SAMPLING.items()
         },
     )
+    InputFields = create_model(
+        "InputFields",
+        __base__=SamplingFields,
+        **{words.field: (words.json_type | None, None) for words in WORDS.values() if words.json_type},
+    )
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(InputFields):
     """Request with the fields that all endpoints share. Subclasses add fields and convert images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    prompt: str | None = None
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=10)] | None = None
     size: str | None = None
@@ -58,9 +64,7 @@ class GenerationRequest(SamplingFields):
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
     user: str | None = None
     # Fields that lantern-rt adds.
-    negative_prompt: str | None = None
     seed: int | None = None
-    class_id: int | None = None
     method: str | None = None
     quality_budget: Quality | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
@@ -80,10 +84,12 @@ class GenerationRequest(SamplingFields):
 
     def make_pipeline_options(self) -> dict[str, Any]:
         """Convert the fields of the request to keyword arguments of `AsyncPipeline.stream_updates`."""
+        fields = {words.parameter: getattr(self, words.field, None) for words in WORDS.values()}
+        inputs = {name: value for name, value in fields.items() if value is not None}
+        if len(list_subjects(inputs)) > 1:  # OpenAI's clients always send a prompt, which may be empty
+            inputs = {name: value for name, value in inputs.items() if value != ""}
         values = {
-            "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
-            "class_ids": self.class_id,
-            "negative_prompt": self.negative_prompt,
+            **inputs,
             "seed": self.seed,
             "num_images": self.n,
             "method": self.method,
@@ -224,10 +230,6 @@ class EditRequest(ImagesRequest):
     input_fidelity: Literal["low", "high"] | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_edit"
-
-    def make_pipeline_options(self) -> dict[str, Any]:
-        edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
-        return super().make_pipeline_options() | {name: value for name, value in edit.items() if value is not None}
 
 
 class VariationRequest(EditRequest):
