@@ -1,19 +1,21 @@
 """Graph that samples tokens on a device: guidance, temperature, filters, noise, and the tokens of highest score.
 
-The graph computes the same as the NumPy code in `runtime/sampling.py`. With the graph, only a few numbers per node are
+The graph computes the same as `runtime/sampler.py`. With the graph, only a few numbers per node are
 copied to the host, instead of all logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..methods import Sampling
-from .contracts import TensorSpec
+from .contracts import Array, TensorSpec
 from .graph_writer import GraphWriter, choose_column_part_shape
 
+MAX_SETTINGS = 2  # maximum number of sampling settings that are inputs of a graph
 FILTERED_OUT = -1e30  # score of excluded tokens; finite, as TopK of some providers does not accept infinity
 
 
@@ -29,10 +31,9 @@ class SamplingHead(NamedTuple):
     @classmethod
     def from_sampling(cls, sampling: Sampling, vocab_size: int, num_best: int, add_noise: bool) -> SamplingHead:
         """Return the settings of the sampling graph for a request; greedy sampling omits top-k and top-p."""
-        top_k = sampling.top_k if sampling.filters_tokens and sampling.top_k < vocab_size else 0
-        return cls(
-            vocab_size, min(num_best, vocab_size), top_k, sampling.filters_tokens and sampling.top_p < 1, add_noise
-        )
+        top_k = sampling.top_k if not sampling.greedy and sampling.top_k < vocab_size else 0
+        has_top_p = not sampling.greedy and sampling.top_p < 1
+        return cls(vocab_size, min(num_best, vocab_size), top_k, has_top_p, add_noise)
 
     @staticmethod
     def supports(sampling: Sampling) -> bool:
@@ -42,8 +43,19 @@ class SamplingHead(NamedTuple):
         """
         if sampling.has_repetition_penalty:
             return False
-        has_two_filters = sampling.filters_tokens and sampling.top_k > 0 and sampling.top_p < 1
+        has_two_filters = not sampling.greedy and sampling.top_k > 0 and sampling.top_p < 1
         return not has_two_filters or sampling.filter_order.startswith("top-k")
+
+    @property
+    def setting_names(self) -> list[str]:
+        """Sampling settings that are inputs of the graph."""
+        return ["temperature", *["top_p"] * self.has_top_p]
+
+    def make_setting_inputs(self, settings: Sequence[Sampling]) -> dict[str, Array]:
+        """Return the sampling settings of the images as inputs, float32 `[images, 1, 1]` each."""
+        # The temperature 0 of greedy sampling becomes 1, as the graph divides by it.
+        numbers = {name: [getattr(each, name) or 1.0 for each in settings] for name in self.setting_names}
+        return {name: np.array(values, np.float32)[:, None, None] for name, values in numbers.items()}
 
     def write_graph(self, graph: GraphWriter) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Write the graph and return its inputs and outputs.
@@ -84,7 +96,7 @@ class SamplingHead(NamedTuple):
             TensorSpec("logits", ("float32",), ("rows", "all", self.vocab_size)),
             *(TensorSpec(name, ("int32",), nodes) for name in ("conditional", "unconditional")),
             TensorSpec("cfg_scale", ("float32",), (*nodes, 1)),
-            *(TensorSpec(name, ("float32",), scalar) for name in ("temperature", "top_p")[: 1 + self.has_top_p]),
+            *(TensorSpec(name, ("float32",), scalar) for name in self.setting_names),
         ]
         if self.add_noise:
             inputs.append(

@@ -147,11 +147,6 @@ class Sampling(FrozenModel, strict=True):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
-    def filters_tokens(self) -> bool:
-        """Whether top-k or top-p removes tokens; always False when greedy."""
-        return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
-
 
 # Sampling settings that requests may set. The options of Python, the command line and HTTP follow from this table.
 SAMPLING = {

@@ -47,11 +47,11 @@ SOURCE_CHANGES = {
     Autoregressive: """,
         ),
     ],
-    "lantern_rt/runtime/sampling.py": [
+    "lantern_rt/runtime/sampler.py": [
         (
-            "    return logits if sampling.temperature in",
-            """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
-    return logits if sampling.temperature in""",
+            "        temperature = self.sampling.temperature",
+            """        logits = logits if self.sampling.gain is None else logits * np.float32(self.sampling.gain)
+        temperature = self.sampling.temperature""",
         )
     ],
 }
