@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import log
 
 import numpy as np
 
@@ -43,6 +44,12 @@ def find_top_p_bounds(p: float, logits: Floats, certain: float, margin: float) -
     return ordered[min(beyond, last)] - margin, -np.inf if includes_all else ordered[min(within + 1, last)] + margin
 
 
+def find_min_p_bounds(min_p: float, logits: Floats, certain: float, margin: float) -> tuple[float, float]:
+    """Include the logits whose probability is at least `min_p` times the largest probability."""
+    lowest = logits.max() + log(min_p)
+    return lowest - margin, lowest + margin
+
+
 def make_filters(sampling: Sampling) -> list[Filter]:
     """Return the filters in the order in which they are applied; greedy decoding has none."""
     filters: list[Filter] = []
@@ -52,4 +59,6 @@ def make_filters(sampling: Sampling) -> list[Filter]:
         filters.append(partial(find_top_p_bounds, sampling.top_p))
     if sampling.filter_order == "top-p, top-k":
         filters.reverse()
+    if sampling.min_p:
+        filters.append(partial(find_min_p_bounds, sampling.min_p))
     return [] if sampling.greedy else filters

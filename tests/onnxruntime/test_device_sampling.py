@@ -30,6 +30,10 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 1e-6},
     {"temperature": 1.4, "top_k": 50, "top_p": 0.9},
     {"top_k": 3, "top_p": 0.99},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 1.4, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    {"top_k": 5, "top_p": 1e-6, "min_p": 1e-300},
     {"temperature": 0.0, "top_k": 5},
 ]
 

@@ -39,6 +39,7 @@ SAMPLINGS = [
     Sampling(cfg_scale=2.0, temperature=0.8),
     Sampling(top_k=3),
     Sampling(cfg_scale=1.5, top_k=4, top_p=0.7),
+    Sampling(cfg_scale=1.5, min_p=0.3),
     Sampling(temperature=0),
 ]
 MAX_ROUNDING = 0.05  # maximum simulated change of the difference of two logits
@@ -163,6 +164,7 @@ def rounding_cases(draw: st.DrawFn) -> tuple[Logits, Logits | None, Sampling, fl
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 1.3])),
         top_k=draw(st.integers(0, size + 1)),
         top_p=draw(st.sampled_from([0.2, 0.5, 0.8, 0.95, 1.0])),
+        min_p=draw(st.sampled_from([None, None, 0.02, 0.5, 0.99, 1.0])),
         filter_order=draw(st.sampled_from(["top-k, top-p", "top-p, top-k"])),
     )
     rng = np.random.default_rng(seed)
@@ -198,7 +200,8 @@ def test_most_choices_are_robust_to_rounding_and_ties_are_not() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(500, 64)).astype(np.float32)
     noise = rng.gumbel(size=(500, 64)).astype(np.float32)
-    for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.9)):
+    filters: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 30, "top_p": 0.9}, {"min_p": 0.1}]
+    for sampling in (Sampling(**each) for each in filters):
         _, is_robust = choose_and_check_tokens(logits, noise, sampling, 1e-3)
         assert is_robust.mean() > 0.95
     equal_logits = np.zeros((1, 8), np.float32)
