@@ -1,7 +1,7 @@
 """Graph that samples tokens on a device: guidance, temperature, filters, noise, and the tokens of highest score.
 
-The graph computes the same as `runtime/sampler.py`. With the graph, only a few numbers per node are
-copied to the host, instead of all logits.
+The graph computes the same as `runtime/sampler.py`. With the graph, only a few numbers per node are copied to the host,
+instead of all logits.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class SamplingHead(NamedTuple):
 
     @classmethod
     def from_sampling(cls, sampling: Sampling, vocab_size: int, num_best: int, add_noise: bool) -> SamplingHead:
-        """Return the settings of the sampling graph for a request; greedy sampling omits top-k and top-p."""
-        top_k = sampling.top_k if not sampling.greedy and sampling.top_k < vocab_size else 0
-        has_top_p = not sampling.greedy and sampling.top_p < 1
-        has_min_p = not sampling.greedy and bool(sampling.min_p)
-        return cls(vocab_size, min(num_best, vocab_size), top_k, has_top_p, has_min_p, add_noise)
+        """Return the settings of the sampling graph for a request; greedy sampling omits filters."""
+        num_best = min(num_best, vocab_size)
+        if sampling.greedy:
+            return cls(vocab_size, num_best, 0, False, False, add_noise)
+        top_k = sampling.top_k if sampling.top_k < vocab_size else 0
+        return cls(vocab_size, num_best, top_k, sampling.top_p < 1, bool(sampling.min_p), add_noise)
 
     @staticmethod
     def supports(sampling: Sampling) -> bool:

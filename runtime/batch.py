@@ -134,9 +134,8 @@ class Batch:
         commits: list[CommittedTokens] = []
         for sequence, rows in _assign_rows(sequences).items():
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
-            output = self._make_target_output(
-                sequence, draft, sequence.plan.layout.lay_out_prefix_end(), last_logits, rows
-            )
+            layout = sequence.plan.layout.lay_out_prefix_end()
+            output = self._make_target_output(sequence, draft, layout, last_logits, rows)
             preserved, _ = sequence.next_preserved_codes()
             # A preserved first code is not sampled. The next pass commits further preserved codes as a chain.
             try:

@@ -148,14 +148,14 @@ class Sampler:
 
         Args:
             rows: batch rows of the image, int64 `[1 or 2]`, the conditional row first.
-            nodes: node of each code in these rows, int64 `[rows, code_indices]`.
+            nodes: node of each code in these rows, int64 `[code_indices]`, or `[rows, code_indices]` if rows differ.
         """
         codes = np.array(code_indices, np.int64)
         # Row of the conditional and of the unconditional logits of each code; the same row if the code is not guided.
         source = np.stack([0 * codes, codes < self.guidance.num_guided_codes])
+        nodes = np.broadcast_to(nodes, (len(rows), len(codes)))[source, np.arange(len(codes))]
         noise = None if self.sampling.greedy else noise
-        scales = self.guidance.scales(codes)
-        return SamplingRequest(rows[source], nodes[source, np.arange(len(codes))], self.sampling, noise, codes, scales)
+        return SamplingRequest(rows[source], nodes, self.sampling, noise, codes, self.guidance.scales(codes))
 
     def _find_filter_bounds(self, scaled_logits: Floats, margin: float = 0.0) -> tuple[float, float]:
         """Return the thresholds of all filters together for `scaled_logits [vocab_size]`; NaN for NaN or infinity."""

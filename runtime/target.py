@@ -172,12 +172,10 @@ class TargetOutput:
         return () if self.recompute_node_logits else self._draft.sampled_nodes or ()
 
     def make_sampling_request(self, nodes: Sequence[int]) -> SamplingRequest:
-        pass_nodes = self.layout.find_sampling_nodes(np.array(nodes, np.int64))
         rows = np.arange(self.rows.start, self.rows.stop)
+        pass_nodes = self.layout.find_sampling_nodes(np.array(nodes, np.int64))
         codes = [self.next_code_indices[node] for node in nodes]
-        return self.sampler.make_request(
-            rows, np.broadcast_to(pass_nodes, (len(rows), len(nodes))), codes, self.sequence.noise
-        )
+        return self.sampler.make_request(rows, pass_nodes, codes, self.sequence.noise)
 
     def _get_logit_block(self, node: int) -> LogitBlock:
         """Return the block of logits that contains a node: the whole chain, or in a tree the node alone."""
