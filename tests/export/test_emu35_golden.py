@@ -16,6 +16,7 @@ import torch
 from checkpoint_copies import EMU35, EMU35_VQ, copy_checkpoint
 from family_readers import read_emu35
 from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden, read_manifest
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from shared_goldens import log_softmax, mix_guided
@@ -27,7 +28,6 @@ from lantern_rt.export.model import BundleContents
 from lantern_rt.export.models.decoder import apply_rope
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.subjects.base import RequestContext
 from lantern_rt.subjects.text import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
@@ -141,7 +141,7 @@ def test_greedy_images_alone_and_batched_have_the_recorded_codes(bundle: Path) -
 
 def test_sampling_has_the_recorded_distributions_and_codes(bundle: Path) -> None:
     sampling = Sampling(temperature=SAMPLE["image_temperature"], top_k=SAMPLE["image_top_k"])
-    probabilities = compute_distribution(compute_guided_logits(bundle, SAMPLE), sampling)
+    probabilities = make_sampler(sampling).compute_distribution(compute_guided_logits(bundle, SAMPLE))
     columns = SAMPLE["grid"][1]
     ids = np.array(read_image_ids(SAMPLE))
     is_code = ids >= CODES.start

@@ -64,11 +64,11 @@ SOURCE_CHANGES = {
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
-    "lantern_rt/runtime/sampling.py": [
+    "lantern_rt/runtime/sampler.py": [
         (
-            "    return logits if sampling.temperature in",
-            """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
-    return logits if sampling.temperature in""",
+            "        temperature = self.sampling.temperature",
+            """        logits = logits if self.sampling.gain is None else logits * np.float32(self.sampling.gain)
+        temperature = self.sampling.temperature""",
         )
     ],
 }
@@ -277,7 +277,7 @@ def test_command_line_and_http_accept_every_sampling_setting() -> None:
     for name, field in SAMPLING.items():
         assert help_texts[name].startswith(field.description)
         assert protocol.ImagesRequest.model_fields[name].description == field.description
-    body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
+    body = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
     assert protocol.ImagesRequest.model_validate(body).make_pipeline_options() == body
 
 

@@ -67,6 +67,7 @@ def write_png(path: Path, texts: dict[str, str]) -> Path:
         ["--method", "ar", "--negative-prompt", "green sphere"],
         ["--method", "sjd", "--seed", str(2**64 - 3)],
         ["--method", "sjd", "--cfg-tokens", "12"],
+        ["--method", "sjd", "--min-p", "0.1"],
         ["--method", "lantern++", "--cfg-tokens", "33.3%"],
     ],
 )
