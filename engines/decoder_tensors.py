@@ -21,19 +21,23 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 def declare_host_tensors(spec: DecoderSizes) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph of a bundle; keys and values come last."""
-    is_drafter = spec.role == "drafter"
+    nodes = ("rows", "nodes")
     kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
-    entry = (None, None, spec.num_kv_heads, spec.head_dim)  # [columns or nodes, rows, heads, width]
-    inputs = [
-        *([TensorSpec("input_ids", ("int64",), (None, None))] if is_drafter else []),
-        TensorSpec("target_hidden" if is_drafter else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
-        TensorSpec("position_ids", ("int64",), (None, None)),
-        TensorSpec("attention_mask", _FLOATS, (None, 1, None, None)),
-        *_declare_key_values("past", spec, kv_dtypes, entry),
+    entry = ("rows", spec.num_kv_heads, spec.head_dim)
+    read_by_drafter = [
+        TensorSpec("input_ids", ("int64",), nodes),
+        TensorSpec("target_hidden", _FLOATS, (*nodes, spec.hidden_size)),
     ]
-    states = TensorSpec("hidden_states", _FLOATS, (None, None, spec.hidden_size))
-    logits = TensorSpec("logits", _FLOATS, (None, None, spec.vocab_size))
-    return inputs, [logits, states, *_declare_key_values("new", spec, kv_dtypes, entry)]
+    read_by_target = [TensorSpec("input_embeds", _FLOATS, (*nodes, spec.hidden_size))]
+    inputs = [
+        *(read_by_drafter if spec.role == "drafter" else read_by_target),
+        TensorSpec("position_ids", ("int64",), nodes),
+        TensorSpec("attention_mask", _FLOATS, ("rows", 1, "nodes", "past + nodes")),
+        *_declare_key_values("past", spec, kv_dtypes, ("past", *entry)),
+    ]
+    states = TensorSpec("hidden_states", _FLOATS, (*nodes, spec.hidden_size))
+    logits = TensorSpec("logits", _FLOATS, (*nodes, spec.vocab_size))
+    return inputs, [logits, states, *_declare_key_values("new", spec, kv_dtypes, ("nodes", *entry))]
 
 
 def declare_device_tensors(
@@ -75,7 +79,7 @@ def get_hidden_dtype(compute_dtype: str) -> str:
 
 
 def _declare_key_values(
-    name_prefix: str, spec: DecoderSizes, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
+    name_prefix: str, spec: DecoderSizes, dtypes: tuple[str, ...], shape: tuple[int | str | None, ...]
 ) -> list[TensorSpec]:
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
     return [TensorSpec(f"{name_prefix}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]

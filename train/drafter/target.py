@@ -128,20 +128,15 @@ def _make_drafter_config(bundle: Bundle) -> DecoderConfig:
     spec = manifest.target
     prefix = manifest.condition.prefix
     architecture = spec.architecture
+    shared = ("num_heads", "intermediate_size", "norm_eps", "rope_base", "rotary", "rope_style", "prefix_rotation")
     config = DecoderConfig(
+        **{name: getattr(architecture, name) for name in shared},
         hidden_size=spec.hidden_size,
         num_layers=1,
-        num_heads=architecture.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        intermediate_size=architecture.intermediate_size,
         vocab_size=spec.vocab_size,
         grid=manifest.grid_rows,
         prefix=prefix - 1,  # the drafter's sequence begins with the token at position 1
-        norm_eps=architecture.norm_eps,
-        rope_base=architecture.rope_base,
-        rotary=architecture.rotary,
-        rope_style=architecture.rope_style,
-        prefix_rotation=architecture.prefix_rotation,
         spare_positions=spec.max_positions - prefix - manifest.codes_per_image,
         final_norm=False,
         query_key_norm=architecture.head_norm_eps is not None,
