@@ -71,10 +71,7 @@ def declare_device_tensors(
 
 
 def get_hidden_dtype(compute_dtype: str) -> str:
-    """Return the type of hidden states of a decoder that computes in `compute_dtype`: float32 in place of bfloat16.
-
-    NumPy, which holds hidden states on the host, has no bfloat16.
-    """
+    """Return the type of hidden states: float32 for bfloat16, as NumPy, which holds them on the host, has none."""
     return "float32" if compute_dtype == "bfloat16" else compute_dtype
 
 
@@ -86,11 +83,7 @@ def _declare_key_values(
 
 
 def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
-    """Return the type that all keys and values of a graph have.
-
-    Raises:
-        BundleError: some keys or values are float16 and others float32.
-    """
+    """Return the type that all keys and values of a graph have, or raise BundleError if they differ."""
     kv_dtypes = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kv_dtypes) > 1:
         actual = "keys and values of both float16 and float32"
@@ -100,11 +93,7 @@ def find_kv_dtype(graph_path: object, dtypes: DTypes) -> type[np.floating[Any]]:
 
 
 def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
-    """Return the number of cache columns that the attention mask of a pass covers.
-
-    Raises:
-        ValueError: the mask covers fewer columns than `cache.past_length()`, or more columns than the cache has.
-    """
+    """Return how many cache columns the mask of a pass covers, or raise ValueError for too few or too many."""
     past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
     expected = cache.past_length()
     if not expected <= past <= cache.num_columns:

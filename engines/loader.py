@@ -103,29 +103,19 @@ class BundleEngines:
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Compute the embeddings of the conditional and unconditional prefixes from the condition graph's inputs.
-
-        Both are float32 `[rows, length, hidden_size]`, and may differ in length.
-        """
+        """Compute the conditional and the unconditional prefixes, float32 `[rows, length, hidden_size]`."""
         prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def decode_images(self, codes: Ints) -> Floats:
-        """Decode tokens, int64 `[images, rows, columns]`, to pixels, float32 `[images, 3, height, width]`.
-
-        Pixels are about -1 (black) .. 1.
-        """
+        """Decode tokens `[images, rows, columns]` to pixels `[images, 3, height, width]`, about -1 (black) .. 1."""
         assert self._vq_decoder is not None
         # A bundle with several image sizes has a graph that reads the grid. Other graphs read a flat sequence.
         cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
         return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def encode_images(self, images: Floats) -> Ints:
-        """Encode pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1, to tokens, int64 `[images, cells]`.
-
-        Raises:
-            BundleError: the bundle has no VQ encoder.
-        """
+        """Encode pixels, float32 `[images, 3, height, width]` in -1 (black) .. 1, to tokens `[images, cells]`."""
         with self._lock:
             if self._vq_encoder is None:
                 self._vq_encoder = self._graphs.load_graph_function(

@@ -137,11 +137,7 @@ def make_decoder_graph(
     make_inputs: Callable[[np.random.Generator, int, int], Arrays],
     write_nodes: Callable[[ExportGraphWriter], None],
 ) -> Graph:
-    """Return the graph of a target or drafter with a KV cache.
-
-    `leading_inputs` come before positions, attention mask and past. `make_inputs` makes them, for numbers of rows and
-    nodes.
-    """
+    """Return the graph of a target or drafter; `make_inputs` makes the inputs before positions, for rows and nodes."""
     spec = module.make_spec()
     inputs, outputs = map(tuple, declare_host_tensors(spec))
     past = [value for value in inputs if value.name.startswith("past_")]

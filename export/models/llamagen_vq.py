@@ -260,8 +260,7 @@ class VQEncoder(nn.Module):
             return quantize_fsq_latents(latents, config.fsq_levels), latents
         cells = F.normalize(latents, dim=1) if config.normalize_for_encoder else latents
         similarity = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
-        if not (
-            config.normalize_for_encoder or config.match_by_product
-        ):  # this gives -|cell - code|^2 / 2 up to a term of the cell that all codes share
+        if not (config.normalize_for_encoder or config.match_by_product):
+            # This gives -|cell - code|^2 / 2 up to a term of the cell that all codes share.
             similarity = similarity - self.vectors.square().sum(-1) / 2
         return similarity.argmax(-1), latents

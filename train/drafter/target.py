@@ -83,11 +83,7 @@ class HeadTrainingTarget:
 
 
 def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
-    """Read the weights and sizes for training draft heads.
-
-    Raises:
-        RequestError: the bundle generates without drafts, as PAR and NAR do.
-    """
+    """Read what draft heads are trained with, or raise RequestError for PAR and NAR, which have no drafts."""
     manifest = bundle.manifest
     sources = [describe_shard_source(manifest, size) for size in manifest.all_sizes]
     embeddings = torch.from_numpy(np.array(bundle.code_embeddings[: manifest.codebook_size]))
@@ -95,12 +91,7 @@ def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
 
 
 def read_training_target(bundle: Bundle) -> TrainingTarget:
-    """Read the weights and sizes of a bundle's target for training a drafter.
-
-    Raises:
-        RequestError: the bundle generates without drafts.
-        CheckpointError: drafters of the bundle's family cannot be trained.
-    """
+    """Read what a drafter is trained with, or raise CheckpointError if no drafter of the family can be."""
     manifest = bundle.manifest
     source = describe_shard_source(manifest)
     if manifest.family not in _DIFFERENCES:
