@@ -1,4 +1,4 @@
-"""Requests that are ready to decode, with the loaded model, the decode settings and the prefix rows of the images."""
+"""Requests that are ready to decode, with the loaded model, the plan and the prefix rows of the images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .requests import GenerationSettings
 from .runtime.drafters import count_draft_nodes
 from .runtime.engine import Ints
 from .runtime.likelihood import Likelihood, compute_likelihood
-from .runtime.state import DecodeSettings, DrafterLayout, LoadedModel, PrefixRow, Prompt
+from .runtime.state import DrafterLayout, LoadedModel, Plan, PrefixRow, Prompt
 
 if TYPE_CHECKING:
     from .engines.loader import BundleEngines
@@ -38,7 +38,7 @@ class PreparedRequest:
     engines: BundleEngines
     images: Sequence[ImageRequest]
     settings: GenerationSettings
-    plan: DecodeSettings
+    plan: Plan
     max_images: int
 
     @property
@@ -65,16 +65,16 @@ class PreparedRequest:
         return likelihoods
 
 
-def make_decode_settings(
+def make_plan(
     manifest: Manifest, settings: GenerationSettings, engines: BundleEngines, adaptive_window: bool = False
-) -> DecodeSettings:
+) -> Plan:
     """Convert the settings of a request to the form that the runtime reads.
 
     Args:
         adaptive_window: whether the window of exact `sjd` adapts to the number of accepted tokens.
     """
     nodes = count_draft_nodes(settings.method, engines.max_nodes)
-    return DecodeSettings(
+    return Plan(
         manifest.layout(settings.image_size(manifest)), settings.sampling, settings.method, nodes, adaptive_window
     )
 

@@ -22,6 +22,7 @@ from .bundle.hub import find_hub_cache, find_snapshot_folder, parse_hub_referenc
 from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
+from .hints import suggest_name
 from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
 from .output.files import (
@@ -90,6 +91,10 @@ class PublishedModel(_HubSource):
     bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
 
     @property
+    def target_repository(self) -> str:
+        return parse_hub_reference(self.files["target"], CheckpointError)[0]
+
+    @property
     def export_options(self) -> dict[str, Any]:
         return {**self.files, **self.options}
 
@@ -110,7 +115,7 @@ def load_published_models() -> dict[str, PublishedModel]:
 def find_published_model(name: str) -> PublishedModel:
     models = load_published_models()
     if name not in models:
-        remedy = "`lantern-rt models` lists the names"
+        remedy = suggest_name(name, models) or "`lantern-rt models` lists the names"
         raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
     return models[name]
 
@@ -237,6 +242,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     """Export a published model, which gives its name to the bundle. `precision` is `int8`, or `fp16` for GPUs."""
     from .export.graph.precision import parse_precisions
     from .export.progress import ignore_progress
+    from .export.prompts import add_prompts
     from .export.registry import read_family_checkpoints
     from .export.writer import export_model
 
@@ -244,7 +250,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     model = find_published_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family_checkpoints(model.family, model.export_options, report, model.cfg_scale)
-    loaded = replace(loaded, licence=model.licence)
+    loaded = add_prompts(replace(loaded, licence=model.licence))
     return export_model(loaded, output, name=name, precisions=parse_precisions(**choice), force=True, progress=report)
 
 
@@ -277,13 +283,8 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
     return folder
 
 
-def open_named_bundle(name: str | Path, download: bool = False, **options: Any) -> Bundle:
-    """Open a bundle as `open_bundle` does, with its other arguments, also by the name of a published model.
-
-    With `download`, a published model that is not in the caches is downloaded, and if needed exported.
-    """
-    if not is_published(name):
-        return open_bundle(name, **options)
+def open_published_model(name: str, download: bool, **options: Any) -> Bundle:
+    """Open the bundle of a published model, perhaps after a download; `options` are those of `open_bundle`."""
     place = find_cached_bundle(name)
     if place is None and download:
         place = fetch_published_model(name)

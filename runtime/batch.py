@@ -136,7 +136,9 @@ class Batch:
         for sequence, rows in _assign_rows(sequences).items():
             sequence.rounding_margin = compute_rounding_margin(self.model, sequence)
             draft = TreeDraft(sequence, make_chain([0]))  # the root stands for the last token of the prefix
-            output = self._make_target_output(sequence, draft, sequence.layout.lay_out_prefix_end(), last_logits, rows)
+            output = self._make_target_output(
+                sequence, draft, sequence.plan.layout.lay_out_prefix_end(), last_logits, rows
+            )
             preserved, _ = sequence.next_preserved_codes()
             # A preserved first code is not sampled. The next pass commits further preserved codes as a chain.
             try:
@@ -186,7 +188,7 @@ class Batch:
         self, sequence: ImageSequence, draft: Draft, layout: PassLayout, logits: DeviceArray, rows: slice
     ) -> TargetOutput:
         # Only an exact method must return the same token in spite of rounding. A margin of 0 turns this off.
-        has_ties = sequence.exact and sequence.rounding_margin > 0
+        has_ties = sequence.plan.method.exact and sequence.rounding_margin > 0
         recompute_node_logits = partial(self._recompute_logits, sequence, draft) if has_ties else None
         return TargetOutput(sequence, draft, layout, logits, rows, recompute_node_logits)
 
@@ -212,7 +214,9 @@ class Batch:
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._sample_on_device(logits, drafts, outputs)
         elif len(outputs) > 1:
-            choose_tokens_together(logits, (output for sequence, output in outputs.items() if sequence.exact))
+            choose_tokens_together(
+                logits, (output for sequence, output in outputs.items() if sequence.plan.method.exact)
+            )
 
     def _sample_on_device(
         self, logits: DeviceLogits, drafts: Mapping[ImageSequence, Draft], outputs: Mapping[ImageSequence, TargetOutput]
@@ -222,10 +226,14 @@ class Batch:
         requests: list[SamplingRequest] = []
         for sequence, output in outputs.items():
             sampled_nodes = drafts[sequence].sampled_nodes
-            if sampled_nodes is None or output.recompute_node_logits or not logits.supports_sampling(sequence.sampling):
+            if (
+                sampled_nodes is None
+                or output.recompute_node_logits
+                or not logits.supports_sampling(sequence.plan.sampling)
+            ):
                 continue
             first_row = output.rows.start
-            noise = None if sequence.sampling.greedy else sequence.noise
+            noise = None if sequence.plan.sampling.greedy else sequence.noise
             # One request for unguided codes and one for guided codes, because a draft may contain both.
             for num_rows in (1, 2):
                 part = [
@@ -240,7 +248,7 @@ class Batch:
                 codes = np.array([output.next_code_indices[node] for node in part])
                 scales = output.guidance.scales(codes)
                 rows = slice(first_row, first_row + num_rows)
-                requests.append(SamplingRequest(rows, nodes, sequence.sampling, noise, codes, scales))
+                requests.append(SamplingRequest(rows, nodes, sequence.plan.sampling, noise, codes, scales))
                 device_outputs.append((output, part))
         best = logits.sample_top_codes(requests, 1) if requests else []
         for (output, sampled_nodes), (codes, scores) in zip(device_outputs, best, strict=True):

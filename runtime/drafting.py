@@ -35,7 +35,7 @@ class SequenceStep(NamedTuple):
     def append_codes(cls, sequence: ImageSequence, codes: Ints) -> SequenceStep:
         before = len(sequence.codes)
         sequence.append_codes(codes)
-        return cls(sequence.index, *sequence.layout.place_codes(sequence.codes, before))
+        return cls(sequence.index, *sequence.plan.layout.place_codes(sequence.codes, before))
 
     @property
     def num_codes(self) -> int:

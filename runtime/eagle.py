@@ -79,7 +79,7 @@ class EagleDrafter(TreeDrafter):
     def _get_batch_rows_at_depth(self, depth: int) -> list[Ints]:
         """Return, for each sequence, the batch rows whose logits determine the children of nodes at `depth`."""
         return [
-            rows[: sequence.guidance.count_batch_rows(len(sequence.codes) + depth)]
+            rows[: sequence.plan.guidance.count_batch_rows(len(sequence.codes) + depth)]
             for sequence, rows in zip(self.sequences, self.slots.batch_rows, strict=True)
         ]
 
@@ -90,10 +90,12 @@ class EagleDrafter(TreeDrafter):
 
         A child has the score -inf (on a device maybe NaN) if a filter excludes it, or if the slot's logits are NaN.
         """
-        noises = [sequence.noise if add_noise and not sequence.greedy else None for sequence in self.sequences]
+        noises = [
+            sequence.noise if add_noise and not sequence.plan.sampling.greedy else None for sequence in self.sequences
+        ]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(
-            on_device.supports_sampling(sequence.sampling) for sequence in self.sequences
+            on_device.supports_sampling(sequence.plan.sampling) for sequence in self.sequences
         ):
             samples = []
             for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
@@ -101,8 +103,10 @@ class EagleDrafter(TreeDrafter):
                 # code index.
                 codes = np.full(level.nodes.shape[1], len(sequence.codes) + depth)
                 batch_rows = slice(int(rows[0]), int(rows[-1]) + 1)
-                scales = sequence.guidance.scales(codes)
-                samples.append(SamplingRequest(batch_rows, level.nodes[rows], sequence.sampling, noise, codes, scales))
+                scales = sequence.plan.guidance.scales(codes)
+                samples.append(
+                    SamplingRequest(batch_rows, level.nodes[rows], sequence.plan.sampling, noise, codes, scales)
+                )
             best = on_device.sample_top_codes(samples, count)
             if not all(np.isfinite(scores[:, 0]).all() for _, scores in best):
                 self.slots.cache.forbid_memory_reuse()  # the slots with NaN stay in the device's memory
@@ -111,8 +115,8 @@ class EagleDrafter(TreeDrafter):
         for sequence, rows, noise in zip(self.sequences, self._get_batch_rows_at_depth(depth), noises, strict=True):
             logits = level.logits[rows[:, None], level.nodes[rows]]  # [rows of the sequence, slots, vocab_size]
             code = len(sequence.codes) + depth
-            guided = sequence.guidance.mix_logits(logits, [code] * logits.shape[1])
-            values = process_logits(guided, sequence.sampling)
+            guided = sequence.plan.guidance.mix_logits(logits, [code] * logits.shape[1])
+            values = process_logits(guided, sequence.plan.sampling)
             if noise is not None:
                 values = values + noise.gumbel(code, 1, values.shape[1])
             best.append(find_top_codes(values, count))
@@ -142,7 +146,7 @@ class EagleDrafter(TreeDrafter):
                 if self.relaxed
                 else no_proposal_distribution
             )
-            trees.append(builder.build(proposal, sequence.greedy))
+            trees.append(builder.build(proposal, sequence.plan.sampling.greedy))
         return trees
 
     def _draft_dynamic_trees(
@@ -187,4 +191,6 @@ def _compute_child_distribution(
     rows = rows_by_depth[depth]
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]][:, None]  # [rows, 1, vocab_size]
-    return compute_distribution(sequence.guidance.mix_logits(logits, [next_code_index + depth])[0], sequence.sampling)
+    return compute_distribution(
+        sequence.plan.guidance.mix_logits(logits, [next_code_index + depth])[0], sequence.plan.sampling
+    )

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..methods import Sampling, SpeculativeJacobi, TreeMethod
+from ..methods import Sampling
 from .drafting import CommittedTokens
 from .engine import Floats, Ints
 from .heads import DraftHeads
@@ -38,18 +38,19 @@ from .tree import (
     DynamicTreeShape,
     StaticTreeBuilder,
     StaticTreeShape,
+    TreeShape,
     no_proposal_distribution,
 )
 from .tree_drafts import TreeDrafter
-from .tree_names import parse_tree
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter that computes drafts with draft heads, for `sjd` and for tree methods with draft heads."""
+    """Drafter that computes trees of a shape with draft heads; shape None: chains as long as the window."""
 
-    def __init__(self, heads: DraftHeads, max_nodes: int) -> None:
+    def __init__(self, heads: DraftHeads, max_nodes: int, shape: TreeShape | None) -> None:
         super().__init__(max_nodes)
         self._heads = heads
+        self._shape = shape
         self._states: dict[ImageSequence, DraftHeadState] = {}
 
     def store_committed_tokens(self, commits: Sequence[CommittedTokens]) -> None:
@@ -61,7 +62,7 @@ class HeadDrafter(TreeDrafter):
                 self._states[sequence].update(commit)
 
     def draft_tree(self, sequence: ImageSequence) -> DraftTree:
-        tree = self._states[sequence].draft()
+        tree = self._states[sequence].draft(self._shape)
         if tree.num_nodes == 1 and sequence.count_codes_until_preserved() > 1:  # NaN after the root
             sequence.error = make_invalid_logits_error()
         return tree
@@ -86,7 +87,7 @@ class DraftHeadState:
         self.sequence = sequence
         self.heads = heads
         # Output of `DraftHeads.compute_context` for each cell, zeros if unknown, `[cells, 2, units]`.
-        self.context = np.zeros((sequence.layout.num_codes, 2, heads.left.shape[1]), np.float32)
+        self.context = np.zeros((sequence.plan.layout.num_codes, 2, heads.left.shape[1]), np.float32)
         self.unaccepted: dict[int, UnacceptedPosition] = {}  # {position: output}
 
     def update(self, committed: CommittedTokens) -> None:
@@ -100,7 +101,7 @@ class DraftHeadState:
         codes = range(done - count, done + len(unaccepted))
         # Guided hidden states, [nodes, hidden_size]. State i predicted code `done - count + i`. So the first `count`
         # states predicted committed codes. The others predicted codes after draft tokens that were not accepted.
-        states = self.sequence.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
+        states = self.sequence.plan.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
         self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
@@ -110,19 +111,13 @@ class DraftHeadState:
             if np.isfinite(logits.max()) and np.isfinite(gate).all():
                 self.unaccepted[done + i] = UnacceptedPosition(int(committed.draft.tokens[node]), logits, gate)
 
-    def draft(self) -> DraftTree:
-        """Return the next draft tree; for `sjd` the tree has no branches."""
-        method = self.sequence.method
+    def draft(self, shape: TreeShape | None) -> DraftTree:
         max_depth = self.sequence.count_codes_until_preserved() - 1  # the target samples one more token than it accepts
-        if isinstance(method, SpeculativeJacobi):
+        if shape is None:
             return self._draft_chain(min(self.sequence.window, max_depth))
-        assert isinstance(method, TreeMethod)
-        shape = parse_tree(method.tree)
-        return (
-            self._draft_static_tree(shape, max_depth)
-            if isinstance(shape, StaticTreeShape)
-            else self._draft_dynamic_tree(shape, max_depth)
-        )
+        if isinstance(shape, StaticTreeShape):
+            return self._draft_static_tree(shape, max_depth)
+        return self._draft_dynamic_tree(shape, max_depth)
 
     def compute_logits(self, position: int, previous_codes: Ints) -> Floats:
         """Return the guided logits of a position for each possible previous code, float32 `[n, vocab_size]`.
@@ -133,7 +128,7 @@ class DraftHeadState:
         """
         if (unaccepted := self.unaccepted.get(position)) is None:
             return self.heads.predict_logits(
-                previous_codes, self.sequence.raster_layout.find_code_index_above(position), self.context
+                previous_codes, self.sequence.plan.raster_layout.find_code_index_above(position), self.context
             )
         if len(previous_codes) == 1 and previous_codes[0] == unaccepted.previous_code:
             return unaccepted.logits[None]  # the correction would be 0
@@ -146,8 +141,8 @@ class DraftHeadState:
 
         Greedy decoding never adds noise. Codes that a filter excludes get -inf.
         """
-        values = process_logits(logits, self.sequence.sampling)
-        if add_noise and not self.sequence.sampling.greedy:
+        values = process_logits(logits, self.sequence.plan.sampling)
+        if add_noise and not self.sequence.plan.sampling.greedy:
             values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
         return values
 
@@ -163,8 +158,8 @@ class DraftHeadState:
             codes.append(int(values.argmax()))
         proposal = (
             no_proposal_distribution
-            if self.sequence.exact
-            else partial(_compute_chain_proposal, levels, self.sequence.sampling)
+            if self.sequence.plan.method.exact
+            else partial(_compute_chain_proposal, levels, self.sequence.plan.sampling)
         )
         # Each node is the parent of the next node. The root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
@@ -179,10 +174,10 @@ class DraftHeadState:
             builder.add_children(inner, *find_top_codes(self.perturb_logits(first + depth, levels[-1]), children))
         proposal = (
             no_proposal_distribution
-            if self.sequence.exact
-            else partial(_compute_tree_proposal, shape, levels, self.sequence.sampling)
+            if self.sequence.plan.method.exact
+            else partial(_compute_tree_proposal, shape, levels, self.sequence.plan.sampling)
         )
-        return builder.build(proposal, self.sequence.sampling.greedy)
+        return builder.build(proposal, self.sequence.plan.sampling.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
@@ -190,7 +185,7 @@ class DraftHeadState:
         for position in range(first, first + min(shape.depth, max_depth)):
             chosen = builder.choose_best_of_last_level(shape.branching_factor)
             values = self.perturb_logits(
-                position, self.compute_logits(position, builder.tokens[chosen]), self.sequence.exact
+                position, self.compute_logits(position, builder.tokens[chosen]), self.sequence.plan.method.exact
             )
             builder.add_children(chosen, *find_top_codes(values, shape.branching_factor))
         return builder.prune(shape.num_nodes)

@@ -27,7 +27,7 @@ from .guidance import Guidance
 from .layout import ImageLayout, PassLayout
 from .passes import MIN_NODES, PrefixBatch
 from .sampling import apply_repetition_penalty, apply_temperature, softmax
-from .state import DecodeSettings, ImageSequence, LoadedModel, PrefixRow, Prompt
+from .state import ImageSequence, LoadedModel, Plan, PrefixRow, Prompt
 from .statistics import EngineTimer
 
 # Maximum number of nodes of a forward pass. More nodes would not be faster, and engines are built for this number.
@@ -44,7 +44,7 @@ class Likelihood:
 
 def compute_likelihood(
     model: LoadedModel,
-    plan: DecodeSettings,
+    plan: Plan,
     prompt: Prompt,
     codes: NDArray[np.int64],
     counted_cells: Bools | None = None,
@@ -83,7 +83,7 @@ def compute_rounding_margin(model: LoadedModel, sequence: ImageSequence) -> floa
     """Return the maximum rounding error in the difference of two guided logits, divided by the temperature."""
     # Guidance computes scale * cond - (scale - 1) * uncond, so rounding errors grow by scale + |scale - 1|. A
     # repetition penalty multiplies or divides logits.
-    sampling = sequence.sampling
+    sampling = sequence.plan.sampling
     scale = max(sampling.cfg_scale, sampling.last_cfg_scale)
     guidance = scale + abs(scale - 1) if len(sequence.rows) == 2 else 1.0
     penalty = sampling.repetition_penalty or 1.0
@@ -98,14 +98,14 @@ def recompute_logits(
     The shapes of the passes are the same for all methods. `preceding_codes` are the codes that the logits depend on, in
     generation order.
     """
-    layout = sequence.layout
-    rows = sequence.rows[: sequence.guidance.count_batch_rows(code_index)]
+    layout = sequence.plan.layout
+    rows = sequence.rows[: sequence.plan.guidance.count_batch_rows(code_index)]
     (last,) = deque(compute_sequence_logits(model, layout, rows, preceding_codes, timer), maxlen=1)
     # The last pass ends with the codes that are sampled together with `code_index`. So a negative index counts from the
     # end of these codes.
     logits = last[:, [code_index - layout.find_codes_sampled_together(code_index).stop]]
-    return sequence.guidance.mix_logits(
-        apply_repetition_penalty(logits, [preceding_codes], sequence.sampling), [code_index]
+    return sequence.plan.guidance.mix_logits(
+        apply_repetition_penalty(logits, [preceding_codes], sequence.plan.sampling), [code_index]
     )
 
 

@@ -86,8 +86,8 @@ class TargetOutput:
         self.recompute_node_logits = recompute_node_logits
         self.next_code_indices = draft.next_code_indices
         self.tree_structure = draft.tree_structure
-        self.sampling = sequence.sampling
-        self.guidance = sequence.guidance
+        self.sampling = sequence.plan.sampling
+        self.guidance = sequence.plan.guidance
         self.noise = sequence.noise
         self._draft = draft
         self._logits = logits
@@ -154,7 +154,7 @@ class TargetOutput:
             consecutive = self.layout.nodes_match_draft and nodes[-1] - nodes[0] + 1 == len(nodes)
             guided = self._read_guided_logits(slice(nodes[0], nodes[-1] + 1) if consecutive else nodes)
             noise = None
-            if not self.sequence.greedy:
+            if not self.sequence.plan.sampling.greedy:
                 size = guided.shape[1]
                 noise = np.concatenate([self.noise.gumbel(self.next_code_indices[node], 1, size) for node in nodes])
             self.store_chosen_codes(nodes, choose_codes(guided, noise, self.sampling).tolist())
@@ -189,7 +189,11 @@ class TargetOutput:
 
     def _read_noise(self, first_node: int, logits: Floats) -> Floats | None:
         # The nodes of a block are consecutive codes, so their noise is a consecutive range, too: [nodes, vocab_size].
-        return None if self.sequence.greedy else self.noise.gumbel(self.next_code_indices[first_node], *logits.shape)
+        return (
+            None
+            if self.sequence.plan.sampling.greedy
+            else self.noise.gumbel(self.next_code_indices[first_node], *logits.shape)
+        )
 
     def _read_guided_logits(self, nodes: slice | Sequence[int]) -> Floats:
         logits = self.layout.logits(self._logits, self.rows, nodes)

@@ -120,6 +120,9 @@ class DynamicTreeShape:
             raise TreeError(field="tree", found=f"{self.num_nodes} nodes", expected=expected)
 
 
+TreeShape = StaticTreeShape | DynamicTreeShape
+
+
 def no_proposal_distribution(node: int) -> None:
     """Return None: the children of `node` were not sampled and count as certain (q = 1)."""
 

@@ -43,6 +43,7 @@ _LOG = logging.getLogger(__name__)
 _WRAPPERS = ("model", "module", "state_dict", "ema")  # keys of state dicts by preference; ema: average over training
 # Parts that compiled, data-parallel, sharded, checkpointed and averaged modules add to the names of weights.
 _ADDED = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_PEFT_PREFIX = "base_model.model."  # of models in which PEFT has merged an adapter
 _POINTER = re.compile(rb"version https://git-lfs")
 _PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 TOKENIZER = "tokenizer.json"
@@ -280,11 +281,20 @@ def read_weights(
     return {plain: weights[name].detach() for plain, name in names.items()}
 
 
+@wrap_reader_errors
+def read_training_arguments(path: Path) -> Config:
+    """Read the arguments that a training program stored beside the weights of a file; empty if there are none."""
+    content = _load_file(path) if path.is_file() and path.suffix in (".pt", ".pth") else {}
+    arguments = content.get("args") if isinstance(content, Mapping) else None
+    return Config(path, vars(arguments) if isinstance(arguments, argparse.Namespace) else {})
+
+
 def strip_wrapper_prefixes(path: Path, values_by_name: Mapping[str, Item]) -> dict[str, Item]:
     """Remove the parts that wrapper modules (such as DataParallel) add to the names of weights, and their counters."""
     unwrapped: dict[str, Item] = {}
     for name, content in values_by_name.items():
-        plain = ".".join(part for part in name.split(".") if part not in _ADDED)
+        parts = name.removeprefix(_PEFT_PREFIX).split(".")
+        plain = ".".join(part for part in parts if part not in _ADDED)
         if plain in unwrapped:
             raise make_file_error(path, name, f"is a second {plain}", remedy="save the state dict of one module alone")
         if not name.endswith("n_averaged"):  # a buffer of averaged modules

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
+from os.path import exists
 from pathlib import Path
 from typing import TypeGuard
 
@@ -47,6 +48,8 @@ def fetch_checkpoint(source: Path | str, file_patterns: Collection[str] = (), si
     """
     text = source.as_posix() if isinstance(source, Path) else source
     if not text.startswith(HUB):
+        if not exists(source):
+            raise CheckpointError("no such file or folder", field=text, remedy="give a path or hf:owner/name")
         return Path(source)
     repository, file, revision = parse_hub_reference(text, CheckpointError)
     from huggingface_hub import try_to_load_from_cache

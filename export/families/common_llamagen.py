@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
-from ..checkpoints.files import Config, read_config
+from ..checkpoints.files import Config, read_config, read_training_arguments
 from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import CaptionCondition, ClassCondition, make_text_condition
 from ..model import BundleContents
@@ -195,7 +195,8 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
         raise checkpoint.make_error(
             problem="LlamaGen in LANTERN's layout without its config.json", remedy="give the folder with both"
         )
-    values = Config(path, {}) if config is None else read_config(config)
+    sizes = _read_training_sizes(path)
+    values = Config(path, sizes) if config is None else read_config(config).with_defaults(sizes)
     if is_lantern_layout:
         rename_llama_weights(checkpoint, "model.", _LANTERN_NAMES)
     else:
@@ -208,6 +209,14 @@ def _read_weights(checkpoint: Checkpoint, config: Path | None, variant: LlamaGen
         expected = "a LlamaGen transformer, with class or caption embeddings and tok_embeddings"
         raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     return values, is_lantern_layout
+
+
+def _read_training_sizes(path: Path) -> dict[str, Any]:
+    """Return the sizes that the arguments of LlamaGen's training program determine; None if a file has none."""
+    arguments = read_training_arguments(path)
+    image_size = arguments.get_integer("image_size")
+    cells = (image_size // (arguments.get_integer("downsample_size") or _CELL)) ** 2 if image_size else None
+    return {"block_size": cells, "num_classes": arguments.get("num_classes")}
 
 
 def _extract_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:

@@ -72,6 +72,7 @@ def make_app(
         Route("/livez", info.get_liveness),
         Route("/readyz", info.get_readiness),
         Route("/health", info.get_readiness),
+        Route("/healthz", info.get_readiness),
         Route("/metrics", info.get_metrics),
         Route("/openapi.json", info.get_openapi_document),
         Route("/docs", info.get_api_docs_page),

@@ -83,7 +83,9 @@ class Server:
 
     def run(self) -> None:
         """Serve requests until a signal stops the server, or raise the error of a model that cannot be loaded."""
-        _LOG.info("listening: %s (a page; images at /v1/images/generations); Ctrl-C stops", self.url)
+        _LOG.info("open %s for a page; images at /v1/images/generations; Ctrl-C stops", self.url)
+        if not self.state.keys and not ip_address(self.address[0]).is_loopback:
+            _LOG.warning("everyone who reaches this address may generate images: --api-key-file sets keys")
         self._uvicorn.run([self._socket])
         if self.failure is not None:
             raise self.failure

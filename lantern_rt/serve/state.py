@@ -178,7 +178,8 @@ class ServerState:
         name = self.server_limits.aliases.get(name, name)
         if name not in self.backends:
             names = ", ".join([*self.backends, *self.server_limits.aliases])
-            raise HttpError(404, code="model_not_found", field="model", found=format_value(name), expected=names)
+            fields = {"found": format_value(name), "expected": names, "remedy": "`serve --alias` adds names"}
+            raise HttpError(404, code="model_not_found", field="model", **fields)
         return self.backends[name]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from device_pipeline import load_device_pipeline
 from PIL import Image
-from toy_engine import make_decode_settings, make_raster_layout
+from toy_engine import make_plan, make_raster_layout
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
@@ -194,7 +194,7 @@ def test_a_preserved_half_is_continued_as_published(load_pipeline: LoadPipeline,
     layout = pipe.bundle.manifest.layout(pipe.bundle.manifest.size("32x64"))
     steps = decode(
         model,
-        make_decode_settings(layout, settings.sampling, method),
+        make_plan(layout, settings.sampling, method),
         [Prompt(cond_prefix, uncond_prefix, preserved)],
         [0],
     )

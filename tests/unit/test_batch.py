@@ -20,8 +20,8 @@ from toy_engine import (
     collect_codes,
     compute_likelihood,
     decode,
-    make_decode_settings,
     make_model,
+    make_plan,
     make_prompt,
 )
 
@@ -136,10 +136,10 @@ class BatchQueue:
 
 
 def add_request(queue: BatchQueue, number: int, request: TimedRequest) -> ImageSequence:
-    settings = make_decode_settings(make_batch_model().image, request.sampling, request.method)
+    plan = make_plan(make_batch_model().image, request.sampling, request.method)
     sequence = ImageSequence(
         number,
-        replace(settings, adaptive_window=bool(number % 2)),
+        replace(plan, adaptive_window=bool(number % 2)),
         make_padded_prompt(request.prompt_id),
         request.prompt_id,
     )
