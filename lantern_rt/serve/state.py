@@ -178,8 +178,9 @@ class ServerState:
         name = self.server_limits.aliases.get(name, name)
         if name not in self.backends:
             names = ", ".join([*self.backends, *self.server_limits.aliases])
-            fields = {"found": format_value(name), "expected": names, "remedy": "`serve --alias` adds names"}
-            raise HttpError(404, code="model_not_found", field="model", **fields)
+            remedy = "`serve --alias` adds names"
+            found = format_value(name)
+            raise HttpError(404, code="model_not_found", field="model", found=found, expected=names, remedy=remedy)
         return self.backends[name]
 
 
