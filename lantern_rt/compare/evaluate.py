@@ -61,7 +61,7 @@ def evaluate_methods(
 
     Returns:
         The report as a JSON object, and lists of images by method label: of plain decoding, of every method with other
-            images, and last of the reference set if it was generated. Without an image decoder there are no lists.
+        images, and last of the reference set if it was generated. Without an image decoder there are no lists.
     """
     labels = prompts.labels
     count = len(labels) * num_seeds
