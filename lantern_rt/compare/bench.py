@@ -102,10 +102,7 @@ def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Estimate the ratio of the sums of scores of a method and of plain decoding, on the same two or more images.
-
-    Returns the ratio and its standard error.
-    """
+    """Return the ratio of the summed scores of a method and of plain decoding on the same images, and its error."""
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(
         score - ratio * reference for score, reference in zip(scores, baseline_scores, strict=True)
