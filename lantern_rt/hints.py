@@ -20,9 +20,12 @@ _NAMES_HERE = {
 }
 _STEPS = "leave it out: an image has tokens, not steps"
 _REASONS = {
+    "enableprogressbar": "give a call progress=True",
     "model": "give the bundle as an argument",
     "numinferencesteps": _STEPS,
+    "savepretrained": "copy the folder of the bundle",
     "steps": _STEPS,
+    "to": 'give from_bundle a provider, such as provider="cuda"',
     "workers": "leave it out: one process shares its passes among all requests",
 }
 _MAX_TYPOS = 2  # letters added, missing or replaced, up to which a name counts as misspelt

@@ -279,7 +279,7 @@ def test_an_invalid_prompt_names_the_three_most_similar_prompts(program: Any) ->
 @pytest.mark.parametrize("edit", [False, True])
 def test_without_a_seed_a_random_seed_is_printed_and_recorded(program: Any, words_bundle: Path, edit: bool) -> None:
     Image.linear_gradient("L").save("own.png")
-    command = ("edit", "own.png", "--keep-rows", 12, "--prompt", "a red cube") if edit else ("run", words_bundle, "red")
+    command = ("edit", "own.png", "a red cube", "--keep-rows", 12) if edit else ("run", words_bundle, "red")
     seeds = []
     for _ in range(2):
         code, out, err = program(*command, "--method", "sjd")
