@@ -140,7 +140,7 @@ def heads(
         tables, figures = train_draft_heads(data, target, opened.manifest.sampling.cfg_scale, steps, progress, device)
     changed = write_draft_heads(opened, tables)
     print_text(
-        f"overlap with the target: {format_metrics(figures)}",
+        f"overlap with the target's distributions (0 .. 1): {format_metrics(figures)}",
         f"bundle {changed.manifest.name} was {opened.digest[:12]}, is {changed.digest[:12]}: "
         "run `lantern-rt eval --write-presets`, and build its engine folders again",
     )
