@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from secrets import randbelow
 from shlex import quote
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from typing import Any, get_args
 from .bundle.manifest import Manifest, Size
 from .completion import parse_method_config, resolve_method, validate_model
 from .errors import RequestError
+from .hints import suggest_name
 from .inputs import check_int, convert_numpy_value, convert_to_list, format_value
 from .methods import METHODS_BY_PARAMETER, SAMPLING, MethodConfig, Quality, Sampling
 from .options import Options
@@ -88,8 +88,7 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
             raise RequestError("a parameter without its method", field=name.rstrip("_"), remedy=remedy)
     if unknown:
         known = ["prompts", *Options.__annotations__]
-        similar = get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(known)}"
+        hint = suggest_name(unknown[0], known) or f"expected one of {', '.join(known)}"
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
 
 
@@ -143,6 +142,10 @@ def check_request(manifest: Manifest, tokenizer: PromptTokenizer | None, options
         TypeError: an option does not exist.
     """
     settings_options = {name: value for name, value in options.items() if value is not None}
+    if "prompt" in settings_options:
+        if "prompts" in settings_options:
+            raise RequestError("given together with prompts", field="prompt", remedy="give one of them")
+        settings_options["prompts"] = settings_options.pop("prompt")
     inputs = {name: settings_options.pop(name) for name in WORDS if name in settings_options}
     inputs = {name: value for name, value in inputs.items() if not (WORDS[name].needs_text and value == "")}
     seed = settings_options.pop("seed", 0)

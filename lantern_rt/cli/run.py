@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import check_int, format_value
+from ..inputs import check_int
 from ..output.files import check_output_path, write_output
 from ..output.formats import FORMATS, PNG, FinishedImage, Model, OutputFormat, find_format
 from ..output.names import choose_output_paths
@@ -35,6 +35,7 @@ from .options import (
     YesOption,
     add_request_options,
     download_published_model,
+    split_arguments,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ SourceOption = Annotated[
 OutputOption = Annotated[
     str | None,
     typer.Option(
+        "-o",
+        "--output",
         help="File or folder to write; a new folder's parent must exist. A file's ending selects its format: "
         f"{', '.join(suffix[1:] for each in FORMATS for suffix in each.suffixes)}. "
         "[default: a name from prompt and seed, or PNG-again, in the current folder]",
@@ -120,7 +123,7 @@ def run(
     from .replay import png_contains_image, read_recorded_request, read_replay_recipe
 
     options = {name: value for name, value in options.items() if value not in (None, [])}
-    name, prompts = _split_arguments(words or [], bool(source or list_subjects(options)))
+    name, prompts = split_arguments(words or [], bool(source or list_subjects(options)))
     if prompts:
         options["prompts"] = [*prompts, *options.get("prompts", [])]
     values = options | {name: WORDS[name].option.read(options[name]) for name in options.keys() & WORDS.keys()}
@@ -215,31 +218,6 @@ def _print_results_json(request: Request, last_step: StreamStep, paths: list[Pat
     ]
     stats = {name: value for name, value in vars(last_step.stats).items() if name not in ("images", "per_image")}
     print_json({"images": images, "stats": stats})
-
-
-def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
-    """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
-
-    Args:
-        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
-            bundle, even if the bundle does not exist.
-
-    Raises:
-        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
-    """
-    from ..model_names import find_model_name
-
-    bundle = find_model_name(arguments[0]) if arguments else None
-    if arguments and has_input_option and " " not in arguments[0].strip():
-        bundle = bundle or arguments[0]
-    if bundle is not None:
-        arguments = arguments[1:]
-    single = [argument for argument in arguments if " " not in argument.strip()]
-    if len(arguments) > 1 and single:
-        actual = f"the single word {format_value(single[0])} among {len(arguments)}"
-        expected = "a bundle's folder or name, then prompts in quotes"
-        raise RequestError(field="prompt", found=actual, expected=expected)
-    return bundle, arguments
 
 
 def _open_bundle_and_request(
