@@ -274,7 +274,7 @@ def _generate_images(
     if not PNG.supports(bundle.manifest):
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(planned_files))
-    grid = bundle.manifest.size(request.settings.size)
+    grid = request.settings.image_size
     trace = Trace(grid.rows, grid.columns)
     with show_progress(announce_tasks=False) as progress:
         for step in pipeline.decode(request):

@@ -67,7 +67,7 @@ def data(
     manifest = opened.manifest
     sizes = manifest.all_sizes
     if size is not None:
-        sizes = (manifest.size(resolve_settings(manifest, {"size": size}).size),)
+        sizes = (resolve_settings(manifest, {"size": size}).image_size,)
     items = read_bundle_prompts(opened, prompts, manifest.condition.classes)
     print_stderr(f"{count:,} images, up to {format_bytes(estimate_shard_bytes(manifest, count, sizes))}")
     pipeline = engine.load_pipeline(opened)
