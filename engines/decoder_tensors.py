@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.manifest import DecoderSizes, DecoderSpec
 from ..errors import BundleError
-from ..runtime.engine import Floats, HiddenStateView, PassInput
+from ..runtime.engine import Floats, PassInput, read_hidden_states
 from .contracts import Array, DTypes, TensorSpec
 from .graph_writer import choose_column_part_shape
 from .kv_cache import BaseKVCache
@@ -19,10 +19,9 @@ _FLOATS = ("float32", "float16")
 _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
-def declare_host_tensors(
-    spec: DecoderSpec | DrafterSpec, is_drafter: bool
-) -> tuple[list[TensorSpec], list[TensorSpec]]:
+def declare_host_tensors(spec: DecoderSizes) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph of a bundle; keys and values come last."""
+    is_drafter = spec.role == "drafter"
     kv_dtypes: tuple[str, ...] = (get_hidden_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)  # [columns or nodes, rows, heads, width]
     inputs = [
@@ -38,12 +37,13 @@ def declare_host_tensors(
 
 
 def declare_device_tensors(
-    spec: DecoderSpec | DrafterSpec, is_drafter: bool, dtypes: tuple[str, ...], capacity: int | None = None
+    spec: DecoderSizes, dtypes: tuple[str, ...], capacity: int | None
 ) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Declare the inputs, and the outputs, of a decoder graph in the device layout (`device_graph.py`).
 
     The cache may have any type of `dtypes`. With a capacity, its entries are in order.
     """
+    is_drafter = spec.role == "drafter"
     hidden_dtypes = tuple(map(get_hidden_dtype, dtypes))
     states = TensorSpec("hidden_states", hidden_dtypes, (None, None, spec.hidden_size))
     cache: tuple[int | None, ...] = (None, None, *choose_column_part_shape(spec.num_kv_heads * spec.head_dim))
@@ -75,7 +75,7 @@ def get_hidden_dtype(compute_dtype: str) -> str:
 
 
 def _declare_key_values(
-    name_prefix: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
+    name_prefix: str, spec: DecoderSizes, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
 ) -> list[TensorSpec]:
     parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
     return [TensorSpec(f"{name_prefix}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
@@ -108,23 +108,25 @@ def check_past_length(batch: PassInput, cache: BaseKVCache) -> int:
     return past
 
 
+def check_pass_input(batch: PassInput, spec: DecoderSizes) -> None:
+    """Raise ValueError if a pass lacks an input that the decoder reads, or has both tokens and embeddings."""
+    if spec.role == "drafter":
+        if batch.tokens is None or batch.hidden is None:
+            raise ValueError("a drafter reads `tokens` and `hidden`")
+    elif (batch.tokens is None) == (batch.embeds is None):
+        raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
+
+
 def build_graph_inputs(batch: PassInput, embedding_table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
     """Return the inputs of a decoder graph except keys and values, as contiguous arrays by name.
 
-    Without an embedding table, the decoder is a drafter, which reads tokens and hidden states.
-
-    Raises:
-        ValueError: `batch` lacks an input that the decoder reads, or has both tokens and embeddings.
+    Only a target has an embedding table.
     """
     if embedding_table is None:
-        if batch.tokens is None or batch.hidden is None:
-            raise ValueError("a drafter reads `tokens` and `hidden`")
-        states = batch.hidden.read() if isinstance(batch.hidden, HiddenStateView) else batch.hidden
-        hidden = np.ascontiguousarray(states, dtypes["target_hidden"])
+        assert batch.hidden is not None
+        hidden = np.ascontiguousarray(read_hidden_states(batch.hidden), dtypes["target_hidden"])
         rows = {"input_ids": np.ascontiguousarray(batch.tokens, np.int64), "target_hidden": hidden}
     else:
-        if (batch.tokens is None) == (batch.embeds is None):
-            raise ValueError("the input of a target needs either `tokens` or `embeds`, not both")
         embeds = batch.embeds if batch.tokens is None else np.take(embedding_table, batch.tokens, axis=0)
         rows = {"input_embeds": np.ascontiguousarray(embeds, dtypes["input_embeds"])}
     mask_dtype = dtypes["attention_mask"]

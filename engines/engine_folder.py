@@ -56,7 +56,7 @@ class EngineManifest(FrozenModel):
     format_version: str  # version of the format of engine folders, `FORMAT_VERSION`
     # Library that runs the engines, `tensorrt` or `tensorrt-rtx`.
     backend: Annotated[str, Field(pattern=f"^({'|'.join(BACKENDS)})$")]
-    builder_version: str  # version of the library that built the engines; `none` after a dry run
+    builder_version: str  # version of the library that built the engines
     compute_capabilities: tuple[str, ...]  # compute capabilities of the GPUs that can run the engines, such as `SM89`
     # Name of the only GPU model that can run the engines; None: any GPU with a listed compute capability.
     gpu: str | None
@@ -65,7 +65,7 @@ class EngineManifest(FrozenModel):
     bundle_sha256: Hash
     command: tuple[str, ...]  # arguments of the command that rebuilds the folder, without `--output`
     built: str  # time of the build, in ISO 8601
-    graphs: dict[str, BuiltEngine]  # engines by role of the graph, such as `target`; empty after a dry run
+    graphs: dict[str, BuiltEngine]  # engines by role of the graph, such as `target`
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class EngineFolder:
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
     def make_mismatch_error(self, actual: str, expected: str, path: Path | None = None) -> EngineError:
-        """Return the error for engines of another host or bundle, with the rebuild command as remedy."""
         remedy = f"rebuild with `{self.rebuild_command}`"
         return EngineError(field=str(path or self.folder), found=actual, expected=expected, remedy=remedy)
 
@@ -90,11 +89,7 @@ class EngineFolder:
         return frozenset(name for role in self.manifest.graphs for name in (role, f"{role}.data"))
 
     def check_compatibility(self, bundle: Bundle, library_version: str) -> None:
-        """Check that the engines were built from a bundle by the installed library version, and are unaltered.
-
-        Raises:
-            EngineError: the bundle or the library version differs, or an engine file is missing or altered.
-        """
+        """Raise EngineError if bundle or library differ from those of the build, or a file is missing or altered."""
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
             built_from = f"engines of bundle {manifest.bundle} {manifest.bundle_sha256[:12]}..."

@@ -104,8 +104,7 @@ def count_usable_cores() -> int:
 def choose_thread_count(threads: int | None) -> int:
     """Return the number of threads for running a graph: `threads` (1 .. 1024), or one per usable core.
 
-    Raises:
-        EngineError: the number is out of range, or this system cannot start as many threads.
+    Raises EngineError if the number is out of range, or this system cannot start as many threads.
     """
     if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
         raise EngineError(field="threads", found=format_value(threads), expected="1 .. 1024")

@@ -51,10 +51,9 @@ class BaseKVCache:
         return round_up(max(1, self.capacity))
 
     def past_length(self) -> int:
-        """Return the number of cache columns that a pass reads.
+        """Return the number of cache columns that a pass reads: the length of the longest row, rounded up.
 
-        This is the length of the longest row, rounded up to a multiple of `COLUMN_STEP`. The number is never 0, because
-        ONNX Runtime's fused matmul would divide by 0 and crash (SIGFPE).
+        It is never 0, because ONNX Runtime's fused matmul would divide by 0 and crash (SIGFPE).
         """
         return round_up(max(1, *self.lengths.tolist()))
 
@@ -155,7 +154,7 @@ class KVCache(BaseKVCache):
         self.append_rows(added)
 
     def forbid_memory_reuse(self) -> None:
-        """Do nothing, as no other cache reuses the memory."""
+        """No other cache reuses the memory."""
 
     def _copy_rows(self, sources: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
         """Replace the tensors by copies of rows of several caches. If memory is insufficient, nothing changes."""

@@ -31,19 +31,15 @@ class BundleEngines:
     decoder is reported before the tokens of an image are generated.
 
     Args:
-        bundle: bundle to load.
         threads: number of threads per graph; None: one per core.
-        providers: providers that run the bundle's graphs in ONNX Runtime.
         engine_folder: engine folder whose TensorRT engines run instead; None: run all graphs in ONNX Runtime.
 
     Attributes:
         backend: backend of target and drafter, such as `onnxruntime-cpu` or `tensorrt-rtx`; timings name it.
-        image_backend: backend of the VQ decoder.
         on_cpu: whether the target runs in ONNX Runtime on the CPU.
         rounding_bound: maximum change, in nats, by which rounding changes the difference of two target logits between
             passes. 0: near-ties (choices that rounding could change) are not recomputed.
         max_nodes: maximum number of draft nodes per batch row and forward pass.
-        max_rows: maximum number of batch rows per forward pass.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
@@ -86,7 +82,7 @@ class BundleEngines:
             self._graphs = OrtGraphLoader(bundle, self.threads, providers)
         else:
             self._graphs = open_tensorrt_folder(bundle, engine_folder, self.threads)
-        self.target = self._graphs.load_decoder("target", spec, bundle.code_embeddings)
+        self.target = self._graphs.load_decoder(spec, bundle.code_embeddings)
         self._condition = self._graphs.load_graph_function("condition", *_declare_condition_tensors(bundle.manifest))
         self._vq_decoder: Function | None = None
         if bundle.manifest.makes_images:
@@ -97,7 +93,7 @@ class BundleEngines:
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
-                self._drafter = self._graphs.load_decoder("drafter", spec, None)
+                self._drafter = self._graphs.load_decoder(spec, None)
             return self._drafter
 
     def compute_condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:

@@ -62,7 +62,7 @@ def count_profile_columns(shape_profiles: Sequence[ShapeProfile]) -> int:
 
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[ShapeProfile, ...]:
-    """Return the optimization profiles of the graph `role`: two for a decoder, and one for the VQ decoder."""
+    """Return the optimization profiles of a graph: two for a decoder, and one for the VQ decoder."""
     if role not in ("target", "drafter"):
         return (ShapeProfile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)

@@ -21,6 +21,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 CfgSchedule = Literal["constant", "linear"]
@@ -430,21 +431,35 @@ class GroupDecoding(MethodConfig):
 Quality = Literal["strict", "balanced", "fast"]
 
 
-# Every method, by its name. The types below, method strings, manifests and HTTP fields follow from this table.
-METHODS: dict[str, type[MethodConfig]] = {
-    kind.model_fields["method"].default: kind
-    for kind in (Autoregressive, Eagle, Lantern, LanternPlusPlus, SpeculativeJacobi, RowParallel, GroupDecoding)
-}
-# Type checkers cannot evaluate types that are made of a table, so they get the base types.
+BUILT_IN_METHODS = (Autoregressive, Eagle, Lantern, LanternPlusPlus, SpeculativeJacobi, RowParallel, GroupDecoding)
+# Every method, by its name. Method strings, HTTP fields and recipes follow from this table.
+METHODS: dict[str, type[MethodConfig]] = {}
+METHODS_BY_PARAMETER: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
+
+
+def add_method(method_class: type[MethodConfig]) -> None:
+    """Add a method to both tables, in place of another class with its name. Users call `register_method`."""
+    METHODS[method_class.model_fields["method"].default] = method_class
+    METHODS_BY_PARAMETER.clear()
+    for name, known in METHODS.items():
+        for field, info in known.model_fields.items():
+            if field != "method":
+                METHODS_BY_PARAMETER.setdefault(info.alias or field, []).append(name)
+
+
+for _class in BUILT_IN_METHODS:
+    add_method(_class)
+
+
+def _check_method_name(name: str) -> str:
+    if name not in METHODS:
+        raise PydanticCustomError("method", "expected a method", {"expected": ", ".join(METHODS)})
+    return name
+
+
+MethodName = Annotated[str, AfterValidator(_check_method_name)]
+# Method in a manifest, which other programs read, too. Type checkers cannot evaluate a type that is made of a table.
 if TYPE_CHECKING:
     Method: TypeAlias = MethodConfig
-    MethodName: TypeAlias = str
 else:
-    Method = Annotated[Union[tuple(METHODS.values())], Field(discriminator="method")]  # noqa: UP007
-    MethodName = Literal[tuple(METHODS)]
-
-METHODS_BY_PARAMETER: dict[str, list[str]] = {}  # parameter -> names of the methods that take it
-for _name, _class in METHODS.items():
-    for _field, _info in _class.model_fields.items():
-        if _field != "method":
-            METHODS_BY_PARAMETER.setdefault(_info.alias or _field, []).append(_name)
+    Method = Annotated[Union[BUILT_IN_METHODS], Field(discriminator="method")]  # noqa: UP007

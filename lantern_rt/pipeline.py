@@ -79,8 +79,8 @@ class Pipeline:
         """Open a bundle and load its target model.
 
         Args:
-            bundle: name of an embedded or published model, folder of a bundle, `hf:owner/name[@revision]` on the
-                Hugging Face Hub, or an open bundle.
+            bundle: name of an embedded or published model, or its repository `owner/name`; folder of a bundle,
+                `hf:owner/name[@revision]` on the Hugging Face Hub, or an open bundle.
             threads: number of CPU threads, from 1; None: one per physical core.
             verify: whether to compare the SHA-256 hash of every file with the manifest.
             provider: execution provider of ONNX Runtime, such as `cpu` or `cuda` (docs/gpu.md). `GRAPH=NAME` sets the
@@ -101,7 +101,7 @@ class Pipeline:
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import BundleEngines, choose_providers
-        from .published import open_named_bundle
+        from .model_names import open_model
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         requested = ProviderChoice.parse(() if provider is None else provider)
@@ -112,7 +112,7 @@ class Pipeline:
             opened = bundle
         else:
             replaced = folder.list_replaced_files() if folder else ()  # graphs whose engines run instead
-            opened = open_named_bundle(bundle, download, verify=verify, skipped_roles=replaced)
+            opened = open_model(bundle, download, verify=verify, skipped_roles=replaced)
         providers = choose_providers(requested, opened) if folder is None else ON_CPU
         loaded = BundleEngines(opened, threads, providers, folder)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)

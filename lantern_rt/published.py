@@ -22,6 +22,7 @@ from .bundle.hub import find_hub_cache, find_snapshot_folder, parse_hub_referenc
 from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
+from .hints import suggest_name
 from .inputs import convert_read_errors, require_library
 from .methods import FrozenModel
 from .output.files import (
@@ -50,12 +51,7 @@ class _HubSource(FrozenModel, ABC):
 
 
 class PublishedBundle(_HubSource):
-    """Finished bundle on the hub, which needs no PyTorch, and a smaller download than checkpoints.
-
-    Attributes:
-        reference: `hf:owner/name@commit`.
-        digest: sha256 of `bundle.json`, as hex digits.
-    """
+    """Finished bundle on the hub, which needs no PyTorch. `digest` is the sha256 of its `bundle.json`."""
 
     reference: str = Field(pattern="@[0-9a-f]{40}$")
     digest: str
@@ -70,16 +66,11 @@ class PublishedModel(_HubSource):
     """Model whose checkpoints are on the hub.
 
     Attributes:
-        family: a value of `lantern-rt export --family`.
         files: hub references of the checkpoints, by the option of `export` that takes each.
         options: other options of `export` with their values.
         cfg_scale: guidance scale for which the model was trained; None: that of the family.
-        sizes: image sizes in pixels, as text.
         classes: number of classes; None: the model takes prompts.
-        parameters: number of parameters of the target model.
-        download_bytes: size of the checkpoints.
         memory_bytes: estimated memory to generate one image with int8 weights.
-        licence: licence of the weights, as the publisher names it.
         login: whether the hub requires a login for the checkpoints.
         makes_images: False: the bundle generates tokens for another program.
         bundles: finished bundles by precision, which `deploy/publish.py` adds.
@@ -98,6 +89,10 @@ class PublishedModel(_HubSource):
     login: bool = False
     makes_images: bool = True
     bundles: dict[str, PublishedBundle] = Field(default_factory=dict)
+
+    @property
+    def target_repository(self) -> str:
+        return parse_hub_reference(self.files["target"], CheckpointError)[0]
 
     @property
     def export_options(self) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def load_published_models() -> dict[str, PublishedModel]:
 def find_published_model(name: str) -> PublishedModel:
     models = load_published_models()
     if name not in models:
-        remedy = "`lantern-rt models` lists the names"
+        remedy = suggest_name(name, models) or "`lantern-rt models` lists the names"
         raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
     return models[name]
 
@@ -134,10 +129,7 @@ def find_cached_bundle(name: str, precision: str | None = None) -> str | Path | 
     """Return the folder of an exported bundle or the hub reference of a finished one; None: not in the caches.
 
     The bundle's files are complete, but their hashes are not checked. If the table pins a finished bundle, no other is
-    returned, so that a release replaces the bundle of an earlier one.
-
-    Args:
-        precision: `int8` or `fp16`; None: the precision for this host.
+    returned, so that a release replaces the bundle of an earlier one. A precision of None is that for this host.
     """
     precision = precision or choose_default_precision()
     finished = find_published_model(name).bundles.get(precision)
@@ -196,10 +188,7 @@ def find_bundle_source(name: str) -> PublishedModel | PublishedBundle:
 
 
 def check_host_requirements(name: str, source: PublishedModel | PublishedBundle) -> None:
-    """Check that this host can download, export and run a published model.
-
-    Args:
-        source: the model, to export it, or its finished bundle.
+    """Check that this host can download and run a published model or, for the `source` of a model, export it.
 
     Raises:
         EngineError: an export needs a library that is not installed.
@@ -253,6 +242,7 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     """Export a published model, which gives its name to the bundle. `precision` is `int8`, or `fp16` for GPUs."""
     from .export.graph.precision import parse_precisions
     from .export.progress import ignore_progress
+    from .export.prompts import add_prompts
     from .export.registry import read_family_checkpoints
     from .export.writer import export_model
 
@@ -260,15 +250,14 @@ def export_bundle(name: str, output: Path, precision: str, progress: Progress | 
     model = find_published_model(name)
     choice = {"target": "int8"} if precision == "int8" else {"compute": "float16", "vq": "fp16"}
     loaded = read_family_checkpoints(model.family, model.export_options, report, model.cfg_scale)
-    loaded = replace(loaded, licence=model.licence)
+    loaded = add_prompts(replace(loaded, licence=model.licence))
     return export_model(loaded, output, name=name, precisions=parse_precisions(**choice), force=True, progress=report)
 
 
 def fetch_published_model(name: str, progress: Progress | None = None) -> str | Path:
     """Download the finished bundle of a published model or, if there is none, its checkpoints, and export them.
 
-    Returns:
-        The hub reference of the finished bundle, or the folder of the exported one.
+    Returns the hub reference of the finished bundle, or the folder of the exported one.
     """
     source = find_bundle_source(name)
     check_host_requirements(name, source)
@@ -294,15 +283,8 @@ def fetch_published_model(name: str, progress: Progress | None = None) -> str | 
     return folder
 
 
-def open_named_bundle(name: str | Path, download: bool = False, **options: Any) -> Bundle:
-    """Open a bundle as `open_bundle` does, also by the name of a published model.
-
-    Args:
-        download: whether to download, and if needed export, a published model that is not in the caches.
-        options: other arguments of `open_bundle`.
-    """
-    if not is_published(name):
-        return open_bundle(name, **options)
+def open_published_model(name: str, download: bool, **options: Any) -> Bundle:
+    """Open the bundle of a published model, perhaps after a download; `options` are those of `open_bundle`."""
     place = find_cached_bundle(name)
     if place is None and download:
         place = fetch_published_model(name)

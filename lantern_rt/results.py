@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from functools import partial
 from json import dumps
 
 import numpy as np
@@ -14,6 +14,7 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .bundle.manifest import Size
+from .output.formats import FinishedImage
 from .prompts import ImageRequest, Label
 from .requests import GenerationSettings
 from .runtime.decode import DecodeStep
@@ -116,17 +117,12 @@ def split_codes_by_grid(size: Size, codes: Ints) -> tuple[Ints, Ints]:
     return first, codes[size.first_codes :].reshape(size.rows, size.columns)
 
 
-def encode_codes_npz(bundle: Bundle, settings: GenerationSettings, image: ImageRequest, codes: Ints) -> bytes:
-    """Return an .npz file with `codes` and `first_codes`, int64 `[rows, columns]`, and `recipe`, a JSON text.
-
-    Args:
-        codes: codes of the image, `[cells]`, those of a first grid first.
-    """
-    recipe = build_recipe_fields(bundle, settings, image)
-    file = BytesIO()
-    first, grid = split_codes_by_grid(settings.image_size(bundle.manifest), codes)
-    np.savez(file, codes=grid, first_codes=first, recipe=np.array(dumps(recipe)))
-    return file.getvalue()
+def finish_image(
+    bundle: Bundle, settings: GenerationSettings, image: ImageRequest, step: StreamStep, index: int
+) -> FinishedImage:
+    """Return image `index` of a request, which is complete after `step`, for a file."""
+    first, grid = split_codes_by_grid(settings.image_size(bundle.manifest), step.codes[index])
+    return FinishedImage(grid, first, build_recipe_fields(bundle, settings, image), partial(step.image, index))
 
 
 class StreamStepBuilder:

@@ -45,7 +45,6 @@ class UploadBuffer:
 
     @staticmethod
     def count_bytes(*arrays: Array) -> int:
-        """Return the number of bytes that arrays take in a buffer, with alignment."""
         return sum(round_up(array.nbytes, _ALIGNMENT) for array in arrays)
 
     def allocate_tensors(self, arrays: Mapping[str, Array], byte_offset: int = 0) -> dict[str, Any]:
@@ -88,8 +87,8 @@ class BoundForwardPass:
     """Forward pass of a fixed shape with preallocated tensors. A queued pass runs when its outputs are first used.
 
     Each run overwrites `outputs`. If tokens are sampled first, one copy uploads the inputs of the pass and of sampling.
-    `feeds` are the inputs by name: arrays, for which device memory is allocated, or values on the device.
-    `device_tensors` are caches and outputs. With `capture_graph`, the pass and its sampling graphs may be recorded.
+    `feeds` are arrays, for which device memory is allocated, or values on the device; `device_tensors` are caches and
+    outputs. With `capture_graph`, the pass and its sampling graphs may be recorded.
     """
 
     def __init__(
@@ -218,9 +217,9 @@ class CachePool:
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
     def acquire_block(self, num_rows: int, num_columns: int) -> BlockHandle:
-        """Return a handle of a block for `num_rows` rows of `num_columns` columns, unused or newly allocated.
+        """Return a handle of a block, unused or newly allocated.
 
-        The block contains only finite numbers, as masks do not hide NaN.
+        It has only finite numbers, as masks do not hide NaN.
         """
         shape = num_rows, num_columns * (self._heads or 1), *self._column
         with self._lock:
@@ -258,11 +257,8 @@ class CachePool:
     def move_entries(self, block: CacheBlock, sources: Ints, targets: Ints, column_offsets: Ints) -> None:
         """Copy entries to other columns of a block, in all tensors. Heads must be stored separately.
 
-        Args:
-            block: block to change.
-            sources: row and column of each entry to copy, `[entries, 2]`.
-            targets: row and column to which each entry is copied, `[entries, 2]`.
-            column_offsets: first column of each head, `[heads]`. The copy is repeated for each head.
+        `sources` and `targets` are row and column of each entry, `[entries, 2]`. The copy is repeated for each head,
+        whose columns begin at `column_offsets`.
         """
         # Indices are tensor, row and column: [tensors, heads, 3].
         offsets = np.zeros((self._tensors, len(column_offsets), 3), np.int64)
@@ -275,10 +271,7 @@ class CachePool:
     def get_bound_pass(
         self, block: CacheBlock, shape: tuple[int, ...], make_bound_pass: Callable[[], BoundForwardPass]
     ) -> BoundForwardPass:
-        """Return a pass of a shape that is bound to a block, and whose outputs nothing refers to.
-
-        A block keeps at most `MAX_BOUND_PASSES` passes: the least recently used pass is dropped.
-        """
+        """Return a pass of a shape that is bound to a block, and whose outputs nothing refers to."""
         # While outputs of earlier passes are referenced, several passes of one shape are bound, numbered from 0.
         keys = ((*shape, number) for number in itertools.count())
         key = next(key for key in keys if key not in block.bound_passes or not block.bound_passes[key].output_owners)

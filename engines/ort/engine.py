@@ -10,13 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ...bundle.manifest import DecoderSpec, DrafterSpec
+from ...bundle.manifest import DecoderSizes
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import compute_padded_node_count
 from ..contracts import Array
-from ..decoder_tensors import build_graph_inputs, check_past_length, declare_host_tensors, find_kv_dtype
+from ..decoder_tensors import (
+    build_graph_inputs,
+    check_pass_input,
+    check_past_length,
+    declare_host_tensors,
+    find_kv_dtype,
+)
 from ..device_engine import DeviceCache, DeviceEngine
-from ..device_graph import make_device_graph
+from ..device_graph import DeviceGraphOptions, make_device_graph
 from ..kv_cache import BaseKVCache, KVCache
 from .device import OrtDevice
 from .providers import DEFAULT_PROVIDER
@@ -33,13 +39,13 @@ class OrtEngine:
     def __init__(
         self,
         path: Path,
-        spec: DecoderSpec | DrafterSpec,
+        spec: DecoderSizes,
         code_embeddings: Floats | None = None,
         threads: int | None = None,
         provider: str = DEFAULT_PROVIDER,
     ) -> None:
         self.spec = spec
-        inputs, outputs = declare_host_tensors(spec, is_drafter=code_embeddings is None)
+        inputs, outputs = declare_host_tensors(spec)
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = find_kv_dtype(path, self._graph.dtypes)
@@ -56,6 +62,7 @@ class OrtEngine:
 
     def run(self, batch: PassInput, cache: Cache) -> PassOutput:
         kv_cache = KVCache.require_instance(cache)
+        check_pass_input(batch, self.spec)
         feeds = build_graph_inputs(batch, self._embedding_table, self._graph.dtypes)
         feeds.update(zip(self._past, kv_cache.view_past_columns(check_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
@@ -82,30 +89,21 @@ class OrtDeviceEngine(DeviceEngine):
     """Decoder engine for a GPU or other device, which runs a graph in the device layout (`device_graph.py`).
 
     Tests use provider `cpu`, whose device memory is the memory of the host. The arguments are those of `OrtEngine` and
-    `make_device_graph`.
+    `DeviceGraphOptions`.
     """
 
     def __init__(
         self,
         path: Path,
-        spec: DecoderSpec | DrafterSpec,
+        spec: DecoderSizes,
         code_embeddings: Floats | None,
         threads: int,
         device: OrtDevice,
         dtype: str = "float32",
         max_nodes: int | None = None,
     ) -> None:
-        is_drafter = code_embeddings is None
-        use_multi_head_op = device.has_cudnn_attention()
-        graph = make_device_graph(
-            path,
-            spec,
-            is_drafter,
-            dtype,
-            device.basic_ops_only,
-            max_nodes=max_nodes,
-            use_multi_head_op=use_multi_head_op,
-        )
+        options = DeviceGraphOptions(dtype, device.basic_ops_only, None, max_nodes, device.has_cudnn_attention())
+        graph = make_device_graph(path, spec, options)
         session = GraphSession(
             path,
             graph.inputs,

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -121,11 +122,9 @@ class ProviderChoice(NamedTuple):
 
     @classmethod
     def parse(cls, names: str | Sequence[str]) -> ProviderChoice:
-        """Parse names of providers.
+        """Parse names of providers, in a sequence or separated by commas.
 
-        Args:
-            names: items in a sequence, or separated by commas. An item is `NAME` for all graphs or `GRAPH=NAME` for a
-                single graph, such as `vq_decoder=cpu`.
+        An item is `NAME` for all graphs, or `GRAPH=NAME` for a single graph, such as `vq_decoder=cpu`.
 
         Raises:
             EngineError: a provider or graph is unknown, a graph has two providers, or a graph cannot have the provider.
@@ -167,8 +166,8 @@ def find_available_provider(name: str, runtime: Any) -> Provider:
     """Return a provider by name, after checking that ONNX Runtime, whose module is `runtime`, can use it.
 
     Raises:
-        EngineError: the name is unknown, or ONNX Runtime does not have the provider or a device for it. Also raised
-            for a GPU provider other than CUDA if `runtime` includes CUDA.
+        EngineError: the name is unknown, ONNX Runtime does not have the provider or a device for it, or `runtime`
+            includes CUDA and the provider is for another GPU.
     """
     provider = _look_up_provider(name)
     # If ONNX Runtime includes CUDA, it takes the memory of every other GPU provider for CUDA memory.
@@ -193,9 +192,7 @@ def find_available_provider(name: str, runtime: Any) -> Provider:
 
 
 def detect_provider(runtime: Any) -> str:
-    """Return the name of a GPU provider that is installed and finds a GPU, otherwise `cpu`.
-
-    If several providers qualify, the first in the order of `PROVIDERS` is returned.
+    """Return the name of the first GPU provider that is installed and finds a GPU, otherwise `cpu`.
 
     Raises:
         EngineError: the library of an installed plugin does not load.
@@ -253,12 +250,12 @@ def get_device_lock(provider: str) -> AbstractContextManager[object]:
     return nullcontext() if PROVIDERS[provider].memory_device == "cpu" else DEVICE_LOCKS[provider]
 
 
-def check_node_assignment(graph_label: object, provider: Provider, session: Any) -> None:
+def check_node_assignment(path: Path, provider: Provider, session: Any) -> None:
     """Raise EngineError if nodes of a graph run on another provider, except operators on shapes and indices."""
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"
-        raise EngineError(problem, field=str(graph_label), found=", ".join(session.get_providers()), remedy=remedy)
+        raise EngineError(problem, field=str(path), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
     unsupported = Counter(
@@ -271,4 +268,4 @@ def check_node_assignment(graph_label: object, provider: Provider, session: Any)
     if unsupported:
         ops = ", ".join(f"{count} {op}" for op, count in unsupported.most_common(5))
         problem = f"provider {provider.name} does not support {unsupported.total()} nodes of this graph ({ops})"
-        raise EngineError(problem, field=str(graph_label), remedy=remedy)
+        raise EngineError(problem, field=str(path), remedy=remedy)

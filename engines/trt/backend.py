@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...bundle.files import Bundle
-from ...bundle.manifest import DecoderSpec, DrafterSpec
+from ...bundle.manifest import DecoderSizes
 from ...errors import EngineError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, TensorSpec
@@ -41,8 +41,8 @@ class TensorRTGraphLoader(OrtGraphLoader):
         self._kernels = KernelCache(folder)
         weakref.finalize(self, self._kernels.save)  # at the end, as TensorRT-RTX compiles kernels while engines run
 
-    def load_decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        return TensorRTEngine(self._load_executable(role), spec, code_embeddings, self._gpu)
+    def load_decoder(self, spec: DecoderSizes, code_embeddings: Floats | None) -> Engine:
+        return TensorRTEngine(self._load_executable(spec.role), spec, code_embeddings, self._gpu)
 
     def load_graph_function(self, role: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Function:
         if role not in self._folder.manifest.graphs:
@@ -60,7 +60,7 @@ class TensorRTGraphLoader(OrtGraphLoader):
 
 
 def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
-    """Check that an engine folder fits a bundle and the GPU of this host, and return a loader of its engines.
+    """Return a loader of an engine folder.
 
     Raises:
         EngineError: the engines do not fit the bundle, library version or GPU, or were altered.

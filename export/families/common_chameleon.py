@@ -23,7 +23,7 @@ from ..model import BundleContents
 from ..models.decoder import Decoder
 from ..models.eagle import read_drafter
 from ..models.llama import load_llama_decoder, make_decoder_config, rename_llama_weights
-from ..models.vq_checkpoints import LoadedVQGAN
+from ..models.llamagen_vq import LlamaGenVQ
 from .common import build_image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
@@ -78,7 +78,7 @@ class ChameleonTarget:
         )
 
     def build_model(
-        self, vqgan: LoadedVQGAN, drafter: Path | None, num_extra_tokens: int = 0, **fields: Any
+        self, vq: LlamaGenVQ, drafter: Path | None, num_extra_tokens: int = 0, **fields: Any
     ) -> BundleContents:
         """Read the target and its drafter, and return the contents of a bundle with a VQGAN.
 
@@ -97,8 +97,7 @@ class ChameleonTarget:
             # A drafter computes token ids as `code_offset` + index in this table, so the table may skip no token.
             code_embeddings=embeddings[offset : self.code_token_ids.stop + num_extra_tokens],
             condition=condition,
-            vq=vqgan.vq,
-            sources=[*self.checkpoint.sources, *vqgan.sources],
+            vq=vq,
             drafter=loaded_drafter,
             **fields,
         )

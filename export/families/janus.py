@@ -145,12 +145,7 @@ class _DeepSeekLayout:
 
 
 def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
-    """Read Janus or Janus-Pro.
-
-    Args:
-        target: folder with config.json, tokenizer.json, weights and, in transformers' layout, generation_config.json.
-        roles: names of user and assistant in the chat turn, separated by a comma.
-    """
+    """Read Janus or Janus-Pro. `roles` are the names of user and assistant in the chat turn, with a comma between."""
     config = target.read_model_config("deepseek-ai/Janus-Pro-1B", "janus", "multi_modality")
     layout: _CheckpointLayout = (_TransformersLayout if config.get("model_type") == "janus" else _DeepSeekLayout)(
         target, config
@@ -188,7 +183,6 @@ def read_janus(target: Checkpoint, *, roles: str = _ROLES) -> BundleContents:
         condition=make_token_condition(text_embeddings, decoder.config.prefix, prompt, tokenizer),
         vq=image_tokenizer,
         sampling=Sampling(cfg_scale=layout.cfg_scale),
-        sources=target.sources,
     )
 
 

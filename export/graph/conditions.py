@@ -8,7 +8,7 @@ the result. In a batch, shorter texts are padded on the left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,15 @@ from .onnx_ops import ExportGraphWriter
 
 
 class PromptCondition(NamedTuple):
-    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text."""
+    """Condition of a bundle: its manifest entry, its graph, and the content of `tokenizer.json` if prompts are text.
+
+    `sources` are roles and paths of files that do not belong to the target's checkpoint.
+    """
 
     spec: ConditionSpec
     graph: Graph
     tokenizer_json: bytes | None = None
+    sources: Sequence[tuple[str, Path]] = ()
 
 
 class ClassCondition(nn.Module):
@@ -55,10 +59,8 @@ class ClassCondition(nn.Module):
 class CaptionCondition(nn.Module):
     """Module that projects text embeddings, padded on the left, to prefix embeddings.
 
-    Args:
-        first: weight of the projection's first layer, `[hidden_size, caption_dim]`.
-        second: weight of its second layer, `[hidden_size, hidden_size]`.
-        uncond: text embeddings of the unconditional row, `[prefix, caption_dim]`.
+    The weights of the projection's layers are `first [hidden_size, caption_dim]` and `second [hidden_size,
+    hidden_size]`. The text embeddings of the unconditional row are `uncond [prefix, caption_dim]`.
     """
 
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
@@ -128,13 +130,10 @@ def make_token_condition(
     required_ids: Mapping[str, int] | None = None,
     tokenizer_json: bytes | None = None,
 ) -> PromptCondition:
-    """Return the condition graph and its manifest fields, for prompts whose token ids the decoder embeds.
+    """Return the condition of prompts whose token ids the decoder embeds, by `embeddings [tokens, hidden_size]`.
 
     Args:
-        embeddings: embeddings of all token ids, `[tokens, hidden_size]`.
         prefix: maximum number of tokens of a prompt.
-        layout: layout of a prompt's tokens.
-        tokenizer_path: file of the tokenizer.
         required_ids: token ids by name that the tokenizer must have.
         tokenizer_json: the tokenizer converted to `tokenizer.json`, if its file has another format.
 

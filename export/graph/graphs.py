@@ -45,14 +45,11 @@ class Graph:
     """Graph of a bundle, with the PyTorch module that defines its results.
 
     Args:
-        role: role of the graph in the bundle, such as `target`.
         module: PyTorch module with the same inputs and outputs; it returns one tensor or a tuple.
-        inputs: names, shapes and types of the inputs.
-        outputs: names, shapes and types of the outputs.
         test_cases: inputs on which file and module are compared, by name of the test case. Large graphs run only the
             first and the last case. A module without `write_nodes` is traced with the first case, in which every
             variable axis must have a size above 1.
-        write_nodes: function that writes the graph; None: the module is traced.
+        write_nodes: writes the graph; None: the module is traced.
         tolerance: maximum difference between the outputs of file and module. None: a multiple of the rounding errors in
             float32.
         compute_type: type in which the graph computes. Test cases and module stay float32.
@@ -149,8 +146,8 @@ def make_decoder_graph(
 ) -> Graph:
     """Return the graph of a target or drafter with a KV cache.
 
-    `leading_inputs` come before positions, attention mask and past. `make_inputs` returns arrays for them, from a
-    random generator and the numbers of rows and nodes.
+    `leading_inputs` come before positions, attention mask and past. `make_inputs` makes them, for numbers of rows and
+    nodes.
     """
     config = module.config
     parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]

@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.decoder import Architecture, PrefixRotation, RopeStyle, Rotary
+from ...bundle.manifest import DecoderSizes, DecoderSpec, DrafterSpec
 from .output_heads import Head, RightBelowHeads, TwoLayerHead
+
+if TYPE_CHECKING:
+    from ..checkpoints.folders import Checkpoint
 
 HEAD_EPSILON = 1e-5  # epsilon of Chameleon's query and key norms, which no configuration contains
 
@@ -28,10 +32,6 @@ class DecoderConfig:
     Checkpoints of `recipes/scenes` contain the names of these fields, so the names must not change.
 
     Args:
-        hidden_size: width of the hidden states.
-        num_layers: number of layers.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads.
         vocab_size: number of codes, for each of which the head computes a logit.
         grid: number of grid rows and columns of the default image.
         prefix: maximum number of positions of a prompt.
@@ -109,11 +109,17 @@ class DecoderConfig:
         """Number of rows of the rotary table: `max_sequence_length` for each image size in `grids`."""
         return self.max_sequence_length * max(1, len(self.grids))
 
+    @property
+    def _spec_fields(self) -> dict[str, Any]:
+        names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
+        return {name: getattr(self, name) for name in names} | {"vocab_size": self.num_logits}
 
-def get_decoder_spec_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Return the manifest fields of a decoder."""
-    names = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "architecture")
-    return {name: getattr(config, name) for name in names} | {"vocab_size": config.num_logits}
+    def make_target_spec(self) -> DecoderSpec:
+        return DecoderSpec(**self._spec_fields, max_positions=self.num_rope_positions)
+
+    def make_drafter_spec(self, **fields: Any) -> DrafterSpec:
+        """Return the manifest entry of a drafter; `fields` are those that are not sizes."""
+        return DrafterSpec(**self._spec_fields, **fields)
 
 
 def compute_rope_table(config: DecoderConfig) -> Tensor:
@@ -174,12 +180,9 @@ def _compute_two_grid_rope_table(config: DecoderConfig) -> Tensor:
 
 
 def apply_rope(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
-    """Rotate the pairs of queries or keys.
+    """Rotate the pairs of queries or keys `[rows, nodes, heads, head_dim]` by `rope [rows, nodes, head_dim / 2, 2]`.
 
-    Args:
-        x: queries or keys, `[rows, nodes, heads, head_dim]`.
-        rope: cosines and sines, `[rows, nodes, head_dim / 2, 2]`.
-        rope_style: which numbers form a pair. `half`: i and i + head_dim / 2. `interleaved`: 2 i and 2 i + 1.
+    A pair are the numbers i and i + head_dim / 2 (`half`), or 2 i and 2 i + 1 (`interleaved`).
     """
     cos = rope[:, :, None, :, 0]
     sin = rope[:, :, None, :, 1]
@@ -309,6 +312,7 @@ class DecoderLayer(nn.Module):
 class LayerStack(nn.Module):
     """Layers of a target or drafter, with their rotary table."""
 
+    checkpoint: Checkpoint  # the files that the weights came from
     rope: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -316,6 +320,9 @@ class LayerStack(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", compute_rope_table(config), persistent=False)
+
+    def make_spec(self) -> DecoderSizes:
+        return self.config.make_drafter_spec()
 
     def run_layers(
         self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor], layers: slice = slice(None)
@@ -353,6 +360,9 @@ class Decoder(LayerStack):
         if config.two_heads:
             self.head = RightBelowHeads(config.hidden_size, config.vocab_size)
             self.below_norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def make_spec(self) -> DecoderSizes:
+        return self.config.make_target_spec()
 
     def forward(self, embeds: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """Compute one forward pass over new nodes.

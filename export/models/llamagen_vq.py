@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .fsq import decode_fsq_codes, quantize_fsq_latents
+
+if TYPE_CHECKING:
+    from ..checkpoints.folders import Checkpoint
 
 NORM_GROUPS = 32
 _EPS = 1e-6
@@ -28,8 +32,6 @@ class VQTokenizerConfig:
     """Sizes and settings of a VQ tokenizer.
 
     Args:
-        num_codes: number of codes.
-        code_width: width of codebook vectors.
         latent_width: channels between the encoder and `quant_conv`, and between `post_quant_conv` and the decoder.
         encoder_stem_width: channels of the encoder's first convolution.
         encoder_widths: channels of the encoder's levels, from the finest to the coarsest.
@@ -42,7 +44,6 @@ class VQTokenizerConfig:
             (Emu3.5) instead of the nearest code.
         fsq_levels: number of values of each digit of a code, for finite scalar quantisation; empty with a codebook.
         patch: height and width in pixels of a patch, which the finest level treats as one pixel.
-        num_groups: number of groups of channels in the group norms.
     """
 
     num_codes: int
@@ -202,6 +203,7 @@ class ConvStack(nn.Module):
 class LlamaGenVQ(nn.Module):
     """VQ image tokenizer: encoder, codebook and decoder. The codebook is that of the checkpoint, not normalised."""
 
+    checkpoint: Checkpoint  # the files that the weights came from
     codebook: Tensor
 
     def __init__(self, config: VQTokenizerConfig) -> None:
@@ -226,10 +228,8 @@ class LlamaGenVQ(nn.Module):
 class VQDecoder(nn.Module):
     """Module of the graph `vq_decoder`, from codes to images `[images, 3, height, width]`.
 
-    Args:
-        vq: image tokenizer.
-        grid_size: number of grid rows and columns of every image; the codes are then `[images, cells]` in raster order.
-            None: images of any size; the codes are then `[images, rows, columns]`.
+    With the `grid_size` of all images, codes are `[images, cells]` in raster order, otherwise `[images, rows,
+    columns]`.
     """
 
     vectors: Tensor

@@ -137,8 +137,8 @@ class Emu3VQ(MoVQ):
 
 
 @wrap_reader_errors
-def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """Read a MoVQGAN from its .ckpt file, or from a folder with `movqgan_270M.ckpt`; return it with its source."""
+def read_movqgan(path: Path, progress: Progress = ignore_progress) -> LlamaGenVQ:
+    """Read a MoVQGAN from its .ckpt file, or from a folder with `movqgan_270M.ckpt`."""
     file = path / _MOVQGAN if path.is_dir() else path
     if not file.is_file():
         raise make_file_error(path, found=f"no {_MOVQGAN}", expected=f"a folder with {_MOVQGAN}, or a .ckpt file")
@@ -148,7 +148,7 @@ def read_movqgan(path: Path, progress: Progress = ignore_progress) -> tuple[Llam
         expected = f"{CODEBOOK} and norms with norm_layer, as in a MoVQGAN"
         raise checkpoint.make_error(found=checkpoint.format_names(), expected=expected)
     rename_vqgan_weights(checkpoint, patterns=[_POST_QUANT])
-    return _load_unnormalized_vq(checkpoint, MoVQ), checkpoint.sources
+    return _load_unnormalized_vq(checkpoint, MoVQ)
 
 
 def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:

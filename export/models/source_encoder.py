@@ -37,10 +37,8 @@ _NAMES = {
 class SourceImageEncoder(nn.Module):
     """Module of the graph `vq_encoder`, from images to `codes [images, cells]` and the latents before quantisation.
 
-    Args:
-        patch_size: height and width of a patch in pixels; a patch is a cell of the grid.
-        num_positions: number of learned position embeddings. They form a square, which is resized to the image's grid.
-        color_stats: mean and standard deviation of red, green and blue, 0 .. 1, by which images are normalised.
+    A patch is a cell of the grid. The learned position embeddings form a square, which is resized to the image's grid.
+    Images are normalised by `color_stats`: mean and standard deviation of red, green and blue, 0 .. 1.
     """
 
     def __init__(
@@ -115,10 +113,7 @@ class _TransformerBlock(nn.Module):
 def load_source_image_encoder(
     checkpoint: Checkpoint, config: Config, color_mean: list[float], color_std: list[float]
 ) -> SourceImageEncoder:
-    """Load the image encoder; its sizes come from the shapes and names of its weights, without the decoder's.
-
-    `config` is the section `vision_config`. Means and deviations are of red, green and blue, 0 .. 1.
-    """
+    """Load the image encoder, whose sizes come from its weights; `config` is the section `vision_config`."""
     config.check_value("hidden_act", "gelu")
     num_codes, code_width = checkpoint.get_shape("vqmodel.quantize.embedding.weight")
     width, _, patch_size, _ = checkpoint.get_shape("visual.patch_embed.proj.weight", 4)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
 from ..inputs import format_value
+from ..output.formats import OutputFormat
 from ..output.names import choose_output_paths
 from ..prompts import check_class_ids
 from ..published import find_published_model
@@ -16,7 +17,7 @@ from ..requests import INPUT_DESCRIPTIONS, check_options
 
 
 def check_run_options(
-    name: str, options: Mapping[str, Any], output: str | None, force: bool, suffix: str
+    name: str, options: Mapping[str, Any], output: str | None, force: bool, formats: Sequence[OutputFormat]
 ) -> list[Path]:
     """Check the options of `run` before a published model is downloaded.
 
@@ -57,4 +58,4 @@ def check_run_options(
         if problem:
             raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
     stems = ["image"] * (count * options.get("num_images", 1))
-    return [path for path, _ in choose_output_paths(output, stems, force, lambda i, path: True, suffix)]
+    return [path for path, _ in choose_output_paths(output, stems, force, lambda i, path: True, formats)]

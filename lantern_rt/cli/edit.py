@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..inputs import is_number
+from ..output.formats import PNG
 from ..output.names import choose_output_paths
 from .console import print_stderr, print_text
 from .options import OUTPUT, SUBJECTS, BundleArgument, EngineOptions, MethodOption, QualityOption
@@ -116,11 +117,10 @@ def _generate_edits(
 ) -> None:
     """Generate the images, and write the files that do not exist yet. `planned_files`: path, and whether it exists."""
     from ..output.files import write_output
-    from ..output.images import encode_png
 
     began = time.perf_counter()
     result = pipeline.edit(image_path, **options)
     for (path, done), edited in zip(planned_files, result.images, strict=True):
         if not done:
-            write_output(path, encode_png(edited, edited.info), False)
+            write_output(path, PNG.encode_image(edited), False)
     print_stderr(f"{result.settings.method}: {time.perf_counter() - began:.1f} s, seed {options['seed']}")

@@ -27,10 +27,11 @@ from ..compare.prompts import Prompts, read_bundle_prompts
 from ..compare.report import format_html_report, format_text_report
 from ..compare.statistics import Floats
 from ..compare.turns import parse_methods
+from ..completion import parse_method
 from ..engines.doctor import make_host_report
 from ..engines.host import count_usable_cores
 from ..errors import RequestError
-from ..methods import Quality
+from ..methods import BUILT_IN_METHODS, METHODS, Quality
 from ..output.files import check_new_folder, write_folder_atomically
 from ..output.names import make_slug
 from ..output.tables import format_csv_table
@@ -128,6 +129,8 @@ def evaluate(
     check_new_folder(output, False, _RESULT)
     labels = method or ([] if quality else list_candidate_methods(manifest))
     methods = parse_methods(labels, {"temperature": temperature}, opened, quality or ())
+    if write_presets:
+        _check_built_in(labels)
     prompt_set = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(prompt_set.items))
     if features is not None or agreement is not None or reference is not None:
@@ -152,6 +155,13 @@ def evaluate(
     print_text(format_text_report(report, reference is not None), output / _RESULT, output / "report.html")
     if write_presets:
         _write_presets(opened, choose_presets(report, manifest))
+
+
+def _check_built_in(methods: list[str]) -> None:
+    for method in methods:
+        if METHODS[parse_method(method)[0]] not in BUILT_IN_METHODS:
+            problem = "is registered in this process only, so it cannot be a preset"
+            raise RequestError(problem, field=f"method {method}", remedy="omit it, or --write-presets")
 
 
 def _open_feature_model(path: Path | None, bundle: Bundle, threads: int | None) -> ImageFeatureModel | None:

@@ -280,7 +280,7 @@ def download_published_model(name: str, skip_confirmation: bool) -> None:
 
 def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
     """Open a bundle, check its files, and show the progress of the check on stderr."""
-    from .. import published
+    from ..model_names import open_model
     from .console import show_progress
 
     with show_progress(announce_tasks=False) as progress:
@@ -288,4 +288,4 @@ def open_named_bundle(name: str, skipped_roles: Collection[str] = ()) -> Bundle:
         def report_progress(done: int, total: int) -> None:
             progress("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
 
-        return published.open_named_bundle(name, skipped_roles=skipped_roles, progress=report_progress)
+        return open_model(name, skipped_roles=skipped_roles, progress=report_progress)

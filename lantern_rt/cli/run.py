@@ -1,4 +1,4 @@
-"""The `run` command: generates PNG files, or files of codes, from prompts.
+"""The `run` command: generates files of images, or of codes, from prompts.
 
 All input is checked before the bundle's graphs are loaded.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OutputError, RequestError
-from ..inputs import convert_read_errors, format_value, read_regular_file
-from ..output.files import check_output_path
+from ..inputs import check_int, convert_read_errors, format_value, read_regular_file
+from ..output.files import check_output_path, write_output
+from ..output.formats import FORMATS, PNG, FinishedImage, Model, OutputFormat, find_format
 from ..output.names import choose_output_paths, make_slug
 from .console import print_json, print_stderr, print_text, show_progress
 from .options import (
@@ -34,14 +35,13 @@ from .options import (
     add_request_options,
     download_published_model,
 )
-from .outputs import choose_output_format
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
+    from ..output.trace import Trace
     from ..prompts import ImageRequest
     from ..requests import Request
     from ..results import StreamStep
-    from .outputs import OutputFormat
 
 _MAX_ID_BYTES = 1 << 24  # maximum size of a file of token ids
 EXAMPLES = """
@@ -102,7 +102,8 @@ SourceOption = Annotated[
 OutputOption = Annotated[
     str | None,
     typer.Option(
-        help="File or folder to write; a new folder's parent must exist. "
+        help="File or folder to write; a new folder's parent must exist. A file's ending selects its format: "
+        f"{', '.join(suffix[1:] for each in FORMATS for suffix in each.suffixes)}. "
         "[default: a name from prompt and seed, or PNG-again, in the current folder]",
         rich_help_panel=OUTPUT,
     ),
@@ -118,7 +119,7 @@ CodesOption = Annotated[
     bool, typer.Option("--codes", help="Write .npz files of tokens instead of images.", rich_help_panel=OUTPUT)
 ]
 ScaleOption = Annotated[
-    int, typer.Option(help="Factor by which to enlarge the PNG, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
+    int, typer.Option(help="Factor by which to enlarge images, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
 ]
 
 
@@ -143,7 +144,7 @@ def run(
     force: ForceOption = False,
     **options: Any,
 ) -> None:
-    """Generate PNG images from prompts, class ids, token ids or text embeddings.
+    """Generate images from prompts, class ids, token ids or text embeddings.
 
     With --codes, or from a bundle without an image decoder, the command writes .npz files of tokens. Each file is
     written as soon as its image is complete. Images that exist already are not generated again. Prints the paths of the
@@ -151,7 +152,7 @@ def run(
     """
     from ..published import find_published_model, is_missing_from_cache
     from .before_download import check_run_options
-    from .replay import read_recorded_request, read_replay_recipe
+    from .replay import png_contains_image, read_recorded_request, read_replay_recipe
 
     name, prompts = _split_arguments(words or [], bool(prompt or class_id or token_ids or embeddings or source))
     subjects: dict[str, Any] = {"class_ids": class_id or None, "token_ids": token_ids, "embeddings": embeddings}
@@ -161,9 +162,9 @@ def run(
     engine_options = EngineOptions(threads, engines, provider)
     if name is not None and (source or any(subjects.values())) and is_missing_from_cache(name):
         engine_options.check()
-        file_type = choose_output_format(find_published_model(name).makes_images, f"model {name}", codes, scale, trace)
+        formats = _list_formats(find_published_model(name), f"model {name}", codes, scale, trace)
         if source is None:
-            check_trace_paths(trace, check_run_options(name, options, output, force, file_type.suffix), force)
+            check_trace_paths(trace, check_run_options(name, options, output, force, formats), force)
         else:
             read_replay_recipe(source, options)
         download_published_model(name, yes)
@@ -172,12 +173,12 @@ def run(
     else:
         bundle, request = read_recorded_request(source, options, engine_options, name)
     stems = _make_file_stems(request, count, embeddings) if source is None else [f"{source.stem}-again"]
-    format_class = choose_output_format(
-        bundle.manifest.makes_images, f"bundle {bundle.manifest.name}", codes, scale, trace
-    )
-    output_format = format_class(bundle, scale)
-    contains_image = partial(output_format.contains_image, request)
-    outputs = choose_output_paths(output, stems, force, contains_image, output_format.suffix)
+    formats = _list_formats(bundle.manifest, f"bundle {bundle.manifest.name}", codes, scale, trace)
+
+    def contains_image(i: int, path: Path) -> bool:
+        return png_contains_image(path, bundle, replace(request, images=[request.images[i]]), scale)
+
+    outputs = choose_output_paths(output, stems, force, contains_image, formats)
     paths = [path for path, _ in outputs]
     trace_paths = check_trace_paths(trace, paths, force)
     pending = [i for i, (_, done) in enumerate(outputs) if as_json or trace or not done]
@@ -186,11 +187,30 @@ def run(
     if pending:
         request = replace(request, images=[request.images[i] for i in pending])
         files = [outputs[i] for i in pending]
-        last_step = _generate_images(engine_options, bundle, request, output_format, files, trace_paths, force)
+        encode = partial(find_format(paths[0]).encode, scale=scale)
+        last_step = _generate_images(engine_options, bundle, request, encode, files, trace_paths, force)
     if as_json:
         _print_results_json(request, last_step, paths, count)
     else:
         print_text(*paths)
+
+
+def _list_formats(
+    model: Model, model_name: str, codes: bool, scale: int, trace_path: Path | None
+) -> list[OutputFormat]:
+    """Return the formats of which `--output` selects one, the default first, after a check of options for images."""
+    check_int("scale", scale, 1, 1, 16)
+    if not PNG.supports(model):
+        problem = f"{model_name} has no image decoder"
+        if trace_path is not None:
+            raise RequestError(problem, field="trace", remedy="leave it out")
+    elif codes:
+        problem = "is for images, not for --codes"
+    else:
+        return [each for each in FORMATS if each.needs_image_decoder]
+    if scale != 1:
+        raise RequestError(problem, field="scale", remedy="leave it out")
+    return [each for each in FORMATS if not each.needs_image_decoder]
 
 
 def check_trace_paths(trace_path: Path | None, image_paths: list[Path], force: bool) -> tuple[Path, Path] | None:
@@ -238,30 +258,19 @@ def _split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str 
     Raises:
         RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
     """
-    bundle = None
-    if arguments and (_is_bundle(arguments[0]) or (has_input_option and " " not in arguments[0].strip())):
-        bundle, *arguments = arguments
+    from ..model_names import find_model_name
+
+    bundle = find_model_name(arguments[0]) if arguments else None
+    if arguments and has_input_option and " " not in arguments[0].strip():
+        bundle = bundle or arguments[0]
+    if bundle is not None:
+        arguments = arguments[1:]
     single = [argument for argument in arguments if " " not in argument.strip()]
     if len(arguments) > 1 and single:
         actual = f"the single word {format_value(single[0])} among {len(arguments)}"
         expected = "a bundle's folder or name, then prompts in quotes"
         raise RequestError(field="prompt", found=actual, expected=expected)
     return bundle, arguments
-
-
-def _is_bundle(argument: str) -> bool:
-    from ..bundle.files import MANIFEST_FILE, list_embedded_bundle_names
-    from ..bundle.hub import HUB
-    from ..published import load_published_models
-
-    with suppress(OSError, ValueError):  # too long for a path
-        return (
-            argument in list_embedded_bundle_names()
-            or argument in load_published_models()
-            or argument.startswith(HUB)
-            or (argument != "" and (Path(argument) / MANIFEST_FILE).is_file())
-        )
-    return False
 
 
 def _open_bundle_and_request(
@@ -324,7 +333,7 @@ def _generate_images(
     engine_options: EngineOptions,
     bundle: Bundle,
     request: Request,
-    output_format: OutputFormat,
+    encode: Callable[[FinishedImage], bytes],
     planned_files: list[tuple[Path, bool]],
     trace_paths: tuple[Path, Path] | None,
     force: bool,
@@ -338,26 +347,29 @@ def _generate_images(
     Returns:
         The last decoding step, which has the codes of all images and the statistics.
     """
-    from ..output.files import write_output
+    from ..output.trace import Trace
+    from ..results import finish_image
 
     max_prompt_tokens = max(len(real) for image in request.images for real in image.attention_masks)
     pipeline = engine_options.load_pipeline(bundle, request.settings, max_prompt_tokens=max_prompt_tokens)
     began = time.perf_counter()
-    if not bundle.manifest.makes_images:
+    if not PNG.supports(bundle.manifest):
         print_stderr(f"bundle {bundle.manifest.name} has no image decoder: writing tokens")
     pending = dict(enumerate(planned_files))
-    trace = None if trace_paths is None else _TraceWriter(trace_paths, bundle, request)
+    grid = bundle.manifest.size(request.settings.size)
+    trace = Trace(grid.rows, grid.columns)
     with show_progress(announce_tasks=False) as progress:
         for step in pipeline.decode(request):
-            if trace is not None:
-                trace.steps.add_step(step)
+            if trace_paths is not None:
+                trace.add_step(step)
             progress("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(planned_files) == step.total]:
                 path, exists = pending.pop(i)
                 if not exists:  # else the image was generated only for its tokens
-                    write_output(path, output_format.encode_file(request, i, step), force)
-    if trace is not None:
-        trace.write(force)
+                    image = finish_image(bundle, request.settings, request.images[i], step, i)
+                    write_output(path, encode(image), force)
+    if trace_paths is not None:
+        _write_trace(trace, trace_paths, force)
     assert step.stats is not None
     quality = "" if step.settings.quality is None else f" ({step.settings.quality})"
     print_stderr(
@@ -368,21 +380,8 @@ def _generate_images(
     return step
 
 
-class _TraceWriter:
-    """Records decoding steps for `paths`, the result of `check_trace_paths`."""
-
-    def __init__(self, paths: tuple[Path, Path], bundle: Bundle, request: Request) -> None:
-        from ..output.trace import Trace
-
-        self.paths = paths
-        grid = bundle.manifest.size(request.settings.size)
-        self.steps = Trace(grid.rows, grid.columns)
-
-    def write(self, force: bool) -> None:
-        from ..output.files import write_output
-        from ..output.images import encode_png
-
-        path, image_path = self.paths
-        write_output(path, self.steps.encode_npz(), force)
-        write_output(image_path, encode_png(self.steps.render_image(), {}), force)
-        print_stderr(f"trace: {path} and {image_path}")
+def _write_trace(trace: Trace, paths: tuple[Path, Path], force: bool) -> None:
+    path, image_path = paths
+    write_output(path, trace.encode_npz(), force)
+    write_output(image_path, PNG.encode_image(trace.render_image()), force)
+    print_stderr(f"trace: {path} and {image_path}")

@@ -54,19 +54,14 @@ def evaluate_methods(
     agreement_model: PromptAgreementModel | None = None,
     real_features: Floats | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
-    """Generate images with all methods and compare them with plain decoding.
+    """Generate images with all methods, plain decoding first, and compare them with plain decoding.
 
-    Args:
-        prompts: image n of every method has seed n.
-        num_seeds: number of images per prompt.
-        methods: the methods, plain decoding first.
-        feature_model: None: the report has no Frechet distances.
-        agreement_model: None: the report has no agreement.
-        real_features: features `[n, width]` of real images; None: plain decoding generates the reference set.
+    Image n of every method has seed n. Without a `feature_model`, the report has no Frechet distances, and without an
+    `agreement_model` no agreement. Without `real_features [n, width]`, plain decoding generates the reference set.
 
     Returns:
         The report as a JSON object, and lists of images by method label: of plain decoding, of every method with other
-        images, and last of the reference set if it was generated. Without an image decoder there are no lists.
+            images, and last of the reference set if it was generated. Without an image decoder there are no lists.
     """
     labels = prompts.labels
     count = len(labels) * num_seeds
@@ -156,12 +151,9 @@ def _make_method_reports(
     metrics: Mapping[str, MethodEstimates],
     num_seeds: int,
 ) -> list[dict[str, Any]]:
-    """Return the report of each method.
+    """Return the report of each method, plain decoding first.
 
-    Args:
-        runs_by_method: runs by label, plain decoding first.
-        compared_runs: result of `_score_differing_runs`.
-        metrics: for each metric, the estimates of all methods in `compared_runs`.
+    `metrics` are the estimates of all methods in `compared_runs`, the result of `_score_differing_runs`.
     """
     plain, *_ = runs_by_method
     passes = estimate_mean([tokens_per_pass(method_runs) for method_runs in runs_by_method.values()], num_seeds)
@@ -247,13 +239,10 @@ def estimate_frechet_distances(
     progress: Progress,
     paired_reference: bool = True,
 ) -> MethodEstimates:
-    """Estimate the Frechet distance of every method's images to a reference.
+    """Estimate the Frechet distance of every method's images to a reference, by their features.
 
-    Args:
-        feature_sets: features `[prompts x num_seeds, width]` of every method.
-        reference_features: features `[n, width]` of the reference images.
-        paired_reference: whether the reference has the same prompts and number of seeds as the methods. The reference
-            is then resampled together with the methods.
+    Features are `[prompts x num_seeds, width]` for every method. A `paired_reference`, which has the same prompts and
+    number of seeds, is resampled together with the methods.
     """
     by_prompt = np.arange(len(feature_sets[0])).reshape(-1, num_seeds)
     whole = fit_gaussian(reference_features)

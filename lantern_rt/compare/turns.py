@@ -29,12 +29,7 @@ PLAIN = "ar"
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """Decoding method to compare.
-
-    Args:
-        label: method string, or name of a quality, for reports.
-        options: options of a pipeline call that select the method and its sampling settings.
-    """
+    """Decoding method to compare: its label in reports, and the options of a pipeline call that select it."""
 
     label: str
     options: Mapping[str, Any]
@@ -43,12 +38,9 @@ class ComparedMethod:
 def parse_methods(
     labels: Sequence[str], sampling_options: Mapping[str, Any], bundle: Bundle, qualities: Sequence[str] = ()
 ) -> list[ComparedMethod]:
-    """Return the methods to compare: `ar` first, then `labels` and `qualities`.
+    """Return the methods to compare, which a bundle must support: `ar` first, then method strings and qualities.
 
-    Args:
-        labels: method strings such as `lantern++:lambda=3:tree=chain-4`.
-        sampling_options: sampling settings of every method: guidance, temperature and filters.
-        bundle: bundle that must support the methods.
+    `sampling_options` are those of every method: guidance, temperature and filters.
     """
     names = [*(label.strip() for label in labels), *qualities]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -69,7 +61,6 @@ class MethodRun:
     """Result of one pipeline call with one method.
 
     Args:
-        settings: complete settings of the call, including defaults.
         codes: codes of each image, `[cells]`.
         images: empty if codes were not decoded or the bundle has no image decoder.
         seconds: duration of the call, including the decoding of images.
@@ -124,15 +115,7 @@ def run_methods_in_turns(
     progress: Progress = lambda description, done, total_images: None,
     total_images: int = 0,
 ) -> Iterator[list[MethodRun]]:
-    """Run all methods on each request in turn.
-
-    Args:
-        requests: keyword arguments of pipeline calls.
-        total_images: number of images per method, for `progress`.
-
-    Yields:
-        For each request, a list with one run per method, in the order of `methods`.
-    """
+    """Run all methods on each request, and yield one run per method. `total_images`, of a method, is for `progress`."""
     count = len(methods)
     num_images = 0
     progress("images", num_images, count * total_images)

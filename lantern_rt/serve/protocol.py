@@ -17,7 +17,7 @@ from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
 from ..inputs import PARAMETER_NAMES, describe_validation_error
 from ..methods import METHODS_BY_PARAMETER, SAMPLING, Quality
-from ..output.images import encode_image
+from ..output.formats import IMAGE_FORMATS, ImageFormat
 from ..requests import choose_random_seed
 from ..text.words import ANY_WORDS
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..results import Ints, StreamStep
 
 MAX_PARTIAL_IMAGES = 64
-MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 # Presets for the values of OpenAI's field `quality`.
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
 
@@ -157,7 +156,7 @@ class ImagesRequest(GenerationRequest):
     """Body of `POST /v1/images/generations`. If a field is missing or null, the bundle's default is used."""
 
     response_format: Literal["b64_json", "url"] | None = None
-    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_format: Literal[tuple(IMAGE_FORMATS)] | None = None  # type: ignore[valid-type]
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
     partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     # Fields of OpenAI's API that are accepted with the values that change nothing.
@@ -173,8 +172,8 @@ class ImagesRequest(GenerationRequest):
     EVENT_PREFIX: ClassVar[str] = "image_generation"
 
     @property
-    def image_format(self) -> str:
-        return self.output_format or "png"
+    def image_format(self) -> ImageFormat:
+        return IMAGE_FORMATS[self.output_format or "png"]
 
     @property
     def num_partial_images(self) -> int:
@@ -184,12 +183,14 @@ class ImagesRequest(GenerationRequest):
         super().check_fields()
         if self.partial_images:
             self._require_streaming("partial_images")
-        if self.output_compression not in (None, 100) and self.image_format == "png":
-            remedy = "leave it out for png"
-            raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=remedy)
+        self.image_format.check_codec("output_format")
+        if self.output_compression not in (None, 100) and not self.image_format.lossy:
+            expected = f"output_format {' or '.join(name for name, each in IMAGE_FORMATS.items() if each.lossy)}"
+            remedy = f"leave it out for {self.image_format.name}"
+            raise HttpError(400, field="output_compression", expected=expected, remedy=remedy)
 
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
-        if not bundle.manifest.makes_images:
+        if not self.image_format.supports(bundle.manifest):
             problem = "gives codes, not images"
             raise HttpError(400, problem, field="model", remedy="POST to /v1/images/codes")
         return self
@@ -198,17 +199,17 @@ class ImagesRequest(GenerationRequest):
         self, pipeline: AsyncPipeline, prepared_request: PreparedRequest, step: StreamStep, image_index: int
     ) -> bytes:
         image = await pipeline.image(step, image_index)
-        return await asyncio.to_thread(encode_image, image, self.image_format, self.output_compression)
+        return await asyncio.to_thread(self.image_format.encode_image, image, self.output_compression)
 
     def make_image_fields(self, size: Size, codes: Ints, file_bytes: bytes) -> dict[str, Any]:
         text = base64.b64encode(file_bytes).decode()
         if self.response_format == "url" and not self.stream:
-            return {"url": f"data:{MEDIA_TYPES[self.image_format]};base64,{text}"}
+            return {"url": f"data:{self.image_format.media_type};base64,{text}"}
         return {"b64_json": text}
 
     def make_response_fields(self, size: Size) -> dict[str, str]:
         quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
-        return {"output_format": self.image_format, "quality": quality, "background": "opaque", "size": size.name}
+        return {"output_format": self.image_format.name, "quality": quality, "background": "opaque", "size": size.name}
 
 
 class EditRequest(ImagesRequest):

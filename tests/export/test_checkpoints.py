@@ -207,13 +207,13 @@ def test_every_layout_of_files_gives_the_same_transformer(tmp_path: Path) -> Non
 def test_indexed_shards_give_the_transformer_of_a_single_file(tmp_path: Path, model: str, ending: str) -> None:
     result = read_llamagen_transformer(copy_as_shards(LANTERN / model, tmp_path / "shards", ending))
     assert_same_transformer(result, read_llamagen_transformer(LANTERN / model))
-    assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
+    assert [role for role, _ in result.decoder.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
 def test_both_configurations_are_sources(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))
-    sources = read_llamagen_transformer(folder, config=other_config).checkpoint.sources
+    sources = read_llamagen_transformer(folder, config=other_config).decoder.checkpoint.sources
     weights = ("target", folder / "model.safetensors")
     assert sources == [("target_config", folder / "config.json"), weights, ("config", other_config)]
 
@@ -251,7 +251,11 @@ def test_every_layout_of_files_gives_the_same_drafter(tmp_path: Path, target: De
         copy = read_drafter(folder, target)
         assert copy.drafter.config == drafter.drafter.config
         assert have_same_weights(drafter.drafter, copy.drafter)
-    assert [role for role, _ in copy.sources] == ["drafter_config", "drafter_index", *["drafter"] * 3]
+    assert [role for role, _ in copy.drafter.checkpoint.sources] == [
+        "drafter_config",
+        "drafter_index",
+        *["drafter"] * 3,
+    ]
     assert (drafter.drafter.config.prefix, drafter.drafter.config.input_norm) == (7, False)
 
 

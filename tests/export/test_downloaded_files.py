@@ -106,7 +106,7 @@ def test_a_git_lfs_pointer_or_web_page_is_named_so(tmp_path: Path, name: str, te
 def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
     shutil.copy(C2I, tmp_path)
     (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
-    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == (
+    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).decoder.checkpoint.sources[0] == (
         "target",
         tmp_path / C2I.name,
     )
@@ -132,7 +132,10 @@ def test_the_error_of_a_missing_configuration_shows_an_example(program: Any, tmp
 
 
 def test_a_matching_configuration_beside_a_file_is_read(tmp_path: Path) -> None:
-    assert read_llamagen_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
+    assert read_llamagen_transformer(C2I).decoder.checkpoint.sources == [
+        ("target", C2I),
+        ("target_config", config_path(C2I)),
+    ]
     path = Path(shutil.copy(C2I, tmp_path))
     copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
     assert "n_head" in catch_error(CheckpointError, read_llamagen_transformer, path).remedy

@@ -132,7 +132,7 @@ def test_row_ends_are_where_the_published_program_puts_them(shape: tuple[int, in
 
 
 def test_layers_of_the_image_tokenizer_have_recorded_outputs() -> None:
-    vq, _ = read_movqgan(FOLDER / "movqgan/270M")
+    vq = read_movqgan(FOLDER / "movqgan/270M")
     blocks = vq.decoder.conv_blocks
     modules: dict[str, Any] = {"spatial_norm": vq.decoder.mid[0].norm1, "mid": vq.decoder.mid[2]}
     modules |= {"up3_block0": blocks[0].res[0], "up3_attn0": blocks[0].attn[0]}

@@ -26,7 +26,7 @@ FILTERED_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__"
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
-    "runtime/drafters.py": "unit/batch unit/decode",
+    "runtime/drafters.py": "unit/batch unit/decode unit/extending",
     "runtime/eagle.py": "unit/decode unit/row_ends unit/batch unit/prefixes onnxruntime/published_lantern",
     "runtime/eagle_slots.py": "unit/decode unit/row_ends unit/batch unit/prefixes onnxruntime/published_lantern",
     "runtime/groups.py": "unit/groups",

@@ -15,7 +15,6 @@ import torch
 from engine_backends import SINGLE_THREAD, SMALL_CONFIG, SmallModel
 from refusals import expect_error
 from tiny_graphs import TINY_CONFIG
-from tiny_rig import make_target_spec
 
 from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.device_engine import DeviceCache
@@ -288,10 +287,10 @@ def test_a_file_without_an_onnx_graph_is_rejected(tmp_path: Path, content: bytes
     path = tmp_path / "target.onnx"
     path.write_bytes(content)
     with expect_error(BundleError, "target.onnx: ", "export the bundle again"):
-        load_device_engine(path, make_target_spec(TINY_CONFIG), CODE_EMBEDDINGS)
+        load_device_engine(path, TINY_CONFIG.make_target_spec(), CODE_EMBEDDINGS)
     path.unlink()
     with expect_error(BundleError, "target.onnx: ", "export the bundle again"):
-        load_device_engine(path, make_target_spec(TINY_CONFIG), CODE_EMBEDDINGS)
+        load_device_engine(path, TINY_CONFIG.make_target_spec(), CODE_EMBEDDINGS)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
@@ -300,13 +299,13 @@ def test_a_graph_with_a_missing_or_short_weight_file_is_rejected(tmp_path: Path,
     config = DecoderConfig(128, 2, 4, 4, 512, 300, 3, 2, spare_positions=8)
     path, data = write_graph(make_target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
     table = np.zeros((300, 128), np.float32)
-    load_device_engine(path, make_target_spec(config), table)
+    load_device_engine(path, config.make_target_spec(), table)
     if damage == "missing":
         data.unlink()
     else:
         data.write_bytes(data.read_bytes()[:5000])
     with expect_error(BundleError, "target.onnx", "export the bundle again"):
-        load_device_engine(path, make_target_spec(config), table)
+        load_device_engine(path, config.make_target_spec(), table)
 
 
 @pytest.mark.parametrize("spec_changes", [{"num_layers": 1}, {"num_layers": 3}, {"vocab_size": 5}], ids=str)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from refusals import catch_error, expect_error
 from tiny_graphs import TINY_CONFIG, make_tiny_drafter
-from tiny_rig import SINGLE_THREAD, WIDE_CONFIG, DecoderHarness, assert_close, make_drafter_spec, make_target_spec
+from tiny_rig import SINGLE_THREAD, WIDE_CONFIG, DecoderHarness, assert_close
 
 from lantern_rt.engines.decoder_tensors import find_kv_dtype
 from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
@@ -240,7 +240,9 @@ def test_a_drafter_engine_computes_the_torch_drafters_logits(tmp_path: Path) -> 
     config = replace(TINY_CONFIG, num_layers=1, input_norm=False)
     module = make_tiny_drafter(config)
     write_graph(make_drafter_graph(module), tmp_path)
-    engine = OrtEngine(tmp_path / "drafter.onnx", make_drafter_spec(config), threads=SINGLE_THREAD)
+    engine = OrtEngine(
+        tmp_path / "drafter.onnx", replace(config, final_norm=False).make_drafter_spec(), threads=SINGLE_THREAD
+    )
     rng = np.random.default_rng(6)
     ids = rng.integers(0, 48, (2, 6))
     hidden = rng.normal(size=(2, 6, 64)).astype(np.float32)
@@ -306,7 +308,7 @@ def test_a_graph_that_differs_from_the_manifest_is_rejected(
         BundleError,
         OrtEngine,
         tiny_harness.path,
-        make_target_spec(TINY_CONFIG).model_copy(update=change),
+        TINY_CONFIG.make_target_spec().model_copy(update=change),
         tiny_harness.code_embeddings,
         SINGLE_THREAD,
     )
@@ -319,7 +321,7 @@ def test_a_graph_with_a_fixed_batch_size_is_rejected(tiny_harness: DecoderHarnes
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     onnx.save(model, tmp_path / "fixed.onnx")
     with expect_error(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
-        OrtEngine(tmp_path / "fixed.onnx", make_target_spec(TINY_CONFIG), tiny_harness.code_embeddings, SINGLE_THREAD)
+        OrtEngine(tmp_path / "fixed.onnx", TINY_CONFIG.make_target_spec(), tiny_harness.code_embeddings, SINGLE_THREAD)
 
 
 def test_the_error_for_a_damaged_graph_file_is_a_single_line(
@@ -329,7 +331,7 @@ def test_the_error_for_a_damaged_graph_file_is_a_single_line(
     for name, content in (("cut", data[: len(data) // 2]), ("junk", b"junk"), ("empty", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises((BundleError, EngineError)) as caught:
-            OrtEngine(tmp_path / name, make_target_spec(TINY_CONFIG), tiny_harness.code_embeddings, SINGLE_THREAD)
+            OrtEngine(tmp_path / name, TINY_CONFIG.make_target_spec(), tiny_harness.code_embeddings, SINGLE_THREAD)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 500
     assert capfd.readouterr() == ("", "")

@@ -16,7 +16,8 @@ from PIL.PngImagePlugin import PngInfo
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
 from lantern_rt.cli.replay import png_contains_image
-from lantern_rt.output.images import encode_png
+from lantern_rt.output.formats import PNG
+from lantern_rt.output.images import attach_recipe
 from lantern_rt.output.recipe import TEXT_LIMIT, TEXTS_LIMIT, read_recipe
 from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import check_request
@@ -47,7 +48,7 @@ def make_record(bundle: Bundle, /, **changes: Any) -> dict[str, str]:
 
 
 def write_png(path: Path, texts: dict[str, str]) -> Path:
-    path.write_bytes(encode_png(Image.new("RGB", (8, 8)), texts))
+    path.write_bytes(PNG.encode_image(attach_recipe(Image.new("RGB", (8, 8)), texts)))
     return path
 
 
@@ -201,7 +202,7 @@ BOMB = zlib.compress(bytes(1 << 23), 9)  # 8 MiB when decompressed
 HOSTILE_FILES = {
     "an empty file": b"",
     "a text file": b"red cube",
-    "a PNG without text chunks": encode_png(Image.new("RGB", (8, 8)), {}),
+    "a PNG without text chunks": PNG.encode_image(Image.new("RGB", (8, 8))),
     "no pixels": make_png(size=(0, 0)),
     "many pixels": make_png(size=(1 << 20, 1 << 20)),
     "a chunk of 2 GiB": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXtprompt\0red",
@@ -277,7 +278,7 @@ def test_an_image_of_another_exact_method_is_reused(bundle: Bundle, words_bundle
     with Pipeline.from_bundle(words_bundle, threads=1) as pipe:
         (image,) = pipe("red cube", method="ar").images
     path = tmp_path / "cube.png"
-    path.write_bytes(encode_png(image, image.info))
+    path.write_bytes(PNG.encode_image(image))
     tokenizer = load_bundle_tokenizer(bundle)
     eagle = check_request(bundle.manifest, tokenizer, prompts="red cube", method="eagle")
     target = bundle.manifest.target.model_copy(update={"precision": "int8-weights"})

@@ -22,9 +22,6 @@ def save_drafter(drafter: EagleDrafter, output: Path, config_fields: Mapping[str
     """Write a drafter as a folder, completely or not at all.
 
     `config_fields` are the fields of config.json that do not describe sizes.
-
-    Raises:
-        OutputError: the folder exists (without `force`) or cannot be written.
     """
     weights = convert_to_lantern_weights(drafter)
     config = {**make_lantern_config(drafter.config, drafter.embed.num_embeddings), **config_fields}

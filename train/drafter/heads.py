@@ -117,12 +117,10 @@ def train_draft_heads(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[dict[str, NDArray[np.float16]], dict[str, float]]:
-    """Train draft heads on a folder of shards, for a guidance scale.
+    """Train draft heads on a folder of shards, for a guidance scale. Return their tables, and metrics by name.
 
-    Returns:
-        The tables by name, and metrics on validation images. The metrics are the overlap with the target's
-        distributions, 0 .. 1, of three distributions: `uncorrected` logits after unaccepted drafts, `corrected` logits
-        and `predicted` logits.
+    The metrics are the overlap with the target's distributions, 0 .. 1, on validation images, of `uncorrected` logits
+    after unaccepted drafts, of `corrected` logits and of `predicted` logits.
 
     Raises:
         CheckpointError: the data are damaged or belong to another target.

@@ -57,7 +57,7 @@ class ShardSource:
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
-    """Return the source of shards with images that a bundle generates; by default of the bundle's default size.
+    """Return the source of shards with images that a bundle generates; None: of the default size.
 
     Raises:
         RequestError: the bundle generates without drafts.
@@ -114,11 +114,7 @@ def get_shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, source: ShardSource, images: TrainingImages) -> None:
-    """Write a shard, completely or not at all.
-
-    Raises:
-        OutputError: the file exists already or cannot be written.
-    """
+    """Write a shard, completely or not at all. Raises: OutputError."""
     arrays = {name: np.ascontiguousarray(getattr(images, field)) for name, field in _ARRAYS.items()}
     metadata = {
         "format": FORMAT,
@@ -251,7 +247,6 @@ class ShardFolder:
 
     @property
     def training_indices(self) -> list[int]:
-        """Indices of the images that drafters are trained on."""
         held_out = set(self.validation_indices)
         return [i for i in range(len(self)) if i not in held_out]
 

@@ -66,7 +66,7 @@ class OutputLayer(nn.Module):
         return F.gelu(states @ self.hidden_weight + self.hidden_bias)
 
     def compute_logits(self, inputs: Tensor) -> Tensor:
-        """Compute logits `[..., codes]` from inputs of the matrix, `[..., inputs]`.
+        """Compute logits `[..., codes]` from inputs of the matrix.
 
         The layer is affine, so guidance may be applied to its inputs instead of the logits.
         """
@@ -87,7 +87,6 @@ def read_head_training_target(bundle: Bundle) -> HeadTrainingTarget:
 
     Raises:
         RequestError: the bundle generates without drafts, as PAR and NAR do.
-        BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
     sources = [describe_shard_source(manifest, size) for size in manifest.all_sizes]
@@ -101,7 +100,6 @@ def read_training_target(bundle: Bundle) -> TrainingTarget:
     Raises:
         RequestError: the bundle generates without drafts.
         CheckpointError: drafters of the bundle's family cannot be trained.
-        BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
     source = describe_shard_source(manifest)
