@@ -28,11 +28,6 @@ class TensorSpec:
     # Size of each axis; a name or None for a size that may differ between passes (a free size).
     shape: tuple[int | str | None, ...]
 
-    def matches_shape(self, shape: Sequence[int]) -> bool:
-        return len(shape) == len(self.shape) and all(
-            expected == size or not isinstance(expected, int) for size, expected in zip(shape, self.shape, strict=True)
-        )
-
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} [{', '.join(str(n) if isinstance(n, int) else 'any' for n in self.shape)}]"
 

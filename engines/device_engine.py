@@ -171,11 +171,7 @@ class DeviceEngine(ABC):
 
     @abstractmethod
     def compute_padded_node_count(self, cache: DeviceCache, num_nodes: int) -> int:
-        """Return the number of nodes, with padding, of a pass over `num_nodes` nodes per row.
-
-        Raises:
-            EngineError: the engine does not support a pass of this size.
-        """
+        """Return the number of nodes of a pass with padding, or raise EngineError if the engine does not support it."""
 
     def past_columns(self, cache: Cache, nodes: int) -> int:
         device_cache = DeviceCache.require_instance(cache)

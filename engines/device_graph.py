@@ -73,11 +73,7 @@ class DeviceGraphOptions(NamedTuple):
 
 
 def make_device_graph(path: Path, spec: DecoderSizes, options: DeviceGraphOptions) -> DeviceGraph:
-    """Convert a target or drafter graph of a bundle to the device layout.
-
-    Raises:
-        BundleError: the file is damaged, or is not the graph of `spec`.
-    """
+    """Convert a target or drafter graph of a bundle to the device layout, or raise BundleError."""
     with convert_read_errors(path, "an ONNX graph", BundleError, EXPORT_AGAIN):
         weights = StoredWeights(path)
         if f"layers.{spec.num_layers}.ffn.up.weight" in weights:

@@ -134,11 +134,7 @@ def is_engine_folder(path: str | Path) -> bool:
 
 
 def open_engine_folder(path: str | Path) -> EngineFolder:
-    """Read and check the `engine.json` of an engine folder. The engines themselves are not read.
-
-    Raises:
-        EngineError: `engine.json` is missing, unreadable or invalid.
-    """
+    """Read and check the `engine.json` of an engine folder, but not the engines, or raise EngineError."""
     file = Path(path) / ENGINE_FILE
     try:
         text = read_regular_file(file, _MAX_JSON_BYTES)

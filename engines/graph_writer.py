@@ -106,10 +106,7 @@ class GraphWriter:
     def scatter_column_parts(
         self, table: str, indices: str, columns: str, part_shape: tuple[int, int], name: str
     ) -> str:
-        """Write a ScatterND that replaces columns of a table `[rows, columns, parts, part]`.
-
-        The new `columns` are `[rows, nodes, parts * part]`.
-        """
+        """Write a ScatterND of `columns [rows, nodes, parts * part]` into a table `[rows, columns, parts, part]`."""
         return self.op("ScatterND", table, indices, self.reshape(columns, 0, 0, *part_shape), name=name)
 
     def to_bytes(self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], name: str = "graph") -> bytes:
@@ -250,10 +247,7 @@ class DecoderGraphWriter(ABC):
 
     @abstractmethod
     def write_attention(self, query: str, key: str, value: str, layer_name: str) -> str:
-        """Write ops that store the new keys and values in the cache, and attention.
-
-        The output is `[rows, nodes, num_heads * head_dim]`.
-        """
+        """Write the storing of keys and values, and attention, `[rows, nodes, num_heads * head_dim]`."""
 
     @abstractmethod
     def write_matmul(self, x: str, weight: str, output: str | None) -> str: ...

@@ -32,11 +32,7 @@ class ShapeProfile(FrozenModel):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """User options for building TensorRT engines.
-
-    Raises:
-        RequestError: the backend is unknown, a number is out of range, or `tensorrt` gets compute capabilities.
-    """
+    """Checked user options for building TensorRT engines."""
 
     backend: str  # `tensorrt` or `tensorrt-rtx`
     max_rows: int = 8  # maximum number of batch rows per pass, 1 .. 4096; an image with guidance has two rows.

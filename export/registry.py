@@ -58,9 +58,7 @@ def detect_model_family(target: Path | str) -> str | None:
 def check_family_options(family_name: str, options: Mapping[str, Any]) -> ModelFamily:
     """Check the export options of a family (None: not given), and return its description.
 
-    Raises:
-        CheckpointError: the family is unknown, does not take an option, or lacks a required option.
-        RequestError: `grid` is out of range.
+    Raises CheckpointError, or RequestError if `grid` is out of range.
     """
     family = load_model_family(family_name)
     from .families.common import check_grid_rows

@@ -20,6 +20,7 @@ ImageSource: TypeAlias = "Image | NDArray[Any] | str | Path | bytes"
 class GenerationOptions(TypedDict, total=False):
     """Options of a pipeline call without `image` and `mask`. The docstring of `Options` describes all options."""
 
+    prompt: str | Sequence[str] | None
     class_ids: int | Sequence[int] | None
     token_ids: Sequence[int] | Sequence[Sequence[int]] | None
     embeddings: Embeddings | None
@@ -46,6 +47,7 @@ class Options(GenerationOptions, total=False):
     The bundle has a default for an option that is missing or None.
 
     Attributes:
+        prompt: the same as `prompts`, for callers who know diffusers.
         class_ids: class id or list of class ids, from 0, for bundles that take class ids instead of prompts.
         token_ids: token ids of one prompt or of several prompts, in place of `prompts`. A bundle of condition kind
             `tokens` needs the whole conditional row, with the ids of its template before and after the text. Other

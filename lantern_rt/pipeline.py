@@ -22,7 +22,6 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .completion import list_supported_methods
-from .edits import check_supports_edits
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, ProviderChoice
 from .errors import RequestError
@@ -32,11 +31,13 @@ from .options import GenerationOptions, ImageSource, Options
 from .output.images import attach_recipe, convert_pixels_to_image, grey_out_undecoded_cells, make_blank_image
 from .output.progress import show_progress_bars
 from .prepared import PreparedRequest, load_model, make_plan
-from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import GenerationSettings, Request, check_request, resolve_settings
 from .results import Ints, Result, StreamStep, StreamStepBuilder, build_recipe_fields, build_result
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
+from .subjects.base import ImageRequest
+from .subjects.image_input import check_supports_edits
+from .text.tokenizers import load_bundle_tokenizer
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -298,9 +299,9 @@ class Pipeline:
         Raises:
             RequestError: an option is invalid; the error names the option.
         """
-        request = check_request(self.bundle.manifest, self._tokenizer, prompts, **options)
-        if request.images[0].edit is not None:
-            request.images[0].edit.encode(self.engines.encode_images)  # once: all images share the object
+        request = check_request(self.bundle.manifest, self._tokenizer, {"prompts": prompts, **options})
+        for part in request.images[0].parts:
+            part.encode(self.engines.encode_images)
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -368,18 +369,17 @@ class Pipeline:
         self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
-        edit = images[image_index].edit
-        if edit is not None and edit.preserved_codes is not None:
-            # Show preserved cells from the first step on.
-            codes_by_cell = np.where(codes_by_cell < 0, edit.preserved_codes, codes_by_cell)
+        preserved_codes = images[image_index].preserved_codes
+        if preserved_codes is not None:  # shown from the first step on
+            codes_by_cell = np.where(codes_by_cell < 0, preserved_codes, codes_by_cell)
         known = codes_by_cell >= 0
         if not known.any():
             return make_blank_image(*manifest.size_in_pixels(size))
         # The image decoder needs a token in every cell. Cells without a token repeat the last token before them.
         filled = codes_by_cell[np.maximum.accumulate(np.where(known, np.arange(len(codes_by_cell)), 0))]
         image = convert_pixels_to_image(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
-        if edit is not None:
-            image = edit.blend_with_original(image)
+        for part in images[image_index].parts:
+            image = part.finish_image(image)
         if not known.all():
             return grey_out_undecoded_cells(image, known.reshape(size.rows, size.columns))
         return attach_recipe(image, build_recipe_fields(self.bundle, settings, images[image_index]))

@@ -16,11 +16,7 @@ from .session import GraphSession, check_provider
 
 
 class OrtGraphLoader:
-    """Loader of a bundle's graphs in ONNX Runtime, with `threads` threads per graph.
-
-    Raises:
-        EngineError: a provider is not installed, or cannot run a convolution.
-    """
+    """Loader of a bundle's graphs in ONNX Runtime, after a check that all providers run."""
 
     def __init__(self, bundle: Bundle, threads: int, providers: ProviderChoice) -> None:
         self._bundle = bundle

@@ -33,10 +33,7 @@ _MAX_SAMPLERS = 8  # maximum number of bound sampling graphs per bound pass
 
 
 class UploadBuffer:
-    """Buffer of `size` bytes that uploads several arrays to a device in one copy.
-
-    If the device does not support views into memory, each array is uploaded separately.
-    """
+    """Buffer of `size` bytes that uploads several arrays at once if the device supports views, otherwise one by one."""
 
     def __init__(self, device: OrtDevice, size: int) -> None:
         self.device = device
@@ -58,10 +55,7 @@ class UploadBuffer:
         return tensors
 
     def stage_arrays(self, tensors: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Copy arrays to the host copy of the buffer, which `upload_staged` uploads.
-
-        On a device without views, the arrays are uploaded at once.
-        """
+        """Copy arrays to the host buffer for `upload_staged`; without views, upload them at once."""
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorView):
                 self._bytes[tensor.byte_offset :][: arrays[name].nbytes] = arrays[name].ravel().view(np.uint8)
@@ -217,10 +211,7 @@ class CachePool:
         self._lock = threading.RLock()  # a block may be released while another is acquired, even on one thread
 
     def acquire_block(self, num_rows: int, num_columns: int) -> BlockHandle:
-        """Return a handle of a block, unused or newly allocated.
-
-        It has only finite numbers, as masks do not hide NaN.
-        """
+        """Return a handle of a block that has only finite numbers, as masks do not hide NaN."""
         shape = num_rows, num_columns * (self._heads or 1), *self._column
         with self._lock:
             block = next((block for block in list(self._unused.values()) if block.shape == shape), None)
@@ -236,10 +227,7 @@ class CachePool:
         return handle
 
     def get_block_tensors(self, block: CacheBlock) -> list[Any]:
-        """Return all tensors of a block, in the order of `CacheBlock.device_tensors`.
-
-        If heads are stored separately, the tensors are views `[rows, heads, columns, width]` of one OrtValue.
-        """
+        """Return all tensors of a block; those of separate heads are views `[rows, heads, columns, width]`."""
         if self._heads is None:
             return block.device_tensors
         rows, lines, width = block.shape

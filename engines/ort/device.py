@@ -104,7 +104,7 @@ class OrtDevice:
     def read_vectors(self, value: Any, indices: Ints) -> Floats:
         """Copy vectors of `value [rows, nodes, width]` to the host, float32 `[*indices.shape, width]`.
 
-        `indices` are those in the flattened first two axes of `value`, int64 of any shape.
+        `indices` are those in the flattened first two axes of `value`.
         """
         dtype = get_value_dtype(value)
         width = value.shape()[2]

@@ -13,7 +13,6 @@ import numpy as np
 from ...bundle.manifest import DecoderSizes
 from ...runtime.engine import Cache, Floats, PassInput, PassOutput
 from ..columns import compute_padded_node_count
-from ..contracts import Array
 from ..decoder_tensors import (
     build_graph_inputs,
     check_pass_input,
@@ -67,22 +66,11 @@ class OrtEngine:
         feeds.update(zip(self._past, kv_cache.view_past_columns(check_past_length(batch, kv_cache)), strict=True))
         shape = batch.attention_mask.shape
         # Outputs of a shape are checked once, as checks take time in every pass.
-        logits, features, *new_kv = (
-            self._graph.run(feeds) if shape in self._checked_shapes else self._run_and_check(feeds, shape)
-        )
+        run = self._graph.run if shape in self._checked_shapes else self._graph.run_and_check
+        logits, features, *new_kv = run(feeds)
+        self._checked_shapes.add(shape)
         kv_cache.num_passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
-
-    def _run_and_check(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
-        """Run the graph, and check the first two axes of all outputs; `shape` is the attention mask's."""
-        outputs = self._graph.run_and_check(feeds)
-        rows, nodes, _ = shape
-        for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
-            expected = (rows, nodes) if i < 2 else (nodes, rows)  # logits and hidden states first, then keys and values
-            if array.shape[:2] != expected:
-                raise self._graph.make_shape_error(name, array.shape, f"a shape that begins with {list(expected)}")
-        self._checked_shapes.add(shape)
-        return outputs
 
 
 class OrtDeviceEngine(DeviceEngine):

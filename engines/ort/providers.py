@@ -163,12 +163,7 @@ _lock = threading.Lock()
 
 
 def find_available_provider(name: str, runtime: Any) -> Provider:
-    """Return a provider by name, after checking that ONNX Runtime, whose module is `runtime`, can use it.
-
-    Raises:
-        EngineError: the name is unknown, ONNX Runtime does not have the provider or a device for it, or `runtime`
-            includes CUDA and the provider is for another GPU.
-    """
+    """Return a provider by name, or raise EngineError if ONNX Runtime, whose module is `runtime`, cannot use it."""
     provider = _look_up_provider(name)
     # If ONNX Runtime includes CUDA, it takes the memory of every other GPU provider for CUDA memory.
     if provider.is_plugin and provider.memory_device != "cpu" and _has_cuda(runtime):
@@ -192,11 +187,7 @@ def find_available_provider(name: str, runtime: Any) -> Provider:
 
 
 def detect_provider(runtime: Any) -> str:
-    """Return the name of the first GPU provider that is installed and finds a GPU, otherwise `cpu`.
-
-    Raises:
-        EngineError: the library of an installed plugin does not load.
-    """
+    """Return the name of the first GPU provider that is installed and finds a GPU, otherwise `cpu`."""
     for provider in _ALL:
         is_installed = provider.memory_device != "cpu" and list_installed_packages(provider.package.partition("[")[0])
         if not is_installed or (provider.is_plugin and _has_cuda(runtime)):
@@ -217,11 +208,7 @@ def _look_up_provider(name: str) -> Provider:
 
 
 def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
-    """Return the devices on which a plugin can run. The plugin is registered with onnxruntime first if necessary.
-
-    Raises:
-        EngineError: the plugin is not installed, or its library does not load.
-    """
+    """Register a plugin with onnxruntime if necessary, and return its devices, or raise EngineError."""
     field = f"provider {provider.name}"
     module = provider.package.replace("-", "_")
     with _lock:
@@ -244,8 +231,7 @@ def find_plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
 def get_device_lock(provider: str) -> AbstractContextManager[object]:
     """Return the lock that a thread must hold while it uses the device of a provider.
 
-    The lock is necessary because allocations by other threads fail while CUDA records a pass. Providers that use the
-    memory of the host need no lock, and get a context manager that does nothing.
+    Allocations by other threads fail while CUDA records a pass. Providers in the memory of the host need no lock.
     """
     return nullcontext() if PROVIDERS[provider].memory_device == "cpu" else DEVICE_LOCKS[provider]
 

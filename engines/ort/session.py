@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,21 @@ class GraphSession:
         return list(self._call_session(self.session.run, self.output_names, dict(feeds)))
 
     def run_and_check(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """Run the graph, and raise BundleError if an output does not have its declared shape."""
-        outputs = self.run(feeds)
-        for tensor, array in zip(self.outputs, outputs, strict=True):
-            if not tensor.matches_shape(array.shape):
-                raise self.make_shape_error(tensor.name, array.shape, tensor)
-        return outputs
+        """Run the graph, and raise BundleError if an output does not have its declared shape.
 
-    def make_shape_error(self, name: str, actual: Sequence[int], expected: object) -> BundleError:
-        remedy = "the graph is damaged, export the bundle again"
-        return self._make_tensor_error("output", remedy, name, str(list(actual)), str(expected))
+        An axis of an output has the size of the inputs' axes of the same name.
+        """
+        outputs = self.run(feeds)
+        axes = (pair for tensor in self.inputs for pair in zip(tensor.shape, feeds[tensor.name].shape, strict=True))
+        sizes = {axis: size for axis, size in axes if isinstance(axis, str)}
+        for tensor, array in zip(self.outputs, outputs, strict=True):
+            expected = replace(tensor, shape=tuple(sizes.get(str(axis), axis) for axis in tensor.shape))
+            if array.ndim != len(expected.shape) or any(
+                isinstance(axis, int) and axis != size for axis, size in zip(expected.shape, array.shape, strict=True)
+            ):
+                remedy = "the graph is damaged, export the bundle again"
+                raise self._make_tensor_error("output", remedy, tensor.name, str(list(array.shape)), str(expected))
+        return outputs
 
     def _make_tensor_error(self, direction: str, remedy: str, name: str, actual: str, expected: str) -> BundleError:
         return BundleError(field=f"{self.path}: {direction} `{name}`", found=actual, expected=expected, remedy=remedy)

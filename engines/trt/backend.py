@@ -24,13 +24,7 @@ MEMORY = "cuda"  # execution provider of ONNX Runtime that allocates the device 
 
 
 class TensorRTGraphLoader(OrtGraphLoader):
-    """Loader of TensorRT engines on the first GPU, and of graphs without an engine on the CPU.
-
-    `library` is the module `tensorrt` or `tensorrt_rtx`, and `folder` has been checked by `check_compatibility`.
-
-    Raises:
-        EngineError: ONNX Runtime cannot allocate memory on the GPU.
-    """
+    """Loader of TensorRT engines of a checked folder on the first GPU, and of graphs without an engine on the CPU."""
 
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, threads, ON_CPU)
@@ -60,11 +54,7 @@ class TensorRTGraphLoader(OrtGraphLoader):
 
 
 def open_tensorrt_folder(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphLoader:
-    """Return a loader of an engine folder.
-
-    Raises:
-        EngineError: the engines do not fit the bundle, library version or GPU, or were altered.
-    """
+    """Return a loader of an engine folder, after checking that it fits bundle, library and GPU and is unaltered."""
     built = folder.manifest
     library = import_library(built.backend)
     gpu = find_gpu()

@@ -46,10 +46,7 @@ def import_library(backend: str, module: str | None = None) -> Any:
 
 
 def set_up_polygraphy(backend: str) -> Callable[[str], Any]:
-    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules by name.
-
-    Raises EngineError if Polygraphy is missing, or this process already uses it with the other library.
-    """
+    """Set up Polygraphy for a backend, silence its log, and return a function that imports its modules by name."""
     # Polygraphy reads the variable once, when it is first imported.
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(backend == RTX))
     package = import_library(backend, "polygraphy")
@@ -178,10 +175,7 @@ def build_engine_file(
 
 
 def get_timing_cache_path(library_version: str) -> str | None:
-    """Return the path of the timing cache, in which TensorRT keeps the measured times of kernels on this GPU.
-
-    Polygraphy locks the file, so that several builds may use it at once. None: there is no cache folder.
-    """
+    """Return the path of TensorRT's cache of measured times on this GPU, which Polygraphy locks; None: no folder."""
     gpu = find_gpu()
     with suppress(OutputError, OSError):
         folder = find_cache_folder() / "timings"

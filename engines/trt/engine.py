@@ -61,10 +61,7 @@ class TensorRTEngine(DeviceEngine):
 
 
 class TensorRTFunction:
-    """Function that runs a graph without a KV cache, such as the VQ decoder.
-
-    If a call has more rows than the engine was built for, the engine runs several times.
-    """
+    """Function that runs a graph without a KV cache, several times if the engine was built for fewer rows."""
 
     def __init__(
         self,

@@ -49,10 +49,10 @@ def format_first_error(errors: Sequence[str]) -> str:
 
 
 class KernelCache:
-    """Cache of the kernels that TensorRT-RTX compiles while engines run, stored in the user's cache folder.
+    """Cache of the kernels that TensorRT-RTX compiles while engines run, a file for each engine folder and GPU.
 
-    There is a file for each engine folder and GPU. TensorRT does not use the cache, as it compiles kernels only during
-    builds. Without a folder, kernels are not stored.
+    TensorRT does not use the cache, as it compiles kernels only during builds. Without a folder, kernels are not
+    stored.
     """
 
     def __init__(self, folder: EngineFolder | None) -> None:
@@ -93,13 +93,7 @@ class KernelCache:
 
 
 class TensorRTExecutable:
-    """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time.
-
-    The engines of a folder share a cache of kernels; None: kernels are not stored.
-
-    Raises:
-        EngineError: the file cannot be read, or the library rejects it.
-    """
+    """TensorRT engine that is loaded on the GPU and implements `ExecutableGraph`. One thread may use it at a time."""
 
     def __init__(
         self,

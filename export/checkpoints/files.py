@@ -57,10 +57,7 @@ SHOWN = 6  # maximum number of names in a message; the message counts the others
 
 
 def wrap_reader_errors(reader: Reader) -> Reader:
-    """Return a reader, whose first argument is a path, that raises CheckpointError for every failure.
-
-    Warnings of libraries are suppressed.
-    """
+    """Return a reader of a path that raises CheckpointError for every failure, and hides warnings of libraries."""
 
     @wraps(reader)
     def run_reader(*args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...bundle.manifest import DecodingDefaults, Preset, Size
 from ...bundle.order import GroupOrderSpec
 from ...engines.contracts import TensorSpec
+from ...engines.function_tensors import declare_image_tensors
 from ...errors import CheckpointError, RequestError
 from ...inputs import format_value
 from ...methods import Eagle, GroupDecoding, Lantern, LanternPlusPlus, Sampling
@@ -148,12 +149,9 @@ def make_vq_graphs(image_tokenizer: LlamaGenVQ, grid: int, accepts_any_size: boo
     decoder_cases = name_test_cases(*({"codes": generator.integers(config.num_codes, size=shape)} for shape in shapes))
     uniform = (generator.uniform(-1, 1, (images, 3, pixels, pixels)) for images in batches)
     encoder_cases = name_test_cases(*({"images": images.astype(np.float32)} for images in uniform))
-    image_axes = ("height", "width") if accepts_any_size else (pixels, pixels)
     grid_axes = ("rows", "columns") if accepts_any_size else (grid, grid)
-    image = TensorSpec("images", ("float32",), ("images", 3, *image_axes))
+    codes, image, encoded = declare_image_tensors(None if accepts_any_size else grid * grid, pixels, pixels)
     latents = TensorSpec("pre_quant", ("float32",), ("images", config.code_width, *grid_axes))
-    codes = TensorSpec("codes", ("int64",), ("images", *grid_axes) if accepts_any_size else ("images", grid * grid))
-    encoded = TensorSpec("codes", ("int64",), ("images", "cells" if accepts_any_size else grid * grid))
     decoder = VQDecoder(image_tokenizer, None if accepts_any_size else grid)
     return [
         Graph("vq_decoder", decoder, (codes,), (image,), decoder_cases),

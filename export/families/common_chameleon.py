@@ -117,11 +117,7 @@ def read_chameleon_config(checkpoint: Checkpoint, architecture: str, repository:
 
 
 def read_token_ids(config: Config, required_names: Sequence[str]) -> tuple[range, Mapping[str, int]]:
-    """Return the ids of codes, and of `required_names` by name, from `vocabulary_map` in config.json.
-
-    Raises:
-        CheckpointError: the configuration has no codes with consecutive ids, or lacks a name.
-    """
+    """Return the ids of codes, which must be consecutive, and of `required_names`, from `vocabulary_map`."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
         raise config.make_error("vocabulary_map", expected="token ids by names, image tokens included")

@@ -135,11 +135,7 @@ def choose_storage_type(
 def resolve_storage_type(
     name: str, weight: Tensor, planned_type: StorageType, storage_rule: StorageRule
 ) -> StorageType:
-    """Return the planned type, or float32 if float16 cannot represent the numbers.
-
-    Raises:
-        CheckpointError: float16 cannot represent the numbers, and the rule `fp16` allows no other type.
-    """
+    """Return the planned type, or float32 (with rule `fp16` CheckpointError) if float16 cannot hold the numbers."""
     if planned_type != "float16":
         return planned_type
     if storage_rule == "lossless":

@@ -226,27 +226,24 @@ def _make_head_norm(config: DecoderConfig, num_heads: int) -> nn.Module:
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.rope_style = config.rope_style
+        self.config = config
         if config.query_key_norm:
             self.query_norm, self.key_norm = (
                 _make_head_norm(config, n) for n in (config.num_heads, config.num_kv_heads)
             )
-        self.query_key_norm = config.query_key_norm
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def project_qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, each `[rows, nodes, num_heads or num_kv_heads, head_dim]`."""
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), self.head_dim).split(heads, 2)
-        if self.query_key_norm:
+        config = self.config
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), config.head_dim).split(heads, 2)
+        if config.query_key_norm:
             query = self.query_norm(query)
             key = self.key_norm(key)
-        return apply_rope(query, rope, self.rope_style), apply_rope(key, rope, self.rope_style), value
+        return apply_rope(query, rope, config.rope_style), apply_rope(key, rope, config.rope_style), value
 
     def forward(
         self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
@@ -266,7 +263,7 @@ class Attention(nn.Module):
         new = [heads.permute(2, 0, 1, 3) for heads in (key, value)]
         if past:
             key, value = (torch.cat(pair).permute(1, 2, 0, 3) for pair in zip(past, new, strict=True))
-        grouped = self.num_heads != self.num_kv_heads
+        grouped = self.config.num_heads != self.config.num_kv_heads
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )

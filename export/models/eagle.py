@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...engines.contracts import Progress, TensorSpec
+from ...engines.contracts import Progress
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import wrap_reader_errors
 from ..checkpoints.folders import Checkpoint
@@ -144,6 +144,4 @@ def make_drafter_graph(drafter: EagleDrafter) -> Graph:
         writer = CPUDecoderWriter(ops, drafter)
         writer.write_graph(writer.write_linear(joint, "fc"))
 
-    ids = TensorSpec("input_ids", ("int64",), ("rows", "nodes"))
-    states = TensorSpec("target_hidden", ("float32",), ("rows", "nodes", hidden_size))
-    return make_decoder_graph("drafter", drafter, (ids, states), make_inputs, write_drafter)
+    return make_decoder_graph(drafter, make_inputs, write_drafter)

@@ -74,16 +74,8 @@ def _make_temporal_residual_blocks(config: VQTokenizerConfig) -> nn.Sequential:
 
 class _VideoEncoder(ConvStack):
     def __init__(self, config: VQTokenizerConfig, num_halvings: int) -> None:
+        super().__init__(config, "downsample")
         width = config.latent_width
-        super().__init__(
-            3,
-            config.encoder_stem_width,
-            config.encoder_widths,
-            width,
-            config.num_blocks,
-            config.has_attention,
-            "downsample",
-        )
         outputs = [width * 2**i for i in reversed(range(num_halvings))]  # channels: `width` of each remaining frame
         inputs = [width, *outputs]  # all input frames of the first convolution are equal, so it reads one of them
         self.time_conv = nn.Sequential(*map(_TemporalConv, inputs, outputs))
@@ -98,11 +90,8 @@ class _MoVQDecoder(ConvStack):
     """Decoder that reads the code vectors twice: through `post_quant_conv`, and in its norms."""
 
     def __init__(self, config: VQTokenizerConfig) -> None:
-        width = config.latent_width
-        widths = config.decoder_widths
-        norm = partial(_SpatialNorm, config.code_width)
-        super().__init__(width, widths[0], widths, 3, config.num_blocks + 1, config.has_attention, "upsample", norm)
-        self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
+        super().__init__(config, "upsample", partial(_SpatialNorm, config.code_width))
+        self.post_quant_conv = nn.Conv2d(config.code_width, config.latent_width, 1)
 
     def forward(self, x: Tensor, *norm_inputs: Tensor) -> Tensor:
         return super().forward(self.post_quant_conv(x), x)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...engines.contracts import TensorSpec
+from ...engines.function_tensors import declare_image_tensors
 from ..checkpoints.deferred import skip_weight_allocation
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
@@ -81,12 +82,11 @@ class SourceImageEncoder(nn.Module):
         return (cells @ vectors.T).argmax(-1), latents
 
     def make_graph(self) -> Graph:
-        image = TensorSpec("images", ("float32",), ("images", 3, "height", "width"))
+        _, image, codes = declare_image_tensors(None)
         latents = TensorSpec("pre_quant", ("float32",), ("images", self.code_width, "rows", "columns"))
         generator = np.random.default_rng(0)
         shapes = [(2, 3, 4 * self.patch_size, 3 * self.patch_size), (1, 3, 2 * self.patch_size, 5 * self.patch_size)]
         cases = name_test_cases(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
-        codes = TensorSpec("codes", ("int64",), ("images", "cells"))
         return Graph("vq_encoder", self, (image,), (codes, latents), cases)
 
 

@@ -45,13 +45,7 @@ def load_vq_tokenizer(
     num_groups: int = NORM_GROUPS,
     **settings: Any,
 ) -> LlamaGenVQ:
-    """Load an image tokenizer with LlamaGen's names; its sizes come from the shapes and names of its weights.
-
-    `settings` are other fields of `VQTokenizerConfig`.
-
-    Raises:
-        CheckpointError: weights are missing, unexpected or of another shape.
-    """
+    """Load an image tokenizer with LlamaGen's names; `settings` of `VQTokenizerConfig` add to sizes in its weights."""
     num_codes, code_width = checkpoint.get_shape(CODEBOOK)
     latent_width = checkpoint.get_shape("encoder.conv_out.weight", 4)[0]
     encoder, decoder = (

@@ -33,10 +33,7 @@ class TokenLayout(FrozenModel):
 
 
 class ConditionSpec(FrozenModel):
-    """Manifest entry of the condition: the input from which images are generated, such as a prompt.
-
-    The graph `condition` converts this input to prefix embeddings, which the target reads before the image.
-    """
+    """Manifest entry of the condition, from which the graph `condition` computes the prefix embeddings."""
 
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count

@@ -55,10 +55,7 @@ def _find_http_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def convert_hub_errors(field: str, error_class: type[LanternError], remedy: str) -> Iterator[None]:
-    """Convert errors of `huggingface_hub`, its network client and its cache to errors about `field`.
-
-    `remedy` is for a hub that cannot be reached.
-    """
+    """Convert errors of `huggingface_hub` to errors about `field`; `remedy` is for a hub that cannot be reached."""
     try:
         yield
     except LanternError:
@@ -91,10 +88,7 @@ def download_files(repository: str, file_names: Iterable[str], revision: str | N
 
 
 def _run_interruptibly(function: Callable[[], str]) -> str:
-    """Call a function in a thread and return its result. A signal such as Ctrl-C ends the waiting at once.
-
-    The call itself continues, because it may run Rust code.
-    """
+    """Call a function in a thread and return its result; a signal ends the waiting, but not the call."""
     result: Future[str] = Future()
 
     def store_result() -> None:

@@ -59,11 +59,7 @@ class DecoderSizes(FrozenModel):
 
 
 class DecoderSpec(DecoderSizes):
-    """Sizes and precision of the image model (the target).
-
-    With the `dtype` `bfloat16`, graphs for CPUs compute in float32, and only devices that support bfloat16 compute in
-    it.
-    """
+    """Sizes and precision of the image model (the target). Only devices compute in the `dtype` `bfloat16`."""
 
     role = "target"
     max_positions: Count
@@ -117,10 +113,7 @@ class Size(FrozenModel):
 
 
 class SourceImageSpec(FrozenModel):
-    """Layout of prompts with a source image, whose codes come before the token ids of the text.
-
-    The image is scaled to a smaller size, from which the graph `vq_encoder` computes the codes.
-    """
+    """Layout of prompts with a source image, whose codes come before the token ids of the text."""
 
     before: Annotated[tuple[TokenId, ...], Field(max_length=16)]
     after: Annotated[tuple[TokenId, ...], Field(max_length=16)]

@@ -33,6 +33,7 @@ def run_bench(
     batch_size: int,
     min_images: int,
     progress: Progress,
+    first_seed: int,
 ) -> list[list[MethodRun]]:
     """Run decoding methods in turns, plain decoding first, after a warm-up turn that is discarded.
 
@@ -40,7 +41,7 @@ def run_bench(
     method, one per turn.
     """
     turns = max(MIN_TURNS, -(-min_images // batch_size))
-    requests = (prompts.request(max(turn, 0), batch_size) for turn in range(-1, turns))
+    requests = (prompts.request(max(turn, 0), batch_size, first_seed) for turn in range(-1, turns))
     by_turn = [
         [replace(run, images=[]) for run in runs]  # Images are only decoded so that the time includes it.
         for runs in run_methods_in_turns(
@@ -102,10 +103,7 @@ def describe_fastest_method(report_rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def estimate_paired_ratio(scores: Sequence[float], baseline_scores: Sequence[float]) -> tuple[float, float]:
-    """Estimate the ratio of the sums of scores of a method and of plain decoding, on the same two or more images.
-
-    Returns the ratio and its standard error.
-    """
+    """Return the ratio of the summed scores of a method and of plain decoding on the same images, and its error."""
     ratio = sum(scores) / sum(baseline_scores)
     spread = statistics.stdev(
         score - ratio * reference for score, reference in zip(scores, baseline_scores, strict=True)

@@ -10,7 +10,7 @@ forward passes is measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,28 +53,29 @@ def evaluate_methods(
     feature_model: ImageFeatureModel | None = None,
     agreement_model: PromptAgreementModel | None = None,
     real_features: Floats | None = None,
+    first_seed: int = 0,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
     """Generate images with all methods, plain decoding first, and compare them with plain decoding.
 
-    Image n of every method has seed n. Without a `feature_model`, the report has no Frechet distances, and without an
-    `agreement_model` no agreement. Without `real_features [n, width]`, plain decoding generates the reference set.
+    Image n of every method has seed `first_seed` + n. Without a `feature_model`, the report has no Frechet distances,
+    and without an `agreement_model` no agreement. Without `real_features [n, width]`, plain decoding generates the
+    reference set.
 
     Returns:
         The report as a JSON object, and lists of images by method label: of plain decoding, of every method with other
-            images, and last of the reference set if it was generated. Without an image decoder there are no lists.
+        images, and last of the reference set if it was generated. Without an image decoder there are no lists.
     """
     labels = prompts.labels
     count = len(labels) * num_seeds
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
-    _run_models_once(
-        feature_model,
-        agreement_model,
-        make_blank_image(manifest.image_width, manifest.image_height),
-        max(labels, key=len),
-    )
-    requests = list(prompts.requests(BATCH_SIZE, num_seeds, 0))
+    blank = make_blank_image(manifest.image_width, manifest.image_height)
+    if feature_model is not None:  # a graph that cannot run raises an error now
+        feature_model([blank])
+    if agreement_model is not None:
+        agreement_model([blank], [max(labels, key=len)])
+    requests = list(prompts.requests(BATCH_SIZE, num_seeds, first_seed))
     turns = list(
         run_methods_in_turns(pipeline, methods, requests, with_likelihoods=False, progress=progress, total_images=count)
     )
@@ -84,13 +85,18 @@ def evaluate_methods(
     images = {label: [image for run in method_runs for image in run.images] for label, method_runs in pictured.items()}
     metrics = _estimate_metrics(list(compared_runs.values()), num_seeds)
     if agreement_model is not None:
-        metrics["agreement"] = _estimate_agreement(agreement_model, labels, num_seeds, images, progress)
+        prompt_of_image = [label for label in labels for _ in range(num_seeds)]
+        scores = _map_images(images, "prompt agreement", lambda sets: agreement_model(sets, prompt_of_image), progress)
+        metrics["agreement"] = estimate_mean(scores, num_seeds)
     num_features = None
     if feature_model is not None:
-        sets = _compute_features(feature_model, images, progress)
+        sets = _map_images(images, "features", feature_model, progress)
         num_features = sets[0].shape[1]
         if real_features is None:
-            images[REFERENCE] = _generate_reference_images(pipeline, methods[0], prompts, num_seeds, progress)
+            reference_seed = first_seed + count
+            images[REFERENCE] = _generate_reference_images(
+                pipeline, methods[0], prompts, num_seeds, reference_seed, progress
+            )
         reference = feature_model(images[REFERENCE]) if real_features is None else real_features
         metrics["frechet"] = estimate_frechet_distances(
             sets, reference, num_seeds, progress, paired_reference=real_features is None
@@ -106,24 +112,14 @@ def evaluate_methods(
     }, images
 
 
-def _run_models_once(
-    feature_model: ImageFeatureModel | None, agreement_model: PromptAgreementModel | None, image: Image, prompt: str
-) -> None:
-    """Run both graphs on one image, so that a graph that cannot run raises an error at the start."""
-    if feature_model is not None:
-        feature_model([image])
-    if agreement_model is not None:
-        agreement_model([image], [prompt])
-
-
-def _compute_features(
-    feature_model: ImageFeatureModel, images: Mapping[str, list[Image]], progress: Progress
+def _map_images(
+    images: Mapping[str, list[Image]], task: str, model: Callable[[list[Image]], Floats], progress: Progress
 ) -> list[Floats]:
-    sets: list[Floats] = []
+    results: list[Floats] = []
     for method_images in images.values():
-        progress("features", len(sets), len(images))
-        sets.append(feature_model(method_images))
-    return sets
+        progress(task, len(results), len(images))
+        results.append(model(method_images))
+    return results
 
 
 def _score_differing_runs(
@@ -174,14 +170,19 @@ def _make_method_reports(
 
 
 def _generate_reference_images(
-    pipeline: Pipeline, baseline_method: ComparedMethod, prompts: Prompts, num_seeds: int, progress: Progress
+    pipeline: Pipeline,
+    baseline_method: ComparedMethod,
+    prompts: Prompts,
+    num_seeds: int,
+    first_seed: int,
+    progress: Progress,
 ) -> list[Image]:
     count = len(prompts.items) * num_seeds
 
     def report_reference_progress(_: str, done: int, total: int) -> None:
         progress(f"images of {REFERENCE}", done, total)
 
-    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed=count)
+    requests = prompts.requests(BATCH_SIZE, num_seeds, first_seed)
     turns = run_methods_in_turns(
         pipeline,
         [baseline_method],
@@ -199,21 +200,6 @@ def has_same_codes(runs: Sequence[MethodRun], baseline_runs: Sequence[MethodRun]
 
 def _stack_codes(runs: Sequence[MethodRun]) -> Ints:
     return np.array([codes for run in runs for codes in run.codes])  # [images, cells]
-
-
-def _estimate_agreement(
-    agreement_model: PromptAgreementModel,
-    prompt_labels: Sequence[str],
-    num_seeds: int,
-    images: Mapping[str, Sequence[Image]],
-    progress: Progress,
-) -> MethodEstimates:
-    prompts = [label for label in prompt_labels for _ in range(num_seeds)]
-    values: list[Floats] = []
-    for method_images in images.values():
-        progress("prompt agreement", len(values), len(images))
-        values.append(agreement_model(method_images, prompts))
-    return estimate_mean(values, num_seeds)
 
 
 def _estimate_metrics(runs_by_method: Sequence[Sequence[MethodRun]], num_seeds: int) -> dict[str, MethodEstimates]:

@@ -62,7 +62,7 @@ class MethodRun:
 
     Args:
         codes: codes of each image, `[cells]`.
-        images: empty if codes were not decoded or the bundle has no image decoder.
+        images: empty if the bundle has no image decoder.
         seconds: duration of the call, including the decoding of images.
         likelihoods: likelihood of each image's codes; empty before `add_likelihoods`.
     """
@@ -87,14 +87,11 @@ def tokens_per_pass(runs: Sequence[MethodRun]) -> list[float]:
     return [length / image.target_passes for run in runs for image in run.statistics.per_image]
 
 
-def run_method(
-    pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any], make_images: bool = True
-) -> MethodRun:
+def run_method(pipeline: Pipeline, method: ComparedMethod, request: Mapping[str, Any]) -> MethodRun:
     """Run one method on the prompts and seeds of a request, and measure the time of the pipeline call."""
     began = time.perf_counter()
     (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
-    make_images = make_images and pipeline.bundle.manifest.makes_images
-    images = [step.image(i) for i in range(len(step.codes))] if make_images else []
+    images = [step.image(i) for i in range(len(step.codes))] if pipeline.bundle.manifest.makes_images else []
     seconds = time.perf_counter() - began
     assert step.stats is not None
     return MethodRun(method, step.settings, step.codes, images, step.stats, seconds)
@@ -110,7 +107,6 @@ def run_methods_in_turns(
     pipeline: Pipeline,
     methods: Sequence[ComparedMethod],
     requests: Iterable[Mapping[str, Any]],
-    make_images: bool = True,
     with_likelihoods: bool = True,
     progress: Progress = lambda description, done, total_images: None,
     total_images: int = 0,
@@ -123,7 +119,7 @@ def run_methods_in_turns(
         run_of_method: dict[int, MethodRun] = {}
         for i in range(count):
             index = (turn + i) % count
-            run_of_method[index] = run_method(pipeline, methods[index], request, make_images)
+            run_of_method[index] = run_method(pipeline, methods[index], request)
             num_images += len(run_of_method[index].codes)
             progress("images", num_images, count * total_images)
         runs = [run_of_method[index] for index in range(count)]

@@ -215,7 +215,7 @@ def _round_to_float16(*modules: nn.Module) -> None:
                 weight.data = weight.data.half().float()
         for attention in module.modules():
             if isinstance(attention, Attention):
-                queries = attention.qkv.weight.data[: attention.num_heads * attention.head_dim]
+                queries = attention.qkv.weight.data[: attention.config.num_heads * attention.config.head_dim]
                 queries.copy_((queries / 8).half().float() * 8)
 
 

@@ -182,7 +182,8 @@ def copy_with_start_token(folder: Path) -> Path:
 @pytest.mark.parametrize("adds_start", [False, True])
 def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
-    from lantern_rt.prompts import build_prompt_requests
+    from lantern_rt.subjects.base import RequestContext
+    from lantern_rt.subjects.text import Text
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
     folder = copy_with_start_token(tmp_path / "janus") if adds_start else JANUS
@@ -195,9 +196,9 @@ def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, a
         tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
         role_cases = [case for case in cases if ",".join(case["roles"]) == roles]
         captions = [case["caption"] for case in role_cases]
-        requests = build_prompt_requests(condition, tokenizer, Size(name="64x64", rows=4, columns=4), captions)
-        for case, request in zip(role_cases, requests, strict=True):
-            ids = [request.condition_inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
+        context = RequestContext(condition, tokenizer, Size(name="64x64", rows=4, columns=4), uses_guidance=True)
+        for case, prompt in zip(role_cases, Text.read(captions, context), strict=True):
+            ids = [prompt.prefix.cond.inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
             assert ids == [case["prompt_ids"], case["unconditional_ids"]], case["caption"]
 
 

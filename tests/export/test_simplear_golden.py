@@ -26,7 +26,9 @@ from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, list_image_s
 from lantern_rt.export.models.cosmos_vq import compute_haar_matrices
 from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
-from lantern_rt.prompts import build_prompt_requests
+from lantern_rt.subjects.base import RequestContext
+from lantern_rt.subjects.negative_prompt import NegativePromptInput
+from lantern_rt.subjects.text import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
@@ -176,22 +178,20 @@ def test_prompts_of_all_kinds_have_the_published_token_ids(simplear_bundle: Path
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
     assert bundle_manifest.condition.layout == make_simplear_prompt_layout(library)
     tokenizer = TemplateTokenizer(library, TEMPLATE)
+    context = RequestContext(bundle_manifest.condition, tokenizer, bundle_manifest.size(), uses_guidance=True)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
         text = case["text"].removesuffix("<|soi|>")
         if text.startswith(prefix):
-            (request,) = build_prompt_requests(
-                bundle_manifest.condition, tokenizer, bundle_manifest.size(), [text.removeprefix(prefix)]
-            )
-            cond, uncond = request.token_ids or ()
+            (prompt,) = Text.read(text.removeprefix(prefix), context)
+            cond, uncond = (row.tokens for row in prompt.prefix)
+            assert uncond is not None
             assert uncond.tolist() == ARRAYS["uncond_ids"].tolist()
         elif negative := text.removeprefix("<|t2i|>"):
-            (request,) = build_prompt_requests(
-                bundle_manifest.condition, tokenizer, bundle_manifest.size(), ["a fox"], negative
-            )
-            cond = (request.token_ids or ())[1]
+            cond = NegativePromptInput(negative).finish(context).row.tokens
         else:
             cond = np.array(make_simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
+        assert cond is not None
         assert cond.tolist() == case["ids"]
 
 

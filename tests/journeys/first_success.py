@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-INSTALL = "pip install -q --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt -e"
+INSTALL = "pip install -q -c constraints.txt -e"
+TORCH = "export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu;"  # without the CUDA libraries
 # Shell commands of each role. The last command is the success.
 ROLES = {
     "for fun": f"""
@@ -22,7 +23,7 @@ ROLES = {
         lantern-rt run "a large red sphere left of a small blue cube on grass at sunset" --output first.png
     """,
     "own checkpoint": f"""
-        {INSTALL} ".[cpu,export]"
+        {TORCH} {INSTALL} ".[cpu,export]"
         python examples/small_checkpoint.py
         lantern-rt export small/c2i.pt --config small/config.json --vq small/vq.pt --output small-bundle
         lantern-rt verify small-bundle small/c2i.pt small/vq.pt small/config.json
@@ -33,14 +34,15 @@ ROLES = {
         echo "secret" > keys.txt
         lantern-rt serve --port 8765 --api-key-file keys.txt & server=$!; trap "kill $server" EXIT
         until curl -sf localhost:8765/readyz; do sleep 0.2; done
-        curl -sf localhost:8765/v1/images/generations -H "Authorization: Bearer secret" -d '{{"prompt": "a red cube on sand"}}'
+        header="Authorization: Bearer secret"
+        curl -sf localhost:8765/v1/images/generations -H "$header" -d '{{"prompt": "a red cube on sand"}}'
     """,
     "research": f"""
         {INSTALL} ".[cpu]"
         lantern-rt bench --method sjd --method lantern++ --count 3
     """,
     "contributing": f"""
-        {INSTALL} ".[cpu,export,dev]"
+        {TORCH} {INSTALL} ".[cpu,export,dev]"
         pytest -q -m quick -n 2
     """,
 }

@@ -57,7 +57,7 @@ def predict_draft_states(
 
     Yields:
         Predictions of each depth, `[rows, slots, width]`; slot p predicts the state at position p + 1. At depth d the
-            slots of the prefix and the d slots after it are invalid.
+        slots of the prefix and the d slots after it are invalid.
     """
     slots = tokens.shape[1]
     layers = [cast(DecoderLayer, layer) for layer in drafter.layers]

@@ -57,11 +57,7 @@ class ShardSource:
 
 
 def describe_shard_source(manifest: Manifest, size: Size | None = None) -> ShardSource:
-    """Return the source of shards with images that a bundle generates; None: of the default size.
-
-    Raises:
-        RequestError: the bundle generates without drafts.
-    """
+    """Return the source of shards of a bundle and a size, or raise RequestError if it generates without drafts."""
     if problem := explain_unsupported_method(manifest, SpeculativeJacobi()):
         raise RequestError(f"bundle {manifest.name} {problem}", field="bundle", remedy="use another bundle")
     size = size or manifest.size()
@@ -128,9 +124,6 @@ class Shard:
     """File of training images, read image by image. The attribute `digest` is a hash of the images.
 
     All token ids of the prefixes must be below `vocab_size`.
-
-    Raises:
-        CheckpointError: the file is not a shard, is inconsistent, or has NaN or infinite values.
     """
 
     def __init__(self, path: Path, vocab_size: int = 1 << 31) -> None:
