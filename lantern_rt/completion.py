@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from .bundle.manifest import Manifest, explain_unsupported_method
 from .errors import BundleError, RequestError, TreeError
+from .hints import suggest_name
 from .inputs import check_int, describe_validation_error, format_value
 from .methods import (
     METHODS,
@@ -82,12 +82,12 @@ def parse_method(text: Any) -> tuple[str, dict[str, Any]]:
         parameter, _, value = part.partition("=")
         if parameter not in METHODS_BY_PARAMETER or not value:
             known = [key for key, methods in METHODS_BY_PARAMETER.items() if name in methods] or [*METHODS_BY_PARAMETER]
-            similar = get_close_matches(parameter, known, 1)
+            hint = suggest_name(parameter, known)
             raise RequestError(
                 field="method",
                 found=f"{part!r} in {text!r}",
                 expected=f"PARAMETER=VALUE, of {', '.join(known)}",
-                remedy=f"did you mean {similar[0]}=VALUE?" if similar else "",
+                remedy=hint,
             )
         if name not in METHODS_BY_PARAMETER[parameter]:
             remedy = f"omit {parameter}, or use method {' or '.join(METHODS_BY_PARAMETER[parameter])}"

@@ -17,10 +17,10 @@ from .engines.host import available_memory
 from .engines.kv_cache import COLUMN_STEP, round_up
 from .engines.precisions import INT8, INTEGER_WEIGHTS
 from .errors import BundleError, RequestError
-from .prompts import ImageRequest
 from .requests import GenerationSettings, resolve_settings
 from .runtime.drafters import count_draft_nodes
 from .runtime.state import Plan
+from .subjects.base import ImageRequest
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MAX_WEIGHTS = 1 << 50  # number of weights that a damaged graph may claim, but no file can hold
@@ -53,7 +53,7 @@ def compute_max_images(
         images: images of a request; empty: no request is known yet.
         free_bytes: free memory in bytes after the weights were loaded; None: the memory for one image is not checked.
     """
-    tokens = max((len(real) for image in images for real in image.attention_masks), default=0)
+    tokens = max((image.prefix.length for image in images), default=0)
     needed = _estimate_memory_with_decoder(manifest, settings, tokens)
     if free_bytes is not None and sum(needed.values()) > free_bytes:
         actual = f"{_format_bytes(free_bytes)} free beside the weights"

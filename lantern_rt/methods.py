@@ -11,7 +11,16 @@ import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
@@ -76,6 +85,8 @@ class Sampling(FrozenModel, strict=True):
         temperature: sampling temperature, 0 (greedy) or 0.001 .. 1000.
         top_k: number of most probable tokens to keep; 0 keeps all.
         top_p: total probability of the tokens to keep, above 0 up to 1; 1 keeps all.
+        min_p: share of the largest probability that a token needs to be kept, 0 .. 1. It is applied after top-k and
+            top-p, as in transformers. None or 0: all tokens are kept.
         filter_order: filter that is applied first. LlamaGen applies top-k first. LANTERN, like the logits warpers of
             transformers, applies top-p first.
         repetition_penalty: divisor of the conditional logits of tokens that the image already contains, 0.01 .. 100.
@@ -114,12 +125,23 @@ class Sampling(FrozenModel, strict=True):
         Field(gt=0, le=1, description="Total probability of the tokens to sample from; 1: all."),
         SettableByRequest(),
     ] = 1.0
+    min_p: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="Share of the largest probability that a token needs to be sampled; 0: none."),
+        SettableByRequest(),
+    ] = None
     filter_order: FilterOrder = "top-k, top-p"
     repetition_penalty: Annotated[
         float | None,
         Field(ge=0.01, le=100, description="Divisor of the logits of tokens that the image contains already; 1: none."),
         SettableByRequest(),
     ] = None
+
+    @model_serializer(mode="wrap")
+    def _omit_unset_min_p(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Bundles without `min_p` have the same bytes as before the setting existed.
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if (name, value) != ("min_p", None)}
 
     @property
     def last_cfg_scale(self) -> float:
@@ -147,11 +169,6 @@ class Sampling(FrozenModel, strict=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-    @property
-    def filters_tokens(self) -> bool:
-        """Whether top-k or top-p removes tokens; always False when greedy."""
-        return self.temperature != 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
 # Sampling settings that requests may set. The options of Python, the command line and HTTP follow from this table.

@@ -22,21 +22,23 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .completion import list_supported_methods
-from .edits import check_supports_edits
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, ProviderChoice
 from .errors import RequestError
+from .hints import suggest_name
 from .inputs import check_int
 from .memory import compute_max_images
-from .options import GenerationOptions, ImageSource, Options
+from .options import GenerationOptions, ImageSource, Options, name_options
 from .output.images import attach_recipe, convert_pixels_to_image, grey_out_undecoded_cells, make_blank_image
 from .output.progress import show_progress_bars
 from .prepared import PreparedRequest, load_model, make_plan
-from .prompts import ImageRequest, load_bundle_tokenizer
 from .requests import GenerationSettings, Request, check_request, resolve_settings
 from .results import Ints, Result, StreamStep, StreamStepBuilder, build_recipe_fields, build_result
 from .runtime.decode import decode
 from .runtime.state import PrefixRow, Prompt
+from .subjects.base import ImageRequest
+from .subjects.image_input import check_supports_edits
+from .text.tokenizers import load_bundle_tokenizer
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -118,6 +120,19 @@ class Pipeline:
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 
+    from_pretrained = from_bundle  # its name in diffusers and transformers
+
+    def __repr__(self) -> str:
+        manifest = self.bundle.manifest
+        place = "closed" if self._engines is None else f"{self._engines.backend}, threads: {self._engines.threads}"
+        return f"<Pipeline: {manifest.name}, {manifest.size().name}, {place}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = suggest_name(name, dir(self))
+            raise AttributeError(f"Pipeline has no attribute {name!r}" + (f"; {hint}" if hint else ""))
+
     def close(self) -> None:
         """Close the pipeline, and release the memory of its engines. A second call has no effect.
 
@@ -170,6 +185,7 @@ class Pipeline:
             raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
         return self._engines
 
+    @name_options
     def __call__(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -206,6 +222,7 @@ class Pipeline:
         decoded = [last.image(i) for i in range(len(last.codes))] if self.bundle.manifest.makes_images else []
         return build_result(request.images, decoded, last)
 
+    @name_options
     def stream(
         self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> Generator[StreamStep, None, None]:
@@ -222,6 +239,7 @@ class Pipeline:
         """
         return self.decode(self.check(prompts, **options))
 
+    @name_options
     def edit(
         self,
         image: ImageSource,
@@ -298,9 +316,9 @@ class Pipeline:
         Raises:
             RequestError: an option is invalid; the error names the option.
         """
-        request = check_request(self.bundle.manifest, self._tokenizer, prompts, **options)
-        if request.images[0].edit is not None:
-            request.images[0].edit.encode(self.engines.encode_images)  # once: all images share the object
+        request = check_request(self.bundle.manifest, self._tokenizer, {"prompts": prompts, **options})
+        for part in request.images[0].parts:
+            part.encode(self.engines.encode_images)
         return request
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -368,18 +386,17 @@ class Pipeline:
         self.bundle.check_has_image_decoder()
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
-        edit = images[image_index].edit
-        if edit is not None and edit.preserved_codes is not None:
-            # Show preserved cells from the first step on.
-            codes_by_cell = np.where(codes_by_cell < 0, edit.preserved_codes, codes_by_cell)
+        preserved_codes = images[image_index].preserved_codes
+        if preserved_codes is not None:  # shown from the first step on
+            codes_by_cell = np.where(codes_by_cell < 0, preserved_codes, codes_by_cell)
         known = codes_by_cell >= 0
         if not known.any():
             return make_blank_image(*manifest.size_in_pixels(size))
         # The image decoder needs a token in every cell. Cells without a token repeat the last token before them.
         filled = codes_by_cell[np.maximum.accumulate(np.where(known, np.arange(len(codes_by_cell)), 0))]
         image = convert_pixels_to_image(self.engines.decode_images(filled.reshape(1, size.rows, size.columns))[0])
-        if edit is not None:
-            image = edit.blend_with_original(image)
+        for part in images[image_index].parts:
+            image = part.finish_image(image)
         if not known.all():
             return grey_out_undecoded_cells(image, known.reshape(size.rows, size.columns))
         return attach_recipe(image, build_recipe_fields(self.bundle, settings, images[image_index]))

@@ -7,8 +7,9 @@ there is none, its checkpoints are downloaded and exported to the folder `NAME@P
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,7 @@ from .engines.host import EXPORT_BYTES, check_space, import_onnxruntime
 from .engines.ort.providers import detect_provider
 from .errors import BundleError, CheckpointError, OutputError, RequestError
 from .hints import suggest_name
-from .inputs import convert_read_errors, require_library
+from .inputs import check_int, convert_read_errors, format_value, require_library
 from .methods import FrozenModel
 from .output.files import (
     check_new_folder,
@@ -31,6 +32,8 @@ from .output.files import (
     find_cache_folder,
     lock_folder,
 )
+from .requests import check_options
+from .subjects.table import choose_subject_kind
 
 if TYPE_CHECKING:
     from .engines.contracts import Progress
@@ -99,10 +102,6 @@ class PublishedModel(_HubSource):
         return {**self.files, **self.options}
 
     @property
-    def subject(self) -> str:
-        return "class_ids" if self.classes else "prompts"
-
-    @property
     def references(self) -> list[str]:
         return [*dict.fromkeys(self.files.values())]
 
@@ -118,6 +117,36 @@ def find_published_model(name: str) -> PublishedModel:
         remedy = suggest_name(name, models) or "`lantern-rt models` lists the names"
         raise RequestError(field="model", found=repr(name), expected="the name of a published model", remedy=remedy)
     return models[name]
+
+
+def check_published_request(name: str, options: Mapping[str, Any]) -> int:
+    """Check a request before the published model is downloaded, with the facts in the table of models.
+
+    Args:
+        options: `prompts` and the options of `Options`.
+
+    Returns:
+        The number of images.
+    """
+    model = find_published_model(name)
+    kind = choose_subject_kind(options, "class" if model.classes else "text", name)
+    size = options.get("size")
+    others = "," in model.sizes  # the table does not list all sizes
+    if size is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}" if others else model.sizes, size, re.ASCII):
+        raise RequestError(field="size", found=format_value(size), expected=model.sizes)
+    items = kind.name_items(options[kind.words.parameter])
+    if model.classes:
+        for item_name, class_id in items:
+            check_int(item_name, class_id, 0, 0, model.classes - 1)
+    num_images, method = check_options(len(items), options)
+    problem = ""
+    if method and method.requirements.order:
+        problem = f"{name} generates one token after another"
+    elif method and method.requirements.drafters and "drafter" not in model.files:
+        problem = f"{name} has no drafter"
+    if method and problem:
+        raise RequestError(problem, field=f"method {method.method}", remedy="use another method, such as sjd")
+    return num_images
 
 
 def choose_default_precision() -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from json import dumps
 
 import numpy as np
@@ -14,12 +15,12 @@ from PIL.Image import Image
 
 from .bundle.files import Bundle
 from .bundle.manifest import Size
-from .output.formats import FinishedImage
-from .prompts import ImageRequest, Label
+from .output.formats import PNG, FinishedImage
 from .requests import GenerationSettings
 from .runtime.decode import DecodeStep
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
+from .subjects.base import ImageRequest, Label
 from .version import __version__
 
 Ints = NDArray[np.int64]
@@ -57,6 +58,12 @@ class Result:
             f"{self.settings.method}, {self.stats.tokens_per_forward_pass:.2f} tokens per pass, "
             f"{self.stats.seconds:.2f} s>"
         )
+
+    def _repr_html_(self) -> str:
+        """Show the images below a notebook's cell."""
+        files = [b64encode(PNG.encode_image(image)).decode() for image in self.images]
+        tags = "".join(f'<img src="data:image/png;base64,{file}" width="256"> ' for file in files)
+        return f"{tags}<br>{escape(repr(self))}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +114,7 @@ class StreamStep(DecodeStep):
 def build_result(images: Sequence[ImageRequest], decoded_images: list[Image], last_step: StreamStep) -> Result:
     assert last_step.stats is not None
     seeds = [image.seed for image in images]
-    labels = [image.prompt_or_class_id for image in images]
+    labels = [image.subject.label for image in images]
     return Result(decoded_images, last_step.codes, seeds, labels, last_step.stats, last_step.settings)
 
 
@@ -121,7 +128,7 @@ def finish_image(
     bundle: Bundle, settings: GenerationSettings, image: ImageRequest, step: StreamStep, index: int
 ) -> FinishedImage:
     """Return image `index` of a request, which is complete after `step`, for a file."""
-    first, grid = split_codes_by_grid(settings.image_size(bundle.manifest), step.codes[index])
+    first, grid = split_codes_by_grid(settings.image_size, step.codes[index])
     return FinishedImage(grid, first, build_recipe_fields(bundle, settings, image), partial(step.image, index))
 
 
@@ -162,20 +169,9 @@ def build_recipe_fields(bundle: Bundle, settings: GenerationSettings, image: Ima
 
     Embeddings and edits are recorded as SHA-256 hashes, because their data is too large for text fields.
     """
-    kind = "prompt" if isinstance(image.prompt_or_class_id, str) else "class_id"
-    subject = {kind: str(image.prompt_or_class_id)}
-    if isinstance(image.prompt_or_class_id, tuple):
-        subject = {"token_ids": " ".join(map(str, image.prompt_or_class_id))}
-    elif image.prompt_or_class_id is None:
-        values = b"".join(value.tobytes() for value in image.condition_inputs.values())
-        subject = {"embedding": hashlib.sha256(values).hexdigest()}
-    if image.negative_request is not None:
-        subject["negative_prompt"] = str(image.negative_request.prompt_or_class_id)
-    if image.edit is not None:
-        subject["edit"] = image.edit.digest
     return {
         "Software": f"lantern-rt {__version__}",
-        **subject,
+        **image.record,
         "seed": str(image.seed),
         "method": settings.method.method,
         "noise": FORMAT,

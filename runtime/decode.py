@@ -93,9 +93,8 @@ def select_next_sequences(
         idle = (max_images - len(batch.active_sequences)) * max(
             sequence.num_remaining_codes for sequence in batch.active_sequences
         )
-        if idle <= MAX_IDLE_SHARE * max_images * max(
-            sequence.plan.layout.num_codes for sequence in batch.active_sequences
-        ):
+        num_codes = max(sequence.plan.layout.num_codes for sequence in batch.active_sequences)
+        if idle <= MAX_IDLE_SHARE * max_images * num_codes:
             return []
     rows = max_rows - batch.num_rows
     new: list[ImageSequence] = []

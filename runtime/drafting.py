@@ -57,10 +57,6 @@ class Draft(DraftNodes, Protocol):
     def tokens(self) -> Ints:
         """Tokens of the nodes, int64 `[nodes]`."""
 
-    @property
-    def sampled_nodes(self) -> Sequence[int] | None:
-        """Nodes after which acceptance needs a sampled token; None if acceptance needs distributions, too."""
-
     def make_pass_layout(self) -> PassLayout:
         """Return the tokens, positions and ancestor mask of the nodes in a forward pass."""
 

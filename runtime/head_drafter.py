@@ -15,22 +15,14 @@ the token's position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ..methods import Sampling
 from .drafting import CommittedTokens
 from .engine import Floats, Ints
 from .heads import DraftHeads
-from .sampling import (
-    Probabilities,
-    compute_distribution,
-    find_top_codes,
-    make_invalid_logits_error,
-    process_logits,
-)
+from .sampling import Probabilities, find_top_codes, make_invalid_logits_error
 from .state import ImageSequence
 from .tree import (
     DraftTree,
@@ -85,6 +77,7 @@ class DraftHeadState:
 
     def __init__(self, sequence: ImageSequence, heads: DraftHeads) -> None:
         self.sequence = sequence
+        self.sampler = sequence.plan.sampler
         self.heads = heads
         # Output of `DraftHeads.compute_context` for each cell, zeros if unknown, `[cells, 2, units]`.
         self.context = np.zeros((sequence.plan.layout.num_codes, 2, heads.left.shape[1]), np.float32)
@@ -101,7 +94,7 @@ class DraftHeadState:
         codes = range(done - count, done + len(unaccepted))
         # Guided hidden states, [nodes, hidden_size]. State i predicted code `done - count + i`. So the first `count`
         # states predicted committed codes. The others predicted codes after draft tokens that were not accepted.
-        states = self.sequence.plan.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
+        states = self.sampler.guidance.mix_logits(committed.read_target_states(unaccepted), codes)
         self.context[done - count : done] = self.heads.compute_context(states[:count])
         self.unaccepted = {}
         for i, (node, gate) in enumerate(zip(unaccepted, self.heads.compute_gates(states[count:]), strict=True)):
@@ -136,31 +129,21 @@ class DraftHeadState:
             unaccepted.gate, unaccepted.previous_code, previous_codes
         )
 
-    def perturb_logits(self, position: int, logits: Floats, add_noise: bool = True) -> Floats:
-        """Apply temperature and filters to logits `[n, vocab_size]`, and add the Gumbel noise of a position.
-
-        Greedy decoding never adds noise. Codes that a filter excludes get -inf.
-        """
-        values = process_logits(logits, self.sequence.plan.sampling)
-        if add_noise and not self.sequence.plan.sampling.greedy:
-            values = values + self.sequence.noise.gumbel(position, 1, values.shape[1])
-        return values
-
     def _draft_chain(self, length: int) -> DraftTree:
         codes = self.sequence.codes[-1:]
         first = len(self.sequence.codes)
         levels: list[Floats] = []
         for position in range(first, first + length):
             levels.append(self.compute_logits(position, np.array(codes[-1:])))
-            values = self.perturb_logits(position, levels[-1])
+            values = self.sampler.score(levels[-1], position, self.sequence.noise)
             if not np.isfinite(values.max()):
                 break
             codes.append(int(values.argmax()))
-        proposal = (
-            no_proposal_distribution
-            if self.sequence.plan.method.exact
-            else partial(_compute_chain_proposal, levels, self.sequence.plan.sampling)
-        )
+
+        def compute_proposal(node: int) -> Probabilities:
+            return self.sampler.compute_distribution(levels[node][0])
+
+        proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
         # Each node is the parent of the next node. The root has parent -1.
         return DraftTree(np.array(codes, np.int64), np.arange(len(codes), dtype=np.int64) - 1, proposal)
 
@@ -171,36 +154,24 @@ class DraftHeadState:
         for depth, inner in enumerate(shape.levels[:max_depth]):
             levels.append(self.compute_logits(first + depth, builder.tokens[inner]))  # [nodes of the level, vocab_size]
             children = max(len(shape.children[node]) for node in inner)
-            builder.add_children(inner, *find_top_codes(self.perturb_logits(first + depth, levels[-1]), children))
-        proposal = (
-            no_proposal_distribution
-            if self.sequence.plan.method.exact
-            else partial(_compute_tree_proposal, shape, levels, self.sequence.plan.sampling)
-        )
-        return builder.build(proposal, self.sequence.plan.sampling.greedy)
+            values = self.sampler.score(levels[-1], first + depth, self.sequence.noise)
+            builder.add_children(inner, *find_top_codes(values, children))
+
+        def compute_proposal(node: int) -> Probabilities:
+            """Compute the distribution from which the children of `node` were sampled."""
+            depth, index = shape.find_inner_node(node)
+            return self.sampler.compute_distribution(levels[depth][index])
+
+        proposal = no_proposal_distribution if self.sequence.plan.method.exact else compute_proposal
+        return builder.build(proposal, self.sampler.sampling.greedy)
 
     def _draft_dynamic_tree(self, shape: DynamicTreeShape, max_depth: int) -> DraftTree:
         builder = DynamicTreeBuilder(self.sequence.codes[-1])
         first = len(self.sequence.codes)
+        noise = self.sequence.noise if self.sequence.plan.method.exact else None
         for position in range(first, first + min(shape.depth, max_depth)):
             chosen = builder.choose_best_of_last_level(shape.branching_factor)
-            values = self.perturb_logits(
-                position, self.compute_logits(position, builder.tokens[chosen]), self.sequence.plan.method.exact
-            )
+            logits = self.compute_logits(position, builder.tokens[chosen])
+            values = self.sampler.score(logits, position, noise)
             builder.add_children(chosen, *find_top_codes(values, shape.branching_factor))
         return builder.prune(shape.num_nodes)
-
-
-def _compute_chain_proposal(levels: Sequence[Floats], sampling: Sampling, node: int) -> Probabilities:
-    return compute_distribution(levels[node][0], sampling)
-
-
-def _compute_tree_proposal(
-    shape: StaticTreeShape, levels: Sequence[Floats], sampling: Sampling, node: int
-) -> Probabilities:
-    """Compute the distribution from which the children of `node` were sampled.
-
-    `levels` are, for each depth, logits for the children of its nodes, float32 `[nodes, vocab_size]`.
-    """
-    depth = len(shape.paths[node - 1]) if node else 0
-    return compute_distribution(levels[depth][np.searchsorted(shape.levels[depth], node)], sampling)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from ..errors import EngineError
 from ..methods import MethodConfig, Sampling
 from .engine import Bools, Engine, Floats, Ints
-from .guidance import Guidance
 from .heads import DraftHeads
 from .layout import ImageLayout
 from .noise import Noise
 from .raster import RasterLayout
+from .sampler import Sampler
 from .statistics import SequenceStatistics
 from .windows import AdaptiveWindow
 
@@ -112,8 +112,8 @@ class Plan:
     adaptive_window: bool = False  # whether the window adapts, if the method allows it; see `AdaptiveWindow`
 
     @cached_property
-    def guidance(self) -> Guidance:
-        return Guidance(self.sampling, self.layout)
+    def sampler(self) -> Sampler:
+        return Sampler(self.sampling, self.layout)
 
     @property
     def raster_layout(self) -> RasterLayout:
@@ -144,8 +144,6 @@ class ImageSequence:
     noise: Noise = field(init=False)
     # Codes that have been generated or preserved so far, in generation order.
     codes: list[int] = field(init=False, default_factory=list)
-    # Maximum rounding error of the difference of two guided logits, see `likelihood.compute_rounding_margin`.
-    rounding_margin: float = field(init=False, default=0.0)
     statistics: SequenceStatistics = field(init=False, default_factory=SequenceStatistics)
     # Error such as NaN in the logits of this sequence, which ends only this sequence.
     error: EngineError | None = field(init=False, default=None)
@@ -164,7 +162,7 @@ class ImageSequence:
 
     def end_guidance(self) -> bool:
         """Remove the unconditional row if all guided codes are known; return whether a row was removed."""
-        if len(self.rows) == 1 or len(self.codes) < self.plan.guidance.num_guided_codes:
+        if len(self.rows) == 1 or len(self.codes) < self.plan.sampler.guidance.num_guided_codes:
             return False
         self.rows = self.rows[:1]
         return True

@@ -77,6 +77,11 @@ class StaticTreeShape:
         depth = [0] + [len(path) for path in self.paths]
         return [np.array([n for n in inner if depth[n] == d], np.int64) for d in range(max(depth))]
 
+    def find_inner_node(self, node: int) -> tuple[int, int]:
+        """Return the depth of a node that has children, and its index in `levels[depth]`."""
+        depth = len(self.paths[node - 1]) if node else 0  # `paths` has no entry for the root, node 0
+        return depth, int(np.searchsorted(self.levels[depth], node))
+
     @cached_property
     def children(self) -> list[Ints]:
         """Children of every node, sorted by rank, int64 `[children]` each."""

@@ -23,7 +23,7 @@ from ..columns import compute_padded_node_count
 from ..contracts import Array, ExecutableGraph, TensorView
 from ..graph_writer import choose_column_part_shape
 from ..kv_cache import round_up
-from ..sampling_head import FILTERED_OUT, SamplingHead
+from ..sampling_head import FILTERED_OUT, MAX_SETTINGS, SamplingHead
 from .device import OrtDevice
 
 MAX_BOUND_PASSES = 32  # per cache block, as outputs and recordings take memory
@@ -104,9 +104,9 @@ class BoundForwardPass:
         rows, self._nodes = feeds["token_ids"].shape
         arrays = _select_host_arrays(feeds)
         self._sampler_offset = UploadBuffer.count_bytes(*arrays.values())  # inputs of sampling follow in the buffer
-        # A sampling graph has up to four inputs with a number per node, and two with a number per row.
+        # A sampling graph has up to four inputs with a number per node, and sampling settings of each row.
         per_node = np.zeros((rows, compute_padded_node_count(self._nodes)), np.int32)
-        size = 4 * UploadBuffer.count_bytes(per_node) + 2 * UploadBuffer.count_bytes(per_node[:, 0])
+        size = 4 * UploadBuffer.count_bytes(per_node) + MAX_SETTINGS * UploadBuffer.count_bytes(per_node[:, 0])
         self._buffer = UploadBuffer(device, self._sampler_offset + size)
         self._inputs = self._buffer.allocate_tensors(arrays)
         self._run = graph.bind_tensors({**feeds, **self._inputs, **device_tensors}, capture_graph)

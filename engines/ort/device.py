@@ -200,22 +200,17 @@ class OrtDevice:
         nodes = compute_padded_node_count(max(len(request.positions) for request in requests))
         logit_ids = np.zeros((2, len(requests), nodes), np.int32)  # [conditional or unconditional, images, nodes]
         guidance_scales = np.ones((len(requests), nodes, 1), np.float32)
-        numbers = np.ones((2, len(requests), 1, 1), np.float32)  # temperature and top-p of each image
         for i, request in enumerate(requests):
-            count = request.nodes.shape[1]
-            last = len(request.nodes) - 1  # row of the unconditional logits; 0 without guidance
-            for guidance, row in ((0, 0), (1, last)):
-                # index in the logits of the pass, flattened to [rows * nodes_per_row, vocab_size]
-                logit_ids[guidance, i, :count] = (request.rows.start + row) * nodes_per_row + request.nodes[row]
-            sampling = request.sampling
+            count = len(request.positions)
+            # indices in the logits of the pass, flattened to [rows * nodes_per_row, vocab_size]
+            logit_ids[:, i, :count] = request.rows * nodes_per_row + request.nodes
             guidance_scales[i, :count, 0] = request.guidance_scales
-            numbers[:, i, 0, 0] = sampling.temperature or 1.0, sampling.top_p
         feeds: dict[str, Any] = {
             "conditional": logit_ids[0],
             "unconditional": logit_ids[1],
             "cfg_scale": guidance_scales,
+            **head.make_setting_inputs([request.sampling for request in requests]),
         }
-        feeds |= zip(("temperature", "top_p")[: 1 + head.has_top_p], numbers, strict=False)
         if head.add_noise:
             table = self._noise.get(head.vocab_size) or NoiseTable(self, head.vocab_size)
             self._noise[head.vocab_size] = table

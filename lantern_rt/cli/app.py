@@ -61,12 +61,13 @@ class _CliCommand(TyperCommand):
         try:
             return super().invoke(ctx)
         except LanternError as error:
-            from ..inputs import PARAMETER_NAMES
+            from ..subjects.table import PARAMETER_NAMES
 
             values = [item for value in ctx.params.values() for item in (value if isinstance(value, list) else [value])]
             if error.field in map(str, values):  # a file, which may have the name of an option
                 raise
-            options = {param.name: param.opts[-1] for param in self.params if param.param_type_name == "option"}
+            flags = [param.opts[-1] for param in self.params if param.param_type_name == "option"]
+            options = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags}
             options.pop("prompt", None)  # prompts are usually arguments
             parameter = error.field.replace("-", "_").replace(" ", "_")
             name, _ = PARAMETER_NAMES.get(parameter, (error.field, ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,10 @@ import typer
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, ProviderChoice
 from ..errors import RequestError
+from ..inputs import format_value
 from ..methods import METHODS, SAMPLING, SettableByRequest
+from ..subjects.base import Option
+from ..subjects.table import WORDS
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -35,16 +38,6 @@ PromptsOption = Annotated[
     typer.Option(
         "--prompts",
         help="Text file with one prompt per line. [default: example prompts of the bundle]",
-        rich_help_panel=SUBJECTS,
-    ),
-]
-EmbeddingsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--embeddings",
-        metavar="NPZ",
-        help="File of text embeddings for bundles that take them: array `embeddings [prompts, tokens, dim]`, padded "
-        "on the right, and array `mask [prompts, tokens]` if padding is used.",
         rich_help_panel=SUBJECTS,
     ),
 ]
@@ -109,6 +102,11 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Download a published mod
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
+FirstSeedOption = Annotated[
+    int, typer.Option("--seed", help="Seed of the first image; further images have the next seeds.")
+]
+
+
 def make_sampling_option(name: str) -> Any:
     field = SAMPLING[name]
     (metavar,) = (mark.metavar for mark in field.metadata if isinstance(mark, SettableByRequest))
@@ -121,12 +119,17 @@ def _get_sampling_option_type(name: str) -> Any:
     return next((kind for kind in (int, float) if annotation in (kind, kind | None)), str)
 
 
-# Options of `run` that are also parameters of a pipeline call, by name of the parameter.
+def _make_input_option(option: Option) -> Any:
+    name = f"--{option.name.replace('_', '-')}"
+    return Annotated[
+        option.type | None, typer.Option(name, metavar=option.metavar, help=option.help, rich_help_panel=SUBJECTS)
+    ]
+
+
+EDIT_INPUTS = ("mask", "keep_rows")  # parameters of a pipeline call that only `edit` takes
+# Options of commands that are also parameters of a pipeline call, by name of the parameter.
 REQUEST_OPTIONS: dict[str, Any] = {
-    "negative_prompt": Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Prompt that guidance leads away from.", rich_help_panel=SUBJECTS),
-    ],
+    **{words.parameter: _make_input_option(words.option) for words in WORDS.values()},
     "seed": Annotated[
         int | None,
         typer.Option(
@@ -137,6 +140,7 @@ REQUEST_OPTIONS: dict[str, Any] = {
     "num_images": Annotated[
         int | None,
         typer.Option(
+            "-n",
             "--count",
             help="Number of images per prompt; at most 1,024 in all. [default: 1]",
             rich_help_panel=SUBJECTS,
@@ -152,19 +156,50 @@ REQUEST_OPTIONS: dict[str, Any] = {
 }
 
 
-def add_request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `**options` in the signature of a command by the parameters in `REQUEST_OPTIONS`.
+def add_request_options(before: str, names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the parameter `**options` in the signature of a command by some parameters in `REQUEST_OPTIONS`.
 
-    They come before the parameter `output`, so that typer lists them there.
+    They come before the parameter `before`, so that typer lists them there.
     """
-    parameters: list[inspect.Parameter] = []
-    signature = inspect.signature(command, eval_str=True)
-    for parameter in signature.parameters.values():
-        if parameter.name == "output":
-            parameters += [parameter.replace(name=name, annotation=kind) for name, kind in REQUEST_OPTIONS.items()]
-        parameters.append(parameter)
-    vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
-    return command
+
+    def replace_signature(command: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        signature = inspect.signature(command, eval_str=True)
+        for parameter in signature.parameters.values():
+            if parameter.name == before:
+                parameters += [
+                    parameter.replace(name=name, annotation=REQUEST_OPTIONS[name], default=None) for name in names
+                ]
+            parameters.append(parameter)
+        vars(command)["__signature__"] = signature.replace(parameters=parameters[:-1])
+        return command
+
+    return replace_signature
+
+
+def split_arguments(arguments: list[str], has_input_option: bool) -> tuple[str | None, list[str]]:
+    """Split arguments such as `scenes "a red cube"` into the bundle, if there is one, and the prompts.
+
+    Args:
+        has_input_option: whether an option such as --class-id selects the images. Then a single word is the name of a
+            bundle, even if the bundle does not exist.
+
+    Raises:
+        RequestError: a prompt is not in quotes, or the name of a bundle is misspelt.
+    """
+    from ..model_names import find_model_name
+
+    bundle = find_model_name(arguments[0]) if arguments else None
+    if arguments and has_input_option and " " not in arguments[0].strip():
+        bundle = bundle or arguments[0]
+    if bundle is not None:
+        arguments = arguments[1:]
+    single = [argument for argument in arguments if " " not in argument.strip()]
+    if len(arguments) > 1 and single:
+        actual = f"the single word {format_value(single[0])} among {len(arguments)}"
+        expected = "a bundle's folder or name, then prompts in quotes"
+        raise RequestError(field="prompt", found=actual, expected=expected)
+    return bundle, arguments
 
 
 @dataclass(frozen=True)

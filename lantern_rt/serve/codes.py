@@ -48,9 +48,6 @@ class CodesRequest(GenerationRequest):
 
     EVENT_PREFIX: ClassVar[str] = "image_codes"
 
-    def make_pipeline_options(self) -> dict[str, Any]:
-        return super().make_pipeline_options() | ({} if self.image is None else {"image": self.image})
-
     def adapt_to_bundle(self, bundle: Bundle) -> Self:
         if self.image is not None and bundle.manifest.source is None:
             problem = f"model {bundle.manifest.name} takes no source image"

@@ -8,18 +8,20 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.responses import JSONResponse, Response
 
 from ..bundle.manifest import Size
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import PARAMETER_NAMES, describe_validation_error
+from ..hints import suggest_name
+from ..inputs import UNKNOWN_FIELD, describe_validation_error
 from ..methods import METHODS_BY_PARAMETER, SAMPLING, Quality
 from ..output.formats import IMAGE_FORMATS, ImageFormat
 from ..requests import choose_random_seed
-from ..text.words import ANY_WORDS
+from ..subjects.table import PARAMETER_NAMES, WORDS, list_subjects
+from ..text.words import ANY_WORDS, ANY_WORDS_SERVED
 
 if TYPE_CHECKING:
     from ..asynchronous import AsyncPipeline
@@ -28,13 +30,17 @@ if TYPE_CHECKING:
     from ..results import Ints, StreamStep
 
 MAX_PARTIAL_IMAGES = 64
-# Presets for the values of OpenAI's field `quality`.
+# Presets for the values of OpenAI's field `quality`, which may also be the name of a preset.
 _PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}
+_PRESETS |= {name: name for name in get_args(Quality)}
+# Values of the field `quality` in responses, where they differ from the request's.
+_OPENAI_QUALITIES = {"hd": "high", "standard": "auto", "strict": "high", "balanced": "medium", "fast": "low"}
 
 Event = dict[str, Any]  # one event of a stream; `type` names its kind
 
 if TYPE_CHECKING:
     SamplingFields = BaseModel
+    InputFields = BaseModel
 else:
     SamplingFields = create_model(
         "SamplingFields",
@@ -43,24 +49,26 @@ else:
             for name, field in SAMPLING.items()
         },
     )
+    InputFields = create_model(
+        "InputFields",
+        __base__=SamplingFields,
+        **{words.field: (words.json_type | None, None) for words in WORDS.values() if words.json_type},
+    )
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(InputFields):
     """Request with the fields that all endpoints share. Subclasses add fields and convert images to a response."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    prompt: str | None = None
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=10)] | None = None
     size: str | None = None
     stream: bool | None = None
-    quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
+    quality: Literal["auto", "standard", "low", "medium", "high", "hd", "strict", "balanced", "fast"] | None = None
     user: str | None = None
     # Fields that lantern-rt adds.
-    negative_prompt: str | None = None
     seed: int | None = None
-    class_id: int | None = None
     method: str | None = None
     quality_budget: Quality | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
@@ -80,10 +88,12 @@ class GenerationRequest(SamplingFields):
 
     def make_pipeline_options(self) -> dict[str, Any]:
         """Convert the fields of the request to keyword arguments of `AsyncPipeline.stream_updates`."""
+        fields = {words.parameter: getattr(self, words.field, None) for words in WORDS.values()}
+        inputs = {name: value for name, value in fields.items() if value is not None}
+        if len(list_subjects(inputs)) > 1:  # OpenAI's clients always send a prompt, which may be empty
+            inputs = {name: value for name, value in inputs.items() if value != ""}
         values = {
-            "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
-            "class_ids": self.class_id,
-            "negative_prompt": self.negative_prompt,
+            **inputs,
             "seed": self.seed,
             "num_images": self.n,
             "method": self.method,
@@ -208,7 +218,7 @@ class ImagesRequest(GenerationRequest):
         return {"b64_json": text}
 
     def make_response_fields(self, size: Size) -> dict[str, str]:
-        quality = {"hd": "high", "standard": "auto"}.get(self.quality or "auto", self.quality or "auto")
+        quality = _OPENAI_QUALITIES.get(self.quality or "auto", self.quality or "auto")
         return {"output_format": self.image_format.name, "quality": quality, "background": "opaque", "size": size.name}
 
 
@@ -224,10 +234,6 @@ class EditRequest(ImagesRequest):
     input_fidelity: Literal["low", "high"] | None = None
 
     EVENT_PREFIX: ClassVar[str] = "image_edit"
-
-    def make_pipeline_options(self) -> dict[str, Any]:
-        edit = {"image": self.image, "mask": self.mask, "keep_rows": self.keep_rows}
-        return super().make_pipeline_options() | {name: value for name, value in edit.items() if value is not None}
 
 
 class VariationRequest(EditRequest):
@@ -264,6 +270,8 @@ def parse_json_body(model_class: type[M], body: bytes) -> M:
     except ValidationError as error:
         fields: dict[str, Any] = describe_validation_error(error)
         fields["field"] = fields["field"] or "body"
+        if fields.get("problem") == UNKNOWN_FIELD:
+            fields["remedy"] = suggest_name(fields["field"], model_class.model_fields)
         raise HttpError(400, **fields) from error
 
 
@@ -362,7 +370,9 @@ class HttpError(LanternError):
         if isinstance(error, RequestError):
             _, field = PARAMETER_NAMES.get(error.field, ("", error.field))
             parts = error.remedy.split("; ")
-            remedy = "; ".join(part for part in parts if part == ANY_WORDS or "lantern-rt " not in part)
+            # Commands are for the operator, except one that serves the page with a model of any words.
+            parts = [ANY_WORDS_SERVED if part == ANY_WORDS else part for part in parts]
+            remedy = "; ".join(part for part in parts if part == ANY_WORDS_SERVED or "lantern-rt " not in part)
             converted = cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=remedy)
             converted.param = "method" if field in METHODS_BY_PARAMETER else field
             converted.suggestions = error.suggestions

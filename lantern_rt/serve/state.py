@@ -15,9 +15,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from .. import __version__
-from ..edits import BYTES_LIMIT
 from ..errors import RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
+from ..subjects.image_files import BYTES_LIMIT
 from .backend import ImageBackend
 from .metrics import Metrics
 from .protocol import GenerationRequest, HttpError, check_and_set_defaults
@@ -179,8 +179,8 @@ class ServerState:
         if name not in self.backends:
             names = ", ".join([*self.backends, *self.server_limits.aliases])
             remedy = "`serve --alias` adds names"
-            found = format_value(name)
-            raise HttpError(404, code="model_not_found", field="model", found=found, expected=names, remedy=remedy)
+            actual = format_value(name)
+            raise HttpError(404, code="model_not_found", field="model", found=actual, expected=names, remedy=remedy)
         return self.backends[name]
 
 

@@ -21,18 +21,20 @@ from pydantic import BaseModel, StrictInt, field_validator
 
 from ..errors import BundleError, RequestError
 from ..inputs import convert_read_errors, format_value, read_regular_file
+from .prompt_tokenizer import PromptTokenizer
 
 PAD = "<pad>"
 UNKNOWN = "<unk>"
 # Remedy in errors about unknown words: a published model that accepts any words, and the size of its download.
 ANY_WORDS = 'any words: `lantern-rt run janus-pro-1b "..."`, which downloads at most 4.2 GB'
+ANY_WORDS_SERVED = "any words: serve another model, as by `lantern-rt serve janus-pro-1b`"
 _WORD = re.compile(r"[^\W_]+")
 _FILE_LIMIT = 1 << 24  # Maximum size of a tokenizer file in bytes.
 _MAX_NAMED = 3  # Maximum number of unknown words in an error message.
 
 
 @dataclass(frozen=True)
-class WordTokenizer:
+class WordTokenizer(PromptTokenizer):
     """Tokenizer of prompts that have only known words. `word_ids`: id of every word and special token."""
 
     word_ids: dict[str, int]
@@ -60,9 +62,9 @@ class WordTokenizer:
     def has_id(self, token_id: int) -> bool:
         return token_id < len(self.word_ids)
 
-    def find_nearest_examples(self, prompt: object) -> list[str]:
+    def find_nearest_examples(self, prompt: str) -> list[str]:
         """Return the three example prompts that share the most words with a prompt."""
-        words = {*_WORD.findall(str(prompt).lower())}
+        words = {*_WORD.findall(prompt.lower())}
         return nlargest(
             3, self.example_prompts, key=lambda example: (len(words.intersection(example.split())), -len(example))
         )

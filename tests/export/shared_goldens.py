@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 from goldens import GUIDED_TOLERANCE, Arrays, assert_close, compute_graph_values, embed_tokens, read_manifest
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler, mix_guided_logits
 from numpy.typing import NDArray
 
 from lantern_rt import Pipeline
@@ -17,7 +17,6 @@ from lantern_rt.methods import Sampling
 from lantern_rt.prepared import compute_prefixes, load_model
 from lantern_rt.runtime.groups import GroupLayout
 from lantern_rt.runtime.likelihood import compute_sequence_logits
-from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.runtime.statistics import EngineTimer
 
 ROW_NAMES = ("cond", "uncond")  # batch rows in the names of recorded arrays
@@ -105,7 +104,7 @@ def sample_recorded_codes(logits: NDArray[np.float32], image_index: int, trace: 
     if not trace["sample"]:
         return logits.argmax(1).tolist()
     sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})
-    cumulative = compute_distribution(logits, sampling).cumsum(1)
+    cumulative = make_sampler(sampling).compute_distribution(logits).cumsum(1)
     return (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"][image_index])[:, None]).sum(1).tolist()
 
 

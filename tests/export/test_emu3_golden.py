@@ -14,7 +14,7 @@ import torch
 from checkpoint_copies import EMU3, EMU3_ORIGINAL, copy_checkpoint, copy_published_emu3
 from family_readers import read_emu3
 from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler, mix_guided_logits
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -30,9 +30,9 @@ from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_l
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
-from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.runtime.raster import RowEndLayout
-from lantern_rt.runtime.sampling import choose_codes, compute_distribution
+from lantern_rt.subjects.base import RequestContext
+from lantern_rt.subjects.negative_prompt import NegativePromptInput
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 CODES = slice(557, 653)  # token ids of the codes
@@ -59,10 +59,12 @@ def test_guided_logits_give_the_recorded_codes_and_probabilities() -> None:
         guided_logits = mix_guided_logits(logits[..., CODES], guidance)
         published_logits = published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
-            expected_codes = choose_codes(published_logits, None, sampling)
-            np.testing.assert_array_equal(choose_codes(guided_logits, None, sampling), expected_codes)
-            expected = compute_distribution(published_logits, sampling)
-            np.testing.assert_allclose(compute_distribution(guided_logits, sampling), expected, rtol=0, atol=1e-4)
+            expected_codes = make_sampler(sampling).choose(published_logits, None)[0]
+            np.testing.assert_array_equal(make_sampler(sampling).choose(guided_logits, None)[0], expected_codes)
+            expected = make_sampler(sampling).compute_distribution(published_logits)
+            np.testing.assert_allclose(
+                make_sampler(sampling).compute_distribution(guided_logits), expected, rtol=0, atol=1e-4
+            )
 
 
 def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
@@ -210,9 +212,10 @@ def test_prompts_of_recorded_runs_have_the_recorded_token_ids(
         assert [*prompt_layout.uncond, *size.tokens] == trace["unconditional_ids"]
     if trace["unconditional_ids"] is not None and trace["negative"]:
         spec = ConditionSpec(kind="tokens", prefix=2048, layout=prompt_layout)
-        (request,) = build_prompt_requests(spec, TemplateTokenizer(tokenizer), size, ["a cat"], trace["negative"])
-        assert request.token_ids is not None
-        assert request.token_ids[1].tolist() == trace["unconditional_ids"]
+        context = RequestContext(spec, TemplateTokenizer(tokenizer), size, uses_guidance=True)
+        tokens = NegativePromptInput(trace["negative"]).finish(context).row.tokens
+        assert tokens is not None
+        assert tokens.tolist() == trace["unconditional_ids"]
     assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
 
 

@@ -12,7 +12,7 @@ import torch
 from checkpoint_copies import JANUS, JANUS_CONVERTED, copy_as_shards, copy_checkpoint, copy_json
 from family_readers import read_janus
 from goldens import DATA, GUIDED_TOLERANCE, GraphRunner, assert_close, compute_graph_values, embed_tokens, load_golden
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler, mix_guided_logits
 from numpy.typing import NDArray
 from shared_goldens import list_residual_names
 
@@ -23,7 +23,6 @@ from lantern_rt.export.models import exact
 from lantern_rt.export.writer import export_model
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import convert_pixels_to_image
-from lantern_rt.runtime.sampling import compute_distribution
 
 FOLDER = DATA / "janus-deepseek"
 ARRAYS = load_golden("janus-deepseek")
@@ -123,7 +122,7 @@ def test_greedy_images_have_the_recorded_guided_logits(bundle: Path, trace: dict
     guided = mix_guided_logits(row_logits, Sampling(cfg_scale=trace["cfg_weight"]))
     assert_close(guided, ARRAYS[f"{name}_guided"], GUIDED_TOLERANCE)
     assert_close(
-        compute_distribution(guided[:4], Sampling(temperature=trace["temperature"])),
+        make_sampler(Sampling(temperature=trace["temperature"])).compute_distribution(guided[:4]),
         ARRAYS[f"{name}_first_probs"].astype(np.float64),
     )
     if f"{name}_cond" in ARRAYS:
@@ -151,7 +150,7 @@ def test_sampled_images_have_the_recorded_distributions(bundle: Path, trace: dic
         row_logits = RecordedPromptRun(bundle, get_prompt_index(trace)).compute_logits(codes)
         guided = mix_guided_logits(row_logits, Sampling(cfg_scale=trace["cfg_weight"]))
         assert_close(guided, ARRAYS[f"{name}_guided"][:, i], GUIDED_TOLERANCE)
-        distribution = compute_distribution(guided, sampling)
+        distribution = make_sampler(sampling).compute_distribution(guided)
         assert_close(distribution[:4], ARRAYS[f"{name}_first_probs"][:, i].astype(np.float64))
         cumulative = distribution.cumsum(1)
         assert (cumulative / cumulative[:, -1:] <= np.array(trace["uniform"])[:, i, None]).sum(1).tolist() == codes
@@ -183,7 +182,8 @@ def copy_with_start_token(folder: Path) -> Path:
 @pytest.mark.parametrize("adds_start", [False, True])
 def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, adds_start: bool) -> None:
     from lantern_rt.bundle.manifest import Size
-    from lantern_rt.prompts import build_prompt_requests
+    from lantern_rt.subjects.base import RequestContext
+    from lantern_rt.subjects.text import Text
     from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
     folder = copy_with_start_token(tmp_path / "janus") if adds_start else JANUS
@@ -196,9 +196,9 @@ def test_prompts_have_the_token_ids_of_the_published_processor(tmp_path: Path, a
         tokenizer = TemplateTokenizer(parse_tokenizer(model.extra_files["tokenizer"][1]), condition.layout.template)
         role_cases = [case for case in cases if ",".join(case["roles"]) == roles]
         captions = [case["caption"] for case in role_cases]
-        requests = build_prompt_requests(condition, tokenizer, Size(name="64x64", rows=4, columns=4), captions)
-        for case, request in zip(role_cases, requests, strict=True):
-            ids = [request.condition_inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
+        context = RequestContext(condition, tokenizer, Size(name="64x64", rows=4, columns=4), uses_guidance=True)
+        for case, prompt in zip(role_cases, Text.read(captions, context), strict=True):
+            ids = [prompt.prefix.cond.inputs[name][0].tolist() for name in ("token_ids", "uncond_ids")]
             assert ids == [case["prompt_ids"], case["unconditional_ids"]], case["caption"]
 
 

@@ -14,7 +14,7 @@ import torch
 from checkpoint_copies import COSMOS, SIMPLEAR, copy_checkpoint
 from family_readers import read_simplear
 from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, compute_graph_values, load_golden, read_manifest
-from guided_logits import mix_guided_logits
+from guided_logits import make_sampler
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from shared_goldens import log_softmax
@@ -26,8 +26,9 @@ from lantern_rt.export.families.simplear import NEGATIVE, TEMPLATE, list_image_s
 from lantern_rt.export.models.cosmos_vq import compute_haar_matrices
 from lantern_rt.export.models.fsq import decode_fsq_codes, quantize_fsq_latents
 from lantern_rt.methods import Sampling
-from lantern_rt.prompts import build_prompt_requests
-from lantern_rt.runtime.sampling import apply_repetition_penalty, compute_distribution
+from lantern_rt.subjects.base import RequestContext
+from lantern_rt.subjects.negative_prompt import NegativePromptInput
+from lantern_rt.subjects.text import Text
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 FOLDER = DATA / "simplear"
@@ -66,10 +67,9 @@ def compute_run_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float3
     )
     sampling = Sampling(cfg_scale=trace["cfg"], repetition_penalty=trace["repetition_penalty"])
     earlier_codes = [ids[:n] - CODES.start for n in range(len(ids))]
+    sampler = make_sampler(sampling, len(ids))
     return compute_code_log_probabilities(
-        mix_guided_logits(
-            apply_repetition_penalty(logits, [codes[codes >= 0] for codes in earlier_codes], sampling), sampling
-        )
+        sampler.guide(logits, range(len(ids)), [codes[codes >= 0] for codes in earlier_codes])
     )
 
 
@@ -87,7 +87,7 @@ def test_a_run_has_the_recorded_scores_probabilities_and_tokens(simplear_bundle:
         probabilities = ARRAYS[f"{name}_probs"][:, CODES]
         is_code_only = probabilities.sum(1) > 1 - 1e-5  # the filters removed all text tokens
         assert is_code_only.sum() == 16
-        shaped = compute_distribution(scores, Sampling(**trace["sample"]))
+        shaped = make_sampler(Sampling(**trace["sample"])).compute_distribution(scores)
         np.testing.assert_allclose(shaped[is_code_only], probabilities[is_code_only], atol=1e-4)
         ends = shaped.cumsum(1)
         uniform = np.array(trace["uniform"])[:, None]
@@ -104,11 +104,16 @@ def test_a_repetition_penalty_gives_the_recorded_logits() -> None:
         ]
     )
     earlier_codes = [ARRAYS["decode_tokens"][:n] - CODES.start for n in range(8)]
-    sampling = Sampling(cfg_scale=6, repetition_penalty=GENERATION["repetition_penalty"])
-    penalised = apply_repetition_penalty(logits[..., CODES], earlier_codes, sampling)
-    assert_close(penalised[0], ARRAYS["decode_cond_penalised"][:, CODES])
+    penalty = GENERATION["repetition_penalty"]
+    unguided, guided = (
+        make_sampler(Sampling(cfg_scale=scale, repetition_penalty=penalty), 8).guide(
+            logits[:rows, :, CODES], range(8), earlier_codes
+        )
+        for rows, scale in ((1, 1), (2, 6))
+    )
+    assert_close(unguided, ARRAYS["decode_cond_penalised"][:, CODES])
     assert_close(
-        compute_code_log_probabilities(mix_guided_logits(penalised, sampling)),
+        compute_code_log_probabilities(guided),
         compute_code_log_probabilities(ARRAYS["decode_guided_penalised"]),
         GUIDED_TOLERANCE,
     )
@@ -173,22 +178,20 @@ def test_prompts_of_all_kinds_have_the_published_token_ids(simplear_bundle: Path
     assert (NEGATIVE, bundle_manifest.sampling.cfg_scale) == (PROTOCOL["negative_generate_py"], PROTOCOL["cfg"])
     assert bundle_manifest.condition.layout == make_simplear_prompt_layout(library)
     tokenizer = TemplateTokenizer(library, TEMPLATE)
+    context = RequestContext(bundle_manifest.condition, tokenizer, bundle_manifest.size(), uses_guidance=True)
     prefix = f"<|t2i|>{TEMPLATE.removesuffix('{prompt}')}"
     for case in PROTOCOL["tokenizer_cases"]:
         text = case["text"].removesuffix("<|soi|>")
         if text.startswith(prefix):
-            (request,) = build_prompt_requests(
-                bundle_manifest.condition, tokenizer, bundle_manifest.size(), [text.removeprefix(prefix)]
-            )
-            cond, uncond = request.token_ids or ()
+            (prompt,) = Text.read(text.removeprefix(prefix), context)
+            cond, uncond = (row.tokens for row in prompt.prefix)
+            assert uncond is not None
             assert uncond.tolist() == ARRAYS["uncond_ids"].tolist()
         elif negative := text.removeprefix("<|t2i|>"):
-            (request,) = build_prompt_requests(
-                bundle_manifest.condition, tokenizer, bundle_manifest.size(), ["a fox"], negative
-            )
-            cond = (request.token_ids or ())[1]
+            cond = NegativePromptInput(negative).finish(context).row.tokens
         else:
             cond = np.array(make_simplear_prompt_layout(library, "").uncond)  # the empty prompt of training
+        assert cond is not None
         assert cond.tolist() == case["ids"]
 
 

@@ -26,6 +26,7 @@ from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
 from lantern_rt.output.formats import PNG
 from lantern_rt.output.images import attach_recipe
+from lantern_rt.subjects.class_ids import ClassId
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from lantern_rt.train.drafter.data import generate_shards
 
@@ -51,9 +52,7 @@ class ValidInputs:
         self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
             list(
-                generate_shards(
-                    pipeline, Prompts("class_ids", [3, 1]), 2, self.shards, lambda *_: None, images_per_shard=2
-                )
+                generate_shards(pipeline, Prompts(ClassId, [3, 1]), 2, self.shards, lambda *_: None, images_per_shard=2)
             )
 
     def _add_presets(self) -> None:

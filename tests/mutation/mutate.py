@@ -40,6 +40,8 @@ TESTS = {
     "runtime/noise.py": "unit/noise unit/decode",
     "runtime/passes.py": "unit/prefixes unit/decode",
     "runtime/rows.py": "unit/rows",
+    "runtime/filters.py": "unit/sampling unit/ties",
+    "runtime/sampler.py": "unit/sampling unit/ties unit/likelihood unit/batch onnxruntime/device_sampling",
     "runtime/sampling.py": "unit/sampling unit/ties",
     "runtime/batch.py": "unit/batch unit/decode unit/ties unit/rows onnxruntime/device_sampling",
     "runtime/state.py": "unit/batch unit/row_ends unit/prefixes unit/rows unit/decode",

@@ -161,10 +161,9 @@ def test_outputs_stay_valid_after_the_kv_cache_is_freed(target: OrtDeviceEngine)
 
 def test_sampled_codes_stay_valid_when_the_shape_runs_again(target: OrtDeviceEngine) -> None:
     cache = make_filled_cache(target, 0, CODES[:2], 40)
+    rows = np.array([[0, 0], [1, 1]])
     nodes = np.array([[0, 1], [0, 1]])
-    request = SamplingRequest(
-        slice(0, 2), nodes, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32)
-    )
+    request = SamplingRequest(rows, nodes, Sampling(cfg_scale=2.0), Noise(3), np.arange(2), np.full(2, 2, np.float32))
     samples = []
     for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
         logits = target.run(make_causal_pass(target, cache, tokens), cache).logits

@@ -245,7 +245,7 @@ def test_near_ties_of_several_sizes_are_decided_as_in_ar(
     load_pipeline: LoadPipeline, family: str, sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use a wide margin for near-ties, so that most steps compute the sequence again, including row ends."""
-    monkeypatch.setattr("lantern_rt.runtime.batch.compute_rounding_margin", lambda model, sampling: 3.0)
+    monkeypatch.setattr("lantern_rt.runtime.sampler.Sampler.compute_rounding_margin", lambda *_: 3.0)
     pipe = load_pipeline(family)
     step_queue = queue.Queue[tuple[int, StreamStep | BaseException]]()
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}

@@ -24,7 +24,7 @@ from playwright.sync_api import Page, Route, expect
 from running_server import GENERATIONS, RunningServer, wait_until
 
 from lantern_rt import open_bundle
-from lantern_rt.text.words import ANY_WORDS
+from lantern_rt.text.words import ANY_WORDS_SERVED
 
 pytestmark = BROWSER_MARKS
 
@@ -140,7 +140,7 @@ def test_a_prompt_with_an_unknown_word_shows_the_error_of_the_server_and_suggest
     error = response.value.json()["error"]
     expect(page.locator("#error")).to_have_text(error["message"].partition("; ")[0])
     expect(page.locator("#error")).to_contain_text("dragon")
-    expect(page.locator("#any-words")).to_have_text(ANY_WORDS)
+    expect(page.locator("#any-words")).to_have_text(ANY_WORDS_SERVED)
     expect(page.locator("#draw")).to_be_enabled()
     assert page.locator("#suggestions button").all_inner_texts() == error["suggestions"]
     page.click("#suggestions button >> nth=1")

@@ -10,8 +10,8 @@ import lantern_rt
 LAYERS = (
     ("errors", "version"),
     ("hints", "inputs", "methods", "options"),
-    ("runtime", "bundle", "text", "output"),
-    ("completion", "engines", "edits", "sources", "requests", "prompts"),
+    ("runtime", "bundle", "text", "subjects", "output"),
+    ("completion", "engines", "requests"),
     ("export",),
     ("memory", "results", "prepared", "service_request", "shared_batches", "sharing", "published", "model_names"),
     ("pipeline",),

@@ -1,7 +1,8 @@
-"""Methods that a user registers, and sampling settings that are declared once, work in Python, commands and HTTP."""
+"""What is added once (methods, sampling settings, inputs) works in Python, on the command line and over HTTP."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from lantern_rt import Pipeline, RequestError, register_method
 from lantern_rt.cli.app import app
 from lantern_rt.completion import list_supported_methods
 from lantern_rt.methods import METHODS, METHODS_BY_PARAMETER, SAMPLING, Autoregressive, MethodConfig, Sampling
-from lantern_rt.options import GenerationOptions
+from lantern_rt.options import GenerationOptions, Options
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.drafters import DRAFTERS
 
@@ -64,12 +65,57 @@ SOURCE_CHANGES = {
         ),
     ],
     "lantern_rt/options.py": [("    top_k: int | None", "    gain: float | None\n    top_k: int | None")],
-    "lantern_rt/runtime/sampling.py": [
+    "lantern_rt/runtime/sampler.py": [
         (
-            "    return logits if sampling.temperature in",
-            """    logits = logits if sampling.gain is None else logits * np.float32(sampling.gain)
-    return logits if sampling.temperature in""",
+            "        temperature = self.sampling.temperature",
+            """        logits = logits if self.sampling.gain is None else logits * np.float32(self.sampling.gain)
+        temperature = self.sampling.temperature""",
         )
+    ],
+}
+# These changes add the input `place`, a text whose row replaces the conditional row.
+INPUT_CHANGES = {
+    "lantern_rt/subjects/place.py": [
+        (
+            "",
+            """from dataclasses import dataclass
+from .base import Option, Part, PartInput, Row, Words
+from .text import make_text_prefix
+
+
+@dataclass
+class Place(Part):
+    text: str
+    row: Row
+
+    def change_prefix(self, prefix):
+        return prefix._replace(cond=self.row)
+
+    @property
+    def record(self):
+        return {"place": self.text}
+
+
+@dataclass
+class PlaceInput(PartInput):
+    words = (Words("place", "place", "place", Option("place", str, "TEXT", "Place."), json_type=str),)
+    text: str
+
+    @classmethod
+    def read(cls, inputs, manifest):
+        return cls(inputs["place"])
+
+    def finish(self, context):
+        return Place(self.text, make_text_prefix(self.text, "place", context).cond)
+""",
+        )
+    ],
+    "lantern_rt/subjects/table.py": [
+        ("from .embeddings import Embedding\n", "from .embeddings import Embedding\nfrom .place import PlaceInput\n"),
+        ("(NegativePromptInput, ", "(PlaceInput, NegativePromptInput, "),
+    ],
+    "lantern_rt/options.py": [
+        ("    negative_prompt: str | None", "    place: str | None\n    negative_prompt: str | None")
     ],
 }
 GAIN_PROGRAM = """
@@ -90,6 +136,26 @@ assert run_program([*command, "red cube", "--seed=1", "--gain=0.25", "--output=a
 assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
 assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
 assert run_program([*command, "red cube", "--gain=0", "--output=c.png"]) == 2
+"""
+
+TOY_INPUT_PROGRAM = """
+import sys
+from pathlib import Path
+from lantern_rt import Pipeline
+from lantern_rt.cli.main import run_program
+from lantern_rt.serve.protocol import ImagesRequest
+
+bundle = sys.argv[1]
+pipe = Pipeline.from_bundle(bundle, threads=1)
+body = ImagesRequest.model_validate_json('{"prompt": "red cube", "seed": 1, "place": "green sphere", "cfg_scale": 1}')
+result = pipe(**body.make_pipeline_options())
+assert result.codes[0].tolist() == pipe("green sphere", seed=1, cfg_scale=1).codes[0].tolist()
+assert result.images[0].info["place"] == "green sphere"
+command = ["run", "--threads", "1", bundle]
+assert run_program([*command, "red cube", "--seed=1", "--place=green sphere", "--output=a.png"]) == 0
+assert run_program([*command, "--from", "a.png", "--output", "b.png"]) == 0
+assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+assert run_program([*command, "red cube", "--place=a purple one", "--output=c.png"]) == 2
 """
 
 
@@ -204,6 +270,15 @@ def test_options_have_the_types_of_the_sampling_settings() -> None:
     assert {name: eval(written[name], names) for name in SAMPLING} == declared
 
 
+def test_editors_and_notebooks_complete_the_options_of_a_call() -> None:
+    for function, options in (
+        (Pipeline.__call__, Options),
+        (Pipeline.stream, Options),
+        (Pipeline.edit, GenerationOptions),
+    ):
+        assert options.__annotations__.keys() <= inspect.signature(function).parameters.keys()
+
+
 def test_command_line_and_http_accept_every_sampling_setting() -> None:
     protocol = pytest.importorskip("lantern_rt.serve.protocol", reason="needs the extra `serve`")
     with get_command(app).make_context("lantern-rt", ["run"]) as context:
@@ -212,7 +287,7 @@ def test_command_line_and_http_accept_every_sampling_setting() -> None:
     for name, field in SAMPLING.items():
         assert help_texts[name].startswith(field.description)
         assert protocol.ImagesRequest.model_fields[name].description == field.description
-    body = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
+    body = {"temperature": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 2.0, "cfg_tokens": "50%"}
     assert protocol.ImagesRequest.model_validate(body).make_pipeline_options() == body
 
 
@@ -223,18 +298,32 @@ def test_the_runtime_reads_every_sampling_setting() -> None:
     assert [name for name in SAMPLING if f"sampling.{read_as.get(name, name)}" not in source] == []
 
 
-def test_a_setting_changes_three_files(words_bundle: Path, tmp_path: Path) -> None:
-    for folder in ("lantern_rt", "runtime", "engines"):
-        copy = tmp_path / "lantern_rt" / folder.removeprefix("lantern_rt")
-        shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
-    for name, changes in SOURCE_CHANGES.items():
+def run_with_changes(folder: Path, source_changes: dict[str, list[tuple[str, str]]], program: str, bundle: Path) -> str:
+    """Run a program with a copy of the package in which some files are changed; return what it writes to stderr."""
+    for package in ("lantern_rt", "runtime", "engines"):
+        copy = folder / "lantern_rt" / package.removeprefix("lantern_rt")
+        shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.onnx*"))
+    for name, changes in source_changes.items():
         for old_text, new_text in changes:
-            text = (tmp_path / name).read_text("utf-8")
+            text = (folder / name).read_text("utf-8") if (folder / name).exists() else ""
             assert text.count(old_text) == 1
-            (tmp_path / name).write_text(text.replace(old_text, new_text), "utf-8")
-    command = [sys.executable, "-c", GAIN_PROGRAM, str(words_bundle)]
+            (folder / name).write_text(text.replace(old_text, new_text), "utf-8")
     process = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+        [sys.executable, "-c", program, str(bundle)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
-    assert "--gain: found 0.0" in process.stderr
+    return process.stderr
+
+
+def test_a_setting_changes_three_files(words_bundle: Path, tmp_path: Path) -> None:
+    errors = run_with_changes(tmp_path, SOURCE_CHANGES, GAIN_PROGRAM, words_bundle)
+    assert "--gain: found 0.0" in errors
+
+
+def test_an_input_changes_two_files_beside_its_own(words_bundle: Path, tmp_path: Path) -> None:
+    errors = run_with_changes(tmp_path, INPUT_CHANGES, TOY_INPUT_PROGRAM, words_bundle)
+    assert "--place: found unknown word" in errors

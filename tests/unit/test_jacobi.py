@@ -36,8 +36,9 @@ from lantern_rt.runtime.drafting import CommittedTokens
 from lantern_rt.runtime.head_drafter import DraftHeadState
 from lantern_rt.runtime.heads import DraftHeads, draft_head_shapes
 from lantern_rt.runtime.jacobi import JacobiWindow
+from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.raster import RasterLayout, TwoGridLayout
-from lantern_rt.runtime.sampling import compute_distribution
+from lantern_rt.runtime.sampler import Sampler
 from lantern_rt.runtime.state import ImageSequence
 from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTreeShape
@@ -63,16 +64,16 @@ def patch_choices(script: Script, patch: pytest.MonkeyPatch) -> None:
         position = int(target.next_code_indices[node])
         return int(script.choose_below(position, float(target.distribution(node)[1])))
 
-    def perturb_logits(
-        state: DraftHeadState, position: int, logits: NDArray[np.float32], add_noise: bool = True
+    def score(
+        sampler: Sampler, logits: NDArray[np.float32], code_index: int, noise: Noise | None
     ) -> NDArray[np.float64]:
-        q = compute_distribution(logits, state.sequence.plan.sampling)
-        chooses_second = [script.choose_below(position, float(row[1])) if add_noise else row[1] > row[0] for row in q]
+        q = sampler.compute_distribution(logits)
+        chooses_second = [script.choose_below(code_index, float(row[1])) if noise else row[1] > row[0] for row in q]
         return np.where(q > 0, np.array([[not is_second, is_second] for is_second in chooses_second], float), -np.inf)
 
     for name in ("choose_token", "choose_token_without_recompute"):
         patch.setattr(TargetOutput, name, choose_token)
-    patch.setattr(DraftHeadState, "perturb_logits", perturb_logits)
+    patch.setattr(Sampler, "score", score)
     patch.setattr(TargetOutput, "acceptance_rng", lambda target, node: script)
     patch.setattr(acceptance, "sample_code", script.sample_code)
 

@@ -13,9 +13,9 @@ from tiny_bundle import CAPTION, NUM_NEIGHBORS, PREFIX, make_tiny_bundle
 from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import METHODS, Eagle, MethodConfig, SpeculativeJacobi
-from lantern_rt.prompts import load_bundle_tokenizer
 from lantern_rt.requests import Request, check_request, resolve_settings
 from lantern_rt.runtime.drafters import count_draft_nodes
+from lantern_rt.text.tokenizers import load_bundle_tokenizer
 
 NAN = float("nan")
 INF = float("inf")
@@ -29,7 +29,7 @@ class RequestChecker:
         self.tokenizer = load_bundle_tokenizer(self.bundle)
 
     def __call__(self, prompts: Any = None, **request: Any) -> Request:
-        return check_request(self.bundle.manifest, self.tokenizer, prompts, **request)
+        return check_request(self.bundle.manifest, self.tokenizer, {"prompts": prompts, **request})
 
     def method(self, **options: Any) -> Any:
         return resolve_settings(self.bundle.manifest, options).method
@@ -178,8 +178,8 @@ def test_pytorch_tensors_are_accepted_as_embeddings(
     (image,) = embeddings_checker(
         embeddings=(tensor.requires_grad_(gradients and tensor.is_floating_point()), mask)
     ).images
-    for name, value in expected.condition_inputs.items():
-        np.testing.assert_array_equal(image.condition_inputs[name], value)
+    for name, value in expected.prefix.cond.inputs.items():
+        np.testing.assert_array_equal(image.prefix.cond.inputs[name], value)
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse", "complex", "list", "nested"])
@@ -299,10 +299,17 @@ def test_a_request_may_describe_the_shape_of_the_draft_tree(words_checker: Reque
 
 
 def test_an_unknown_keyword_argument_suggests_another(words_checker: RequestChecker) -> None:
-    with pytest.raises(TypeError, match="'qualty'; did you mean 'quality'"):
+    with pytest.raises(TypeError, match="'qualty'; did you mean quality"):
         words_checker("red cube", qualty="fast")
-    with pytest.raises(TypeError, match="'prompt'; did you mean 'prompts'"):
-        words_checker(prompt="red cube")
+    with pytest.raises(TypeError, match="'generator'; use seed"):
+        words_checker("red cube", generator=3)
+
+
+def test_the_parameter_prompt_is_the_same_as_prompts(words_checker: RequestChecker) -> None:
+    images, same = (words_checker(**{name: ["red", "green"]}).images for name in ("prompt", "prompts"))
+    assert [image.subject.label for image in images] == [image.subject.label for image in same] == ["red", "green"]
+    with pytest.raises(RequestError, match="prompt: given together with prompts; give one of them"):
+        words_checker("red", prompt="red")
 
 
 def test_omitted_options_have_the_defaults_of_the_bundle(words_checker: RequestChecker) -> None:

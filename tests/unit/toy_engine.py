@@ -433,6 +433,7 @@ class ToyNodes:
 
     tree_structure: TreeStructure
     next_code_indices: Sequence[int]
+    sampled_nodes: Sequence[int] | None = None
 
     def preceding_codes(self, node: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)

@@ -84,8 +84,7 @@ def generate_shards(
         size = image_sizes[index % len(image_sizes)]
         source = describe_shard_source(manifest, size)
         request = prompts.request(index, images_per_shard, FIRST_SEED)
-        is_embeddings = prompts.input_kind == "embeddings"
-        labels = list(range(images_per_shard)) if is_embeddings else list(request[prompts.input_kind])
+        labels = [image.subject.name(i) for i, image in enumerate(pipeline.check(**request).images)]
         if os.path.lexists(path):
             shard = Shard(path)
             if shard.source != source or shard.prompts != labels:
