@@ -26,7 +26,6 @@ def build_engines(
     output: Path,
     force: bool,
     progress: Progress,
-    dry_run: bool = False,
 ) -> tuple[EngineManifest, list[str]]:
     """Build a TensorRT engine for every graph that the backend supports, and write an engine folder.
 
@@ -37,7 +36,6 @@ def build_engines(
         output: path of the engine folder to write.
         force: whether to replace an existing engine folder.
         progress: progress callback.
-        dry_run: whether to write only the ONNX graphs, without TensorRT or a GPU.
 
     Returns:
         Contents of `engine.json`, and shell commands with which a user can rebuild an engine and check its outputs.
@@ -50,12 +48,12 @@ def build_engines(
     backend = options.backend
     gpu = None if backend == RTX else find_gpu()  # TensorRT-RTX builds for compute capabilities, not for a GPU model
     check_matmul_support(bundle, backend)
-    capabilities = options.compute_capabilities if dry_run else choose_compute_capabilities(options)
+    capabilities = choose_compute_capabilities(options)
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend]
     command += ["--max-rows", str(options.max_rows), "--max-nodes", str(options.max_nodes)]
     for name in options.compute_capabilities:
         command += ["--compute-capability", name]
-    version = "none" if dry_run else str(import_library(backend).__version__)
+    version = str(import_library(backend).__version__)
     check_new_folder(output, force, ENGINE_FILE)
     with write_folder_atomically(output, force, ENGINE_FILE) as folder:
         graphs: dict[str, BuiltEngine] = {}
@@ -67,8 +65,6 @@ def build_engines(
             if inputs is None:  # no engine: ONNX Runtime runs this graph on the CPU
                 continue
             lines += format_build_commands(backend, bundle, role, inputs, capabilities, output)
-            if dry_run:
-                continue
             graph = folder / f"{role}.onnx"
             engine = build_engine_file(backend, graph, inputs, capabilities, progress)
             graphs[role] = BuiltEngine(

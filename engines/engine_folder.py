@@ -56,7 +56,7 @@ class EngineManifest(FrozenModel):
     format_version: str  # version of the format of engine folders, `FORMAT_VERSION`
     # Library that runs the engines, `tensorrt` or `tensorrt-rtx`.
     backend: Annotated[str, Field(pattern=f"^({'|'.join(BACKENDS)})$")]
-    builder_version: str  # version of the library that built the engines; `none` after a dry run
+    builder_version: str  # version of the library that built the engines
     compute_capabilities: tuple[str, ...]  # compute capabilities of the GPUs that can run the engines, such as `SM89`
     # Name of the only GPU model that can run the engines; None: any GPU with a listed compute capability.
     gpu: str | None
@@ -65,7 +65,7 @@ class EngineManifest(FrozenModel):
     bundle_sha256: Hash
     command: tuple[str, ...]  # arguments of the command that rebuilds the folder, without `--output`
     built: str  # time of the build, in ISO 8601
-    graphs: dict[str, BuiltEngine]  # engines by role of the graph, such as `target`; empty after a dry run
+    graphs: dict[str, BuiltEngine]  # engines by role of the graph, such as `target`
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from shared_goldens import ROW_NAMES, log_softmax, mix_guided
+from tiny_graphs import write_graph
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
@@ -27,7 +28,6 @@ from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.families.common import list_grid_shapes
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
 from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_layout
-from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
 from lantern_rt.prompts import build_prompt_requests
@@ -132,7 +132,9 @@ def get_contents(model: BundleContents) -> tuple[Any, ...]:
 def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
     """Write the ONNX files of a model and return their contents by file name."""
     folder.mkdir()
-    return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
+    for graph in model.graphs:
+        write_graph(graph, folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # ---------------------------------------------------------------- layouts

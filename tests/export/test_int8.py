@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_models import CONFIG, make_target, randomise_norms
+from tiny_graphs import write_graph
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.cli.main import run_program
@@ -50,7 +51,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def session(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = make_graph_file(graph, "int8").write(tmp_path_factory.mktemp("int8") / "target.onnx")[0]
+    path = write_graph(graph, tmp_path_factory.mktemp("int8"), "int8")
     onnx.checker.check_model(path)
     return load_session(path, 2, "cpu")
 
@@ -142,7 +143,7 @@ def test_a_path_of_a_tree_has_exactly_the_logits_of_a_sequence(
 
 
 def test_every_weight_is_an_input_of_exactly_one_matmul(graph: Graph, tmp_path: Path) -> None:
-    nodes = onnx.load(make_graph_file(graph, "int8").write(tmp_path / "target.onnx")[0]).graph.node
+    nodes = onnx.load(write_graph(graph, tmp_path, "int8")).graph.node
     weights = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear" and "weight" in node.output[0]}
     multiplied_weights = [node.input[1] for node in nodes if node.op_type == "MatMul" and node.input[1] in weights]
     assert len(multiplied_weights) == len(weights) > CONFIG.num_layers
@@ -153,7 +154,7 @@ def test_onnx_runtime_runs_at_most_90_operations_per_layer(graph: Graph, tmp_pat
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3  # no warning that the file is only for this processor
-    onnxruntime.InferenceSession(make_graph_file(graph, "int8").write(tmp_path / "target.onnx")[0], options)
+    onnxruntime.InferenceSession(write_graph(graph, tmp_path, "int8"), options)
     outside_layers = 16  # embeddings, output head, and transposes of inputs and outputs
     assert len(onnx.load(tmp_path / "optimised.onnx").graph.node) <= 90 * CONFIG.num_layers + outside_layers
 
@@ -173,7 +174,7 @@ def test_logits_of_wide_heads_do_not_depend_on_masked_nodes(width: int, tmp_path
     )
     with torch.no_grad():
         dict(target.module.named_parameters())["layers.0.attention.qkv.weight"] *= 8
-    session = load_session(make_graph_file(target, "int8").write(tmp_path / "target.onnx")[0], 2, "cpu")
+    session = load_session(write_graph(target, tmp_path, "int8"), 2, "cpu")
     embeds = np.random.default_rng(0).standard_normal((2, NODES, 2 * width), dtype=np.float32)
     expected = compute_chain_logits(session, embeds, [2])
     for num_masked in (64, 100, 190):

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_models import save_t5
+from tiny_graphs import write_graph
 
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.conditions import CaptionCondition, make_text_condition
-from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.verify import check_graph_parity
 
@@ -69,7 +69,7 @@ def test_prefixes_of_prompts_equal_those_of_llamagen(tmp_path: Path) -> None:
     encoder = save_t5(tmp_path / "t5")
     condition = make_caption_condition(120, 32)
     graph = make_text_condition(read_text_encoder(tmp_path / "t5", 32).encoder, b"", condition).graph
-    path = write_graph(graph, tmp_path)[0]
+    path = write_graph(graph, tmp_path)
     ids, mask = make_prompts([1, 7, 64, 119, 120], 120, 50)
     outputs = GraphFileSession(path).run(pad_left(ids, mask))
     expected = compute_published_prefixes(encoder, condition, ids, mask)
@@ -122,7 +122,7 @@ def test_prefixes_of_t5_encoders_of_any_size_are_equal(
     )
     condition = make_caption_condition(prefix, width)
     graph = make_text_condition(read_text_encoder(folder, width).encoder, b"", condition).graph
-    path = write_graph(graph, folder)[0]
+    path = write_graph(graph, folder)
     assert check_graph_parity(graph, path) < 1e-4
     ids, mask = make_prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
     expected = compute_published_prefixes(encoder, condition, ids, mask)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from host_tensorrt import HostTensorRT, write_engine_file
 from numpy.typing import NDArray
+from tiny_graphs import write_graph
 from toy_distributions import compute_naive_distribution
 from toy_engine import ToyModel, make_model, make_prompt
 
@@ -25,7 +26,7 @@ from lantern_rt.engines.trt import builder
 from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
-from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
 from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 from lantern_rt.methods import Sampling

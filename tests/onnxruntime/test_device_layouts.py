@@ -13,13 +13,13 @@ import onnxruntime
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from tiny_graphs import TINY_CONFIG
+from tiny_graphs import TINY_CONFIG, write_graph
 from tiny_rig import make_drafter_spec, make_target_spec
 
 from lantern_rt.engines.device_graph import make_device_graph
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.export import compare
-from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, convert_to_float16, make_target_graph
 from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
@@ -120,7 +120,7 @@ def test_a_bfloat16_graph_agrees_up_to_rounding(
 ) -> None:
     """Compare with ONNX's reference evaluator, as ONNX Runtime supports bfloat16 only on GPUs."""
     graph = replace(make_graph(config, is_drafter), compute_type="bfloat16")
-    (path,) = write_graph(graph, tmp_path, weight_precision)
+    path = write_graph(graph, tmp_path, weight_precision)
     spec = (make_drafter_spec if is_drafter else make_target_spec)(config)
     device_graph = make_device_graph(path, spec, is_drafter, "bfloat16", capacity=CAPACITY)
     arrays = dict(graph.test_cases["tree"])
@@ -145,7 +145,7 @@ def test_any_order_of_cache_columns_gives_the_modules_outputs(
 ) -> None:
     is_float16 = attention == "MultiHeadAttention"
     graph = convert_to_float16(make_graph(config, is_drafter)) if is_float16 else make_graph(config, is_drafter)
-    (path,) = write_graph(graph, tmp_path)
+    path = write_graph(graph, tmp_path)
     device_graphs = []
 
     def record_graph(*arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import catch_error, expect_error
-from tiny_graphs import TINY_CONFIG, make_tiny_drafter
+from tiny_graphs import TINY_CONFIG, make_tiny_drafter, write_graph
 from tiny_rig import SINGLE_THREAD, WIDE_CONFIG, DecoderHarness, assert_close, make_drafter_spec, make_target_spec
 
 from lantern_rt.engines.decoder_tensors import find_kv_dtype
@@ -19,7 +19,6 @@ from lantern_rt.engines.kv_cache import COLUMN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.eagle import make_drafter_graph
 from lantern_rt.runtime.engine import PassInput
 

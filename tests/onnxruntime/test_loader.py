@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import catch_error, expect_error
-from tiny_graphs import TINY_CONFIG, ClassEmbedding, TinyImageDecoder, export_graph, make_tiny_drafter
+from tiny_graphs import TINY_CONFIG, ClassEmbedding, TinyImageDecoder, export_graph, make_tiny_drafter, write_graph
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
@@ -21,7 +21,7 @@ from lantern_rt.engines.contracts import TensorSpec
 from lantern_rt.engines.graph_writer import GraphWriter
 from lantern_rt.engines.loader import BundleEngines
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import make_drafter_graph
 

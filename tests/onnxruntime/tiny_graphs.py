@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lantern_rt.export.graph.graphs import Graph, make_graph_file
+from lantern_rt.export.graph.precision import StorageRule
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter
 
@@ -24,6 +26,12 @@ TINY_CONFIG = DecoderConfig(
     prefix=4,
     prefix_rotation="identity",
 )
+
+
+def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") -> Path:
+    path = folder / f"{graph.role}.onnx"
+    make_graph_file(graph, storage_rule).write(path)
+    return path
 
 
 def make_tiny_drafter(config: DecoderConfig = TINY_CONFIG) -> EagleDrafter:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from host_tensorrt import HostTensorRT, write_engine_file
+from tiny_graphs import write_graph
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import make_device_graph
@@ -18,7 +19,7 @@ from lantern_rt.engines.profiles import ShapeProfile, count_profile_columns
 from lantern_rt.engines.trt.builder import make_shape_bounds
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.executable import TensorRTExecutable
-from lantern_rt.export.graph.graphs import make_target_graph, write_graph
+from lantern_rt.export.graph.graphs import make_target_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
 from lantern_rt.runtime.engine import PassInput, PassOutput
 

@@ -40,8 +40,9 @@ def write_decoder(
 ) -> tuple[Path, DecoderSpec | DrafterSpec]:
     """Write the graph of a random decoder with the widths of LlamaGen-XL; return its path and description."""
     import torch
+    from tiny_graphs import write_graph
 
-    from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph, write_graph
+    from lantern_rt.export.graph.graphs import convert_to_float16, make_target_graph
     from lantern_rt.export.models.decoder import Decoder, DecoderConfig, get_decoder_spec_fields
     from lantern_rt.export.models.eagle import EagleDrafter, make_drafter_graph
 
@@ -59,7 +60,7 @@ def write_decoder(
     written_graph: Any = (
         convert_to_float16(graph) if compute_dtype == "float16" else replace(graph, compute_type=compute_dtype)
     )
-    (path, *_) = write_graph(written_graph, folder, weight_precision)  # type: ignore[arg-type]
+    path = write_graph(written_graph, folder, weight_precision)  # type: ignore[arg-type]
     return path, spec
 
 
