@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
+from guided_logits import mix_guided_logits
 from numpy.typing import NDArray
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.graph.graphs import HIDDEN
+from lantern_rt.methods import Sampling
 
 Arrays = dict[str, NDArray[Any]]
 TOLERANCE = 1e-4  # largest absolute difference of float32 values
 GUIDED_TOLERANCE = 3e-4  # larger, since guidance multiplies the difference of two rows by the guidance scale
 DATA = Path(__file__).parent.parent / "data"
+ROW_NAMES = ("cond", "uncond")  # batch rows in the names of recorded arrays
 
 
 def load_golden(folder: str) -> Arrays:
@@ -38,6 +39,18 @@ def assert_close(values: np.ndarray, expected: np.ndarray, tolerance: float = TO
     np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance, strict=True)
 
 
+def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return log-probabilities over the last axis; -inf stays -inf."""
+    scores64 = scores.astype(np.float64)
+    total = np.log(np.exp(scores64 - scores64.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    return (scores64 - scores64.max(-1, keepdims=True) - total).astype(np.float32)
+
+
+def mix_guided(logits: NDArray[np.float32], scale: float = 3.0) -> NDArray[np.float32]:
+    """Return guided logits `[tokens, codes]` of conditional and unconditional logits `[2, tokens, codes]`."""
+    return mix_guided_logits(logits, Sampling(cfg_scale=scale))
+
+
 def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
     """Compute the embeddings of token ids, `[rows, tokens, width]`, with the condition graph of a bundle.
 
@@ -48,20 +61,6 @@ def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
     out = GraphFileSession(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
     np.testing.assert_array_equal(out["uncond_embeds"], out["prefix_embeds"][:, :1])
     return out["prefix_embeds"]
-
-
-def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
-    """Run a graph without optimizations; return the named outputs and inner values, in the order of `names`."""
-    model = onnx.load(path)
-    for name in names:
-        if name not in {value.name for value in model.graph.output}:
-            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    # Other optimization levels crash if the KV cache is empty.
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return list(session.run(names, feeds))
 
 
 class GraphRunner:
@@ -154,8 +153,8 @@ class PromptRunner:
             for run, row_positions in zip(self.row_runs, positions, strict=True)
         ]
 
-
-def mix_guidance_rows(logits: NDArray[np.float32], scale: float) -> NDArray[np.float32]:
-    """Return guided logits: `uncond + scale * (cond - uncond)`."""
-    cond, uncond = np.split(logits, 2)
-    return uncond + np.float32(scale) * (cond - uncond)
+    def compute_logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits `[rows, tokens, codes]` from which each of the tokens after the prompt is predicted."""
+        last_logits = [output["logits"][:, -1:] for output in self.outputs]
+        logits = [output["logits"] for output in self.step(np.array(ids[:-1], np.int64))]
+        return np.concatenate([np.concatenate(last_logits), np.concatenate(logits)], 1)

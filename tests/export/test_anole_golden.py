@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, VQGAN, copy_as_shards, copy_checkpoint
+from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, VQGAN, copy_checkpoint
 from family_readers import read_anole, read_lumina
 from goldens import DATA, Arrays, GraphRunner, assert_close, embed_tokens, load_golden
 from numpy.typing import NDArray
@@ -99,38 +99,7 @@ def test_the_drafter_has_the_recorded_outputs_keys_and_values(anole_bundle: Path
         assert_close(cache[is_real_token], drafter[f"fwd_{part}s"].transpose(0, 2, 1, 3)[is_real_token])
 
 
-def test_the_target_outputs_the_drafters_recorded_hidden_states(anole_bundle: Path, drafter: Arrays) -> None:
-    ids = drafter["token_ids"]
-    is_real_token, visible = make_padding_masks(drafter["prompt_mask"], ids.shape[1])
-    embeds = embed_tokens(anole_bundle, ids)
-    out = GraphRunner(anole_bundle, rows=2).step(visible, positions=drafter["target_position_ids"], input_embeds=embeds)
-    assert_close(out["hidden_states"][is_real_token], drafter["target_hidden"][is_real_token])
-
-
 PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_text())
-
-
-def test_shards_give_the_weights_and_sources_of_all_files(tmp_path: Path) -> None:
-    model = read_anole(ANOLE, VQGAN)
-    sharded_model = read_anole(copy_as_shards(ANOLE, tmp_path / "shards"), VQGAN)
-    for graph, sharded_graph in zip(model.graphs, sharded_model.graphs, strict=True):
-        for name, weight in graph.module.state_dict().items():
-            assert torch.equal(weight, sharded_graph.module.state_dict()[name])
-    assert torch.equal(model.code_embeddings, sharded_model.code_embeddings)
-    roles = ["target_config", "target_tokenizer", "target_index", *["target"] * 3]
-    assert [role for role, _ in sharded_model.sources if role.startswith("target")] == roles
-
-
-def test_the_output_head_has_only_rows_of_image_tokens() -> None:
-    model = read_anole(ANOLE, VQGAN)
-    weights = load_file(ANOLE / "model.safetensors")
-    assert torch.equal(
-        model.graphs[0].module.state_dict()["head.weight"], weights["lm_head.weight"][4:132]
-    )  # ids of codes
-    assert torch.equal(model.code_embeddings, weights["model.embed_tokens.weight"][4:132])
-    layout = model.manifest_fields["condition"].layout
-    assert layout is not None
-    assert (layout.before, layout.after, layout.uncond) == ((0,), (140, 133), (0, 133))
 
 
 def test_the_grid_size_is_read_from_the_yaml_or_is_an_argument(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from lantern_rt import Pipeline
 from lantern_rt.export.compare import GraphFileSession
 from lantern_rt.export.families.common_lumina import list_patch_grids
-from lantern_rt.export.models.llamagen_vq import VQDecoder, VQEncoder
-from lantern_rt.export.models.movqgan import read_movqgan
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.guidance import Guidance
 from lantern_rt.runtime.raster import RowEndLayout
@@ -47,8 +45,7 @@ def test_guided_scores_of_every_code_equal_the_recorded_scores(lumina2_bundle: P
     size_tokens = 0 if trace["name"] == "i2i" else 3  # begin of image and image size, without guidance
     uncond = trace["unconditional_prefix"]
     runs = PromptRunner(lumina2_bundle, [*trace["prompt_ids"], *ids[:size_tokens]], uncond)
-    last_logits = [output["logits"][:, -1:] for output in runs.outputs]
-    logits = np.concatenate([last_logits, [out["logits"] for out in runs.step(np.array(ids[size_tokens:-1]))]], 2)[:, 0]
+    logits = runs.compute_logits(ids[size_tokens:])
     name = f"{trace['name']}_code_scores"
     expected = ARRAYS[name] if name in ARRAYS else ARRAYS[f"{trace['name']}_scores"][size_tokens:, CODES]
     layout = RowEndLayout(np.size(trace["codes"]), trace["latent"][1], row_end=1)
@@ -129,29 +126,6 @@ def test_row_ends_are_where_the_published_program_puts_them(shape: tuple[int, in
     row_end, end_of_image = (PROTOCOL["tokens"][name]["official"] for name in ("<reserved08799>", "<eoss>"))
     layout = RowEndLayout(16 * rows * columns, 4 * columns, row_end=row_end)
     assert [*layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist(), row_end, end_of_image] == official
-
-
-def test_layers_of_the_image_tokenizer_have_recorded_outputs() -> None:
-    vq, _ = read_movqgan(FOLDER / "movqgan/270M")
-    blocks = vq.decoder.conv_blocks
-    modules: dict[str, Any] = {"spatial_norm": vq.decoder.mid[0].norm1, "mid": vq.decoder.mid[2]}
-    modules |= {"up3_block0": blocks[0].res[0], "up3_attn0": blocks[0].attn[0]}
-    modules |= {"up3": blocks[0].upsample, "up2": blocks[1].upsample}
-    modules |= {"enc_down2": vq.encoder.conv_blocks[2].downsample, "enc_mid": vq.encoder.mid[2]}
-    modules |= {"encoder_out": vq.encoder.conv_out}
-    for name, module in modules.items():
-        module.register_forward_hook(lambda _, __, out, name=name: assert_close(out[0].numpy(), ARRAYS[f"vq_{name}"]))
-    with torch.inference_mode():
-        decoded = VQDecoder(vq, None)(torch.from_numpy(ARRAYS["vq_codes"])[None])
-        VQEncoder(vq)(torch.from_numpy(convert_to_pixels(ARRAYS["vq_image_uint8"])))
-    assert_close(decoded[0].numpy(), ARRAYS["vq_decoded"])
-
-
-def test_the_rotary_table_equals_the_recorded_table() -> None:
-    decoder = read_lumina2(FOLDER / "model", FOLDER / "movqgan/270M", grid=8).graphs[0].module
-    for i, name in enumerate(("cos", "sin")):
-        half = decoder.rope[: len(ARRAYS[f"rotary_{name}"]), :, i].numpy()
-        assert_close(np.concatenate([half, half], 1), ARRAYS[f"rotary_{name}"])
 
 
 def test_a_preserved_half_encodes_to_the_recorded_codes(lumina2_bundle: Path) -> None:

@@ -17,7 +17,10 @@ from checkpoint_copies import (
     ANOLE_DRAFTER,
     C2I,
     DRAFTER,
+    EMU35,
+    EMU35_VQ,
     GLM_IMAGE,
+    JANUS,
     LUMINA2,
     MOVQGAN,
     T2I,
@@ -38,6 +41,7 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
+from lantern_rt.export.families import emu35
 from lantern_rt.export.verify import compare_top_tokens, measure_kl_divergence
 
 # Checkpoints of the small bundles, in the order in which `verify` lists the sources of a bundle.
@@ -93,6 +97,18 @@ def test_verify_passes_with_the_checkpoints_of_the_export(c2i_bundle: Path, prog
     for name in ("logits", "prefix_embeds", "images", "pre_quant", "new_key_values.2.value"):
         assert name in out
     assert "comparing target.onnx" in err
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-safe", "int8", "int8-weights", "int4-weights"])
+@pytest.mark.parametrize("files", [[JANUS], [EMU35, EMU35_VQ]], ids=["janus", "emu35"])
+def test_verify_passes_for_every_precision_of_a_family(
+    monkeypatch: pytest.MonkeyPatch, program: Any, files: list[Path], precision: str
+) -> None:
+    monkeypatch.setattr(emu35, "SIZES", ((4, 5), (5, 3)))
+    options = [word for pair in zip(("--target", "--vq"), files, strict=False) for word in pair]
+    code, _, err = program("export", *options, "--precision", precision, "--output", "bundle")
+    assert code == 0, err
+    assert run_verify(program, "bundle", *files)[1] == set()
 
 
 def test_verify_finds_the_checkpoints_in_a_folder_by_their_names(
