@@ -120,13 +120,6 @@ def test_image_sizes_of_lumina_mgpt_equal_the_published_sizes(pixels: int) -> No
     assert square.tokens == (8197, 8804 + pixels // 32, 8804 + pixels // 32)
 
 
-def test_default_settings_of_lumina_equal_the_published_settings() -> None:
-    sampling = read_lumina(LUMINA, VQGAN, grid=4).manifest_fields["sampling"]
-    # The guidance scale is from Lumina-mGPT's solver, top-k for images is from LANTERN.
-    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg"], 2000)
-    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
-
-
 def test_a_drafters_norm_with_a_single_row_applies_to_every_head(tmp_path: Path) -> None:
     def repeat_norms(repeats: int) -> Callable[[dict[str, torch.Tensor]], None]:
         """Return a function that replaces each norm's weight by copies of its first row."""

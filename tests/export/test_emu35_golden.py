@@ -32,7 +32,6 @@ from lantern_rt.export.families import emu35
 from lantern_rt.export.model import BundleContents
 from lantern_rt.methods import Sampling
 from lantern_rt.prompts import build_prompt_requests
-from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.runtime.sampling import compute_distribution
 from lantern_rt.text.tokenizers import TemplateTokenizer, parse_tokenizer
 
@@ -160,15 +159,3 @@ def test_sizes_and_default_settings_equal_the_published_values(tmp_path: Path) -
     assert manifest_fields["sampling"] == Sampling(
         cfg_scale=defaults["cfg"], top_k=defaults["sampling_params"]["image_top_k"]
     )
-
-
-@pytest.mark.parametrize("name", ["41x97", "55x73"])
-def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
-    forced = ARRAYS[f"official_forced_{name}"]
-    rows, columns = map(int, name.split("x"))
-    row_end = PROTOCOL["tokens"]["eol"]["official"]
-    layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    forced_tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()  # -1 is a code
-    start = forced.tolist().index(PROTOCOL["tokens"]["img"]["official"]) + 1
-    expected = forced.tolist()[start : start + len(forced_tokens) + 1]
-    assert [*forced_tokens, PROTOCOL["tokens"]["eoi"]["official"]] == expected

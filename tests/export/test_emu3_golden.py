@@ -22,12 +22,10 @@ from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
 from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
-from lantern_rt.export.families.common import list_grid_shapes
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, make_emu3_prompt_layout
+from lantern_rt.export.families.emu3 import SUFFIX, make_emu3_prompt_layout
 from lantern_rt.export.model import BundleContents
 from lantern_rt.prompts import build_prompt_requests
-from lantern_rt.runtime.raster import RowEndLayout
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 CODES = slice(557, 653)  # token ids of the codes
@@ -114,28 +112,6 @@ def test_omitted_configuration_fields_have_the_usual_defaults(tmp_path: Path) ->
     )
     rope = [read_emu3(checkpoint, grid=4).graphs[0].module.rope for checkpoint in (folder, EMU3)]
     assert torch.equal(*rope)
-
-
-def test_sizes_and_default_settings_equal_the_published_values() -> None:
-    ratios = PROTOCOL["sizes_for_image_area_518400"]
-    assert list_grid_shapes(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
-    sampling = read_emu3(EMU3, grid=4).manifest_fields["sampling"]
-    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg_default"], PROTOCOL["top_k_default"])
-    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
-    assert [PROTOCOL[name] for name in ("negative_default", "positive_suffix")] == [NEGATIVE, SUFFIX]
-
-
-@pytest.mark.parametrize("name", ["90x90", "68x120"])
-def test_row_ends_are_where_the_published_program_forces_them(name: str) -> None:
-    forced = ARRAYS[f"official_forced_{name}"]
-    rows, columns = map(int, name.split("x"))
-    assert (rows, columns) in list_grid_shapes(PROTOCOL["image_area_default"], 8)
-    row_end = PROTOCOL["tokens"]["eol"]["official"]
-    layout = RowEndLayout(rows * columns, columns, row_end=row_end)
-    tokens = layout.insert_row_ends(np.full(layout.num_codes, -1)).tolist()
-    tokens.append(row_end)  # the layout omits the last row end, since no code follows
-    assert tokens == forced[: rows * (columns + 1)].tolist()
-    assert (forced[len(tokens) :] >= 0).all()
 
 
 # ---------------------------------------------------------------- prompts

@@ -154,10 +154,6 @@ def test_sampled_first_codes_have_the_recorded_probabilities() -> None:
     np.testing.assert_allclose(probabilities, ARRAYS["sample_first_probs"], rtol=0, atol=1e-4)
 
 
-def test_default_sampling_settings_equal_the_generation_config(bundle: Path) -> None:
-    assert read_manifest(bundle).sampling == Sampling(temperature=0.9, top_p=0.75)
-
-
 def copy_with_edit(folder: Path, part: str, name: str, edit: Any) -> Path:
     """Copy the checkpoint, edit a JSON file and return the folder of the copy."""
     shutil.copytree(FOLDER, folder / "glm")
