@@ -230,7 +230,7 @@ def test_shards_without_an_index_give_the_same_transformer(tmp_path: Path, names
     )
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
 def test_a_file_from_fsdp_may_have_prefixes_before_names(tmp_path: Path, prefix: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
