@@ -32,7 +32,6 @@ RECORDED_STEPS = 9  # enough to record and replay forward passes with both outpu
 
 @pytest.fixture(scope="module")
 def device_sessions() -> Iterator[list[GraphSession]]:
-    """Return a list that collects every graph session that the tests of this module open on the device."""
     sessions: list[GraphSession] = []
     initialize = GraphSession.__init__
 

@@ -87,12 +87,7 @@ def edit(
     without: str = "",
     **fields: Any,
 ) -> Reader:
-    """Return a reader of a family's checkpoint with the changes of `copy_checkpoint`.
-
-    Args:
-        files: function that edits the text of a file, by name.
-        without: name of a file to remove.
-    """
+    """Return a reader of an edited copy of a checkpoint; `files` edits texts by file name, `without` removes a file."""
 
     def read(folder: Path) -> None:
         target = shutil.copytree(source, folder / "target")
@@ -145,8 +140,6 @@ def edit_groups(
 
 
 def read_groups_with_code(family: str) -> Reader:
-    """Return a reader of a training checkpoint that holds a pickled function."""
-
     def read(folder: Path) -> None:
         content = torch.load(GROUP_MODELS[family], weights_only=True)
         torch.save({**content, "scheduler": print}, folder / "target.pt")

@@ -23,10 +23,7 @@ ROW_NAMES = ("cond", "uncond")  # batch rows in the names of recorded arrays
 
 
 def load_golden(folder: str) -> Arrays:
-    """Load the recorded arrays of a folder in `tests/data`, by name.
-
-    The recorded logits of text tokens are NaN where no test reads them.
-    """
+    """Load the recorded arrays of a folder by name; logits of text tokens are NaN where no test reads them."""
     with np.load(DATA / folder / "golden.npz") as file:
         return dict(file)
 
@@ -52,11 +49,7 @@ def mix_guided(logits: NDArray[np.float32], scale: float = 3.0) -> NDArray[np.fl
 
 
 def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
-    """Compute the embeddings of token ids, `[rows, tokens, width]`, with the condition graph of a bundle.
-
-    Args:
-        ids: token ids, `[tokens]` or `[rows, tokens]`.
-    """
+    """Compute the embeddings of token ids `[tokens]` or `[rows, tokens]` with the condition graph of a bundle."""
     tokens = np.atleast_2d(np.array(ids, np.int64))
     out = GraphFileSession(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
     np.testing.assert_array_equal(out["uncond_embeds"], out["prefix_embeds"][:, :1])
@@ -64,10 +57,7 @@ def embed_tokens(bundle: Path, ids: Any) -> NDArray[np.float32]:
 
 
 class GraphRunner:
-    """Runner of a decoder graph, with a KV cache that grows with every forward pass.
-
-    A node is a token of a forward pass: a token of the sequence or of a draft tree.
-    """
+    """Runner of a decoder graph, with a KV cache that grows with every forward pass."""
 
     def __init__(self, bundle: Path, role: str = "target", rows: int = 1) -> None:
         spec = getattr(read_manifest(bundle), role)
@@ -79,7 +69,6 @@ class GraphRunner:
 
     @property
     def length(self) -> int:
-        """Number of nodes in the KV cache."""
         return self.visible_nodes.shape[1]
 
     def step(
@@ -89,15 +78,7 @@ class GraphRunner:
         positions: NDArray[Any] | None = None,
         **inputs: NDArray[Any],
     ) -> Arrays:
-        """Run new nodes, append all of them to the KV cache and return the outputs of the graph.
-
-        Args:
-            visible: attention mask among the new nodes, `[nodes, nodes]` or `[rows, nodes, nodes]`, true where the
-                first node attends to the second node; causal by default.
-            visible_later: true for the new nodes that nodes of later passes attend to, a bool or `[rows, nodes]`.
-            positions: position ids, `[nodes]` or `[rows, nodes]`; consecutive by default.
-            **inputs: other inputs of the graph, `[rows, nodes, ...]`.
-        """
+        """Run new nodes and append them to the KV cache; masks are true where the first node attends to the second."""
         nodes = next(iter(inputs.values())).shape[1]
         new_mask = np.tri(nodes, dtype=bool) if visible is None else visible
         past_mask = np.broadcast_to(self.visible_nodes[:, None], (self.rows, nodes, self.length))
@@ -140,12 +121,7 @@ class PromptRunner:
         ]
 
     def step(self, tokens: NDArray[np.int64], depth: NDArray[np.int64] | None = None, **visible: Any) -> list[Arrays]:
-        """Run tokens in all rows; return the outputs of each row.
-
-        Args:
-            tokens: token ids, int64 `[nodes]`.
-            depth: depths of the nodes in a draft tree, int64 `[nodes]`; None for consecutive tokens.
-        """
+        """Run tokens in all rows; return the outputs of each row."""
         embeds = embed_tokens(self.bundle, tokens) if len(self.table) == 0 else self.table[tokens][None]
         positions = [None if depth is None else run.length + depth for run in self.row_runs]
         return [

@@ -134,7 +134,6 @@ class EmptyCacheHost:
         return [path.name for path in self.cache.glob("*")]
 
     def make_command(self, *arguments: object) -> list[str]:
-        """Return the arguments for Python that run `lantern-rt` with `arguments`."""
         return ["-c", PROGRAM, json.dumps(self.missing_modules), str(self.folder / "models.json"), *map(str, arguments)]
 
     def __call__(self, *arguments: object, hub: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -38,14 +38,7 @@ def drafter() -> Arrays:
 
 
 def make_padding_masks(mask: NDArray[np.uint8], length: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Make masks of padded prompts and the tokens after them.
-
-    Args:
-        mask: true for the tokens of the prompts that are not padding, `[rows, prompt tokens]`.
-
-    Returns:
-        True for tokens that are not padding, `[rows, length]`, and the attention mask `[rows, length, length]`.
-    """
+    """Return which tokens `[rows, length]` are no padding, and the attention mask `[rows, length, length]`."""
     is_real_token = np.ones((len(mask), length), bool)
     is_real_token[:, : mask.shape[1]] = mask > 0
     return is_real_token, np.tri(length, dtype=bool) & is_real_token[:, None] | np.eye(length, dtype=bool)
@@ -122,7 +115,6 @@ def test_image_sizes_of_lumina_mgpt_equal_the_published_sizes(pixels: int) -> No
 
 def test_a_drafters_norm_with_a_single_row_applies_to_every_head(tmp_path: Path) -> None:
     def repeat_norms(repeats: int) -> Callable[[dict[str, torch.Tensor]], None]:
-        """Return a function that replaces each norm's weight by copies of its first row."""
         return lambda weights: weights.update(
             {name: weight[:1].repeat(repeats, 1) for name, weight in weights.items() if "_norm." in name}
         )

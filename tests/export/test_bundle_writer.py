@@ -36,8 +36,6 @@ VQ = DATA / "llamagen-vq/vq_tiny.pt"
 
 
 class LookupTable(nn.Module):
-    """Module that returns rows of a random table."""
-
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(16, *shape))
@@ -59,7 +57,6 @@ class ConditionModule(nn.Module):
 
 
 def make_model() -> BundleContents:
-    """Make the contents of a bundle with three small graphs of random weights."""
     torch.manual_seed(0)
     decoder = Decoder(CONFIG).eval()
     table = torch.randn(16, 8)

@@ -63,7 +63,6 @@ class GoldenFamily:
         return arrays
 
     def start_prompt(self) -> PromptRunner:
-        """Run the recorded conditional and unconditional prompt; return the runner for the tokens after the prompts."""
         first_code = None if self.row_end >= 0 else self.codes.start
         return PromptRunner(self.bundle, self.arrays["cond_ids"], self.arrays["uncond_ids"], first_code)
 

@@ -106,9 +106,7 @@ def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["*", "model-[0-9].safetensors", ".hidden", "a/b", "a\\b", "a b", "-rf", "", "..", 7]
-)
+@pytest.mark.parametrize("name", ["*", "model-[0-9].safetensors", ".hidden", "a/b", "a\\b", "a b", "-rf", "", "..", 7])
 def test_an_index_with_an_invalid_file_name_is_rejected(tmp_path: Path, name: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"x": "model-1.safetensors", "y": name}}))

@@ -65,7 +65,6 @@ def read_image_ids(trace: dict[str, Any]) -> list[int]:
 
 
 def compute_guided_logits(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
-    """Return the guided logits `[codes, codebook size]` of every code of a recorded run."""
     ids = read_image_ids(trace)
     text = trace["generated_ids"][: trace["image_starts_at"]]
     start = ids.index(554) + 1  # 554 is the token before the first code

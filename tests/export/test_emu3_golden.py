@@ -52,7 +52,6 @@ PROTOCOL = json.loads((DATA / "emu3/protocol.json").read_text())
 
 @pytest.fixture(scope="module")
 def original_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write the checkpoint in BAAI's layout; return the folders of the decoder and of the image tokenizer."""
     return copy_published_emu3(tmp_path_factory.mktemp("published"))
 
 
@@ -64,7 +63,6 @@ def tokenizers(original_folders: tuple[Path, Path]) -> dict[str, Tokenizer]:
 
 
 def get_contents(model: BundleContents) -> tuple[Any, ...]:
-    """Return manifest fields, code embeddings, codebook, and the bytes of weights by graph and name."""
     weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
     weight_bytes = {(role, name): compute_deferred_tensor(weight).numpy().tobytes() for role, name, weight in weights}
     code_embeddings = compute_deferred_tensor(model.code_embeddings).tolist()
@@ -72,7 +70,6 @@ def get_contents(model: BundleContents) -> tuple[Any, ...]:
 
 
 def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
-    """Write the ONNX files of a model and return their contents by file name."""
     folder.mkdir()
     for graph in model.graphs:
         write_graph(graph, folder)
@@ -148,11 +145,7 @@ def test_tokenizers_of_both_layouts_give_the_recorded_token_ids(
 
 
 def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Encode a piece of text as tiktoken does: repeatedly merge the pair of neighbours with the lowest rank.
-
-    Returns:
-        The token ids. Of pairs with equal ranks, the first is merged first.
-    """
+    """Encode a piece of text as tiktoken does: merge the neighbours of the lowest rank until none is left."""
     if piece in ranks:
         return [ranks[piece]]
     tokens = [piece[i : i + 1] for i in range(len(piece))]
@@ -164,7 +157,6 @@ def merge_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tokenizer_and_ranks() -> tuple[Tokenizer, dict[bytes, int]]:
-    """Convert Emu3's tiktoken file; return the tokenizer, and the ranks in the file by token."""
     lines = (EMU3_ORIGINAL / "emu3.tiktoken").read_text().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
     return Tokenizer.from_buffer(convert_tiktoken(EMU3_ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks

@@ -35,7 +35,6 @@ def bundle(tmp_path: Path) -> Iterator[Bundle]:
 
 
 def make_bundle_fields(bundle: Bundle) -> dict[str, Any]:
-    """Return the entry of a finished bundle in the table of published models."""
     size = sum(map(len, REPOSITORIES[REPOSITORY].values()))
     return {"reference": f"hf:{REPOSITORY}@{COMMIT}", "digest": bundle.digest, "download_bytes": size}
 

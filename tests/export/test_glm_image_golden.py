@@ -54,8 +54,6 @@ def get_first_position(bundle: Path, run: str) -> int:
 
 
 class RecordedRun:
-    """Runner of a recorded run's prompt and of codes after it, at the positions for the run's image size."""
-
     def __init__(self, bundle: Path, run: str) -> None:
         ids = np.array(TRACES[run]["prompt_ids"])
         self.bundle = bundle
@@ -64,12 +62,7 @@ class RecordedRun:
         self.prefill = self.step(ids)
 
     def step(self, ids: Any, depth: Any = None, **visible: Any) -> dict[str, NDArray[Any]]:
-        """Run tokens after all previous tokens and return the outputs of the target's graph.
-
-        Args:
-            ids: token ids, `[nodes]`.
-            depth: depths of the nodes in a draft tree, `[nodes]`; None for consecutive tokens.
-        """
+        """Run tokens after all previous tokens and return the outputs of the target's graph."""
         depths = np.arange(len(ids)) if depth is None else depth
         positions = self.first_prompt_position + self.graph_run.length + depths
         return self.graph_run.step(input_embeds=embed_tokens(self.bundle, ids), positions=positions, **visible)
@@ -103,7 +96,6 @@ def test_a_tree_across_the_small_grids_end_has_recorded_outputs(bundle: Path) ->
 
 
 def check_tree(run: RecordedRun, name: str) -> None:
-    """Run a recorded draft tree, named by the prefix of the arrays, and compare the outputs."""
     visible = ARRAYS[f"{name}_mask"] > 0
     out = run.step(ARRAYS[f"{name}_tokens"], ARRAYS[f"{name}_depth"], visible=visible)
     np.testing.assert_allclose(out["logits"][0], ARRAYS[f"{name}_logits"][:, CODES], **TOLERANCE)
@@ -155,7 +147,6 @@ def test_sampled_first_codes_have_the_recorded_probabilities() -> None:
 
 
 def copy_with_edit(folder: Path, part: str, name: str, edit: Any) -> Path:
-    """Copy the checkpoint, edit a JSON file and return the folder of the copy."""
     shutil.copytree(FOLDER, folder / "glm")
     path = folder / "glm" / part / name
     content = json.loads(path.read_text())

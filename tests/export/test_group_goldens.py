@@ -105,7 +105,6 @@ OpenPipe = Callable[[GroupFamily, str, int], Pipeline]
 
 
 def list_prompts(family: GroupFamily, trace: Trace) -> list[dict[str, Any]]:
-    """Return the prompt of each image of a recorded run, as arguments of the pipeline."""
     if "class_ids" in trace:
         return [{"class_ids": class_id} for class_id in trace["class_ids"]]
     arrays = family.arrays
@@ -147,7 +146,6 @@ def mix_guided(logits: NDArray[np.float32], trace: Trace) -> NDArray[np.float32]
 
 
 def sample_codes(logits: NDArray[np.float32], image: int, trace: Trace) -> list[int]:
-    """Sample codes with the random numbers of a recorded run."""
     if not trace["sample"]:
         return logits.argmax(1).tolist()
     sampling = Sampling(**{field: trace[field] for field in ("temperature", "top_k", "top_p")})

@@ -72,11 +72,7 @@ UNUSUAL_TENSORS: dict[str, Callable[[], Any]] = {
 
 
 def copy_torchscript(path: Path, data_pickle: bytes | None = None, compression: int = zipfile.ZIP_STORED) -> None:
-    """Copy the valid TorchScript archive `JIT` with changes.
-
-    Args:
-        data_pickle: pickle that replaces `data.pkl`, which describes the module; None leaves the original.
-    """
+    """Copy the valid TorchScript archive `JIT` with changes."""
     with zipfile.ZipFile(JIT) as source, zipfile.ZipFile(path, "w", compression) as copy:
         for name in source.namelist():
             copy.writestr(name, data_pickle if data_pickle and name.endswith("/data.pkl") else source.read(name))
@@ -109,8 +105,6 @@ def write_archive(path: Path, content: bytes, name: str = "data.pkl") -> None:
 
 
 class CommandPickle:
-    """Object whose pickle runs a command when loaded."""
-
     def __reduce__(self) -> Any:
         return os.system, ("true",)
 
@@ -158,7 +152,6 @@ def test_a_damaged_or_malicious_file_is_rejected(tmp_path: Path, name: str) -> N
 
 
 def save_checkpoint(path: Path, content: Any, **options: Any) -> Path:
-    """Save an object with `torch.save` and without warnings; return the path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.save(content() if callable(content) else content, path, **options)

@@ -83,8 +83,6 @@ def endpoint() -> Iterator[str]:
 
 
 class FetchResults:
-    """Results of fetching checkpoints from the hub, and then from the same cache without the hub."""
-
     known_references: ClassVar = [
         "hf:owner/target",
         "hf:owner/target@v1",
@@ -340,8 +338,6 @@ def test_fetching_a_local_path_returns_the_path_unchanged(tmp_path: Path) -> Non
 
 
 class HubCommandLine:
-    """Command line `lantern-rt` that uses the hub and a cache in a folder."""
-
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.endpoint = endpoint
         self.folder = folder

@@ -63,13 +63,7 @@ def embeds() -> Floats:
 def run_pass(
     session: Any, embeds: Floats, positions: Any, new_mask: NDArray[np.bool_], past: Past, num_masked: int = 1
 ) -> dict[str, Floats]:
-    """Run a forward pass and return the outputs by name.
-
-    Args:
-        embeds: embeddings of the nodes, `[rows, nodes, width]`.
-        positions: position ids, one for all nodes or `[nodes]`.
-        new_mask: true where the first node attends to the second node, `[nodes, nodes]`.
-    """
+    """Run a forward pass and return the outputs by name."""
     rows, nodes = embeds.shape[:2]
     num_past = len(next(iter(past.values())))
     mask = np.zeros((rows, 1, nodes, num_past + nodes), np.float32)
@@ -87,11 +81,7 @@ def make_masked_past(session: Any, num_masked: int = 1) -> Past:
 
 
 def compute_chain_logits(session: Any, embeds: Floats, sizes: list[int], num_masked: int = 1) -> Floats:
-    """Return the logits `[rows, nodes, codes]` of a sequence, run in several forward passes.
-
-    Args:
-        embeds: embeddings of the sequence, `[rows, nodes, width]`.
-    """
+    """Return the logits `[rows, nodes, codes]` of a sequence, run in several forward passes."""
     past = make_masked_past(session, num_masked)
     num_done = 0
     logits = list[Floats]()
@@ -236,7 +226,6 @@ def scale_down_residuals(weights: Weights) -> None:
 
 
 def make_image_decoder(family: str) -> Graph:
-    """Make the graph of the image decoder of a family: `llamagen`, `chameleon` or `emu3`."""
     if family == "emu3":
         graphs = read_emu3(EMU3, grid=4).graphs
     else:
@@ -245,7 +234,6 @@ def make_image_decoder(family: str) -> Graph:
 
 
 def compute_graph_values(path: Path, names: list[str], feeds: dict[str, Any]) -> Any:
-    """Run a graph without optimizations; return inner values."""
     model = onnx.load(path)
     for name in names:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))

@@ -89,7 +89,6 @@ GRAPHS |= {name: build_drafter_graph(*arguments) for name, arguments in DRAFTER_
 
 
 def measure_layout_difference(graph: Graph, folder: Path, rule: StorageRule = "fp32") -> float:
-    """Return the largest output difference between the file layout and the device layout."""
     path = write_graph(graph, folder, rule)
     file_session = GraphFileSession(path, low_memory=True)
     device_session = DeviceGraphSession(graph, path, low_memory=True)

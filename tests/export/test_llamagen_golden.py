@@ -27,8 +27,6 @@ def compute_prefix_embeddings(bundle: Path, **inputs: NDArray[np.generic]) -> ND
 
 
 class TargetRun:
-    """Run of a target graph, which starts with the prefill, and the recorded arrays for comparison."""
-
     def __init__(
         self, bundle: Path, folder: str, lantern: bool = False, guided: bool = True, masked: bool = True
     ) -> None:
@@ -49,7 +47,6 @@ class TargetRun:
         )
 
     def run_tokens(self, tokens: np.ndarray, **options: np.ndarray) -> Arrays:
-        """Run a forward pass over tokens `[images, nodes]` in all batch rows; `options` go to `GraphRunner.step`."""
         return self.run.step(input_embeds=self.codes[np.tile(tokens, (self.rows_per_image, 1))], **options)
 
     def predict_recorded_tokens(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -62,11 +59,7 @@ class TargetRun:
 
 
 def make_prefix_mask(is_real: np.ndarray, lantern: bool) -> np.ndarray:
-    """Return the attention mask `[rows, nodes, nodes]` of prefixes, true where a node attends to a node.
-
-    Args:
-        is_real: false at padding, `[rows, nodes]`.
-    """
+    """Return the attention mask `[rows, nodes, nodes]` of prefixes."""
     causal = np.tri(is_real.shape[1], dtype=bool)
     if lantern:
         return np.where(is_real[:, :, None], causal & is_real[:, None], causal | is_real[:, None])
@@ -83,7 +76,6 @@ def mix_guidance_rows(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @pytest.fixture(scope="module", params=["c2i", "t2i"])
 def official_bundle(request: pytest.FixtureRequest) -> tuple[Path, str]:
-    """Return a bundle of an official checkpoint, and the folder of its recorded arrays."""
     return request.getfixturevalue(f"{request.param}_bundle"), f"llamagen-{request.param}"
 
 

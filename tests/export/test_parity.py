@@ -30,7 +30,6 @@ from lantern_rt.export.verify import check_graph_parity, choose_tolerance
 
 @st.composite
 def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
-    """Draw the sizes and options of a small decoder."""
     num_kv_heads = draw(st.integers(1, 3))
     heads = num_kv_heads * draw(st.integers(1, 3))
     width = heads * 4 * draw(st.integers(1, 4))
@@ -112,7 +111,6 @@ def test_the_tolerance_is_32_times_the_modules_rounding_error() -> None:
 
 @st.composite
 def vq_configs(draw: st.DrawFn) -> VQTokenizerConfig:
-    """Draw the sizes and options of a small image tokenizer."""
     widths = tuple(draw(st.lists(st.sampled_from([32, 64]), min_size=1, max_size=2)))
     return VQTokenizerConfig(
         num_codes=draw(st.integers(2, 40)),

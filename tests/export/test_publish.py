@@ -26,7 +26,6 @@ MISSING_MODULES = ["torch", "onnx", "safetensors", "transformers"]
 
 @pytest.fixture(autouse=True)
 def restore_repositories() -> Iterator[None]:
-    """Remove the repositories that a test adds to the fake hub."""
     repositories = dict(REPOSITORIES)
     yield
     REPOSITORIES.clear()
@@ -34,13 +33,11 @@ def restore_repositories() -> Iterator[None]:
 
 
 def run_publish(host: EmptyCacheHost, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `deploy/publish.py` on a host, with a token of the hub."""
     options = ("--table", host.folder / "models.json", "--work", host.folder / "work", *arguments)
     return run(host.hub, host.folder / "home", "deploy/publish.py", "owner", *map(str, options), HF_TOKEN="hf_token")
 
 
 def read_table_row(host: EmptyCacheHost, name: str = NAME) -> dict[str, Any]:
-    """Return the row of a published model in the host's table of models."""
     table: dict[str, dict[str, Any]] = json.loads((host.folder / "models.json").read_text("utf-8"))
     return table[name]
 

@@ -46,7 +46,6 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def list_llamagen_sources(target: str) -> ExportSources:
-    """Return the checkpoints and export options for a small model of PAR or NAR."""
     path = DATA / target
     return {"target": path, "config": path.with_name("config.json"), "vq": DATA / "llamagen-vq/vq_tiny.pt"}, {}
 
@@ -84,7 +83,6 @@ def test_threads_and_vector_instructions_change_no_byte(tmp_path: Path, family: 
 
 
 def export_llamagen(output: Path) -> dict[str, bytes]:
-    """Export a small LlamaGen in int8 within this process, and return the bytes of its files."""
     sources, options = SOURCES["llamagen"](output)
     model = read_family_checkpoints("llamagen", {name: str(path) for name, path in sources.items()} | options)
     export_model(model, output, name="same", precisions=parse_precisions(target="int8"))

@@ -109,8 +109,6 @@ def measure_export_memory(folder: Path, rule: StorageRule) -> int:
 
 
 class SimilarWeights(nn.Module):
-    """Module with several weights of the same shape; the embedding table and the head share a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = (nn.Linear(8, 8, bias=False) for _ in range(3))

@@ -25,7 +25,6 @@ transformers = pytest.importorskip("transformers")
 
 
 def make_caption_condition(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
-    """Return a random projection of text embeddings to prefixes."""
     torch.manual_seed(1)
     return CaptionCondition(
         torch.randn(width, caption_dim) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_dim)
@@ -35,15 +34,7 @@ def make_caption_condition(prefix: int, caption_dim: int, width: int = 16) -> Ca
 def compute_published_prefixes(
     encoder: Any, condition: CaptionCondition, ids: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Compute prefixes as LlamaGen does: encode, roll the padding to the left, zero the padding, project.
-
-    Args:
-        ids: token ids with padding on the right, `[rows, positions]`.
-        mask: 1 at tokens and 0 at padding, `[rows, positions]`.
-
-    Returns:
-        Prefix embeddings, `[rows, positions, width]`.
-    """
+    """Compute prefixes as LlamaGen does: encode, roll the padding to the left, zero it, project."""
     with torch.no_grad():
         states = encoder(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state
         rolled = torch.stack(
@@ -60,7 +51,6 @@ def pad_left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def make_prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return random token ids with padding on the right, and the mask of the tokens, both `[prompts, prefix]`."""
     mask = (np.arange(prefix) < np.array(lengths)[:, None]).astype(np.int64)
     return np.random.default_rng(0).integers(1, vocabulary, size=mask.shape) * mask, mask
 

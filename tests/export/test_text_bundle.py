@@ -66,11 +66,7 @@ def test_the_manifest_has_the_text_condition_and_its_sources(bundle: Path, encod
 def compute_published_embeddings(
     encoder: tuple[Path, Any], prompt: str, num_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute text embeddings as LlamaGen's T5 wrapper does, with the classes of `transformers`.
-
-    Returns:
-        Embeddings `[1, positions, width]`, and the mask of the tokens `[1, positions]`.
-    """
+    """Compute text embeddings and their mask as LlamaGen's T5 wrapper does, with the classes of `transformers`."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(encoder[0] / "tokenizer.json"), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )

@@ -53,11 +53,7 @@ TABLES = {"code_embeddings", "neighbors", "tokenizer"}
 
 
 def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
-    """Run `verify --json`.
-
-    Returns:
-        The report, and the pairs of graph and tensor that failed.
-    """
+    """Run `verify --json`; return the report, and the pairs of graph and tensor that failed."""
     code, out, err = program("verify", *arguments, "--json")
     report = json.loads(out)
     assert code == (0 if report["passed"] else 2), err
@@ -66,8 +62,6 @@ def run_verify(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tu
 
 @pytest.fixture(scope="module")
 def rounded_bundle(export_once: Any) -> Path:
-    """Return a text-conditional bundle whose target and drafter are stored in int8."""
-
     def export(output: Path) -> None:
         files = ["--target", T2I, "--vq", VQ, "--config", config_path(T2I), "--drafter", DRAFTER, "--output", output]
         assert run_program(["export", *map(str, files), "--precision", "int8-weights"]) == 0
@@ -134,12 +128,7 @@ def test_verify_detects_a_changed_output_head_of_anole(anole_bundle: Path, tmp_p
 def check_changes(
     program: Any, bundle: Any, files: list[Path], folder: Path, part: str, weight: str, base: Edit
 ) -> None:
-    """Check that `verify` finds a changed weight, another base of positions, and a shard with another's content.
-
-    Args:
-        files: checkpoints; the model is in the folder `part` of the first.
-        base: sets the base of positions in the configuration to 500.
-    """
+    """Check that `verify` finds a changed weight, another base of positions, and a shard with another's content."""
     target, *others = files
     changed = shutil.copytree(target, folder / "changed")
     copy_checkpoint(target / part, changed / part, lambda w: w[weight].mul_(1.5))

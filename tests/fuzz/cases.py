@@ -36,8 +36,6 @@ Case = list[str] | Callable[[], object]  # arguments of a command line, or a fun
 
 
 class ValidInputs:
-    """A collection of valid inputs of every kind, whose copies the cases damage."""
-
     def __init__(self, folder: Path, trained: Path) -> None:
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
         self._add_presets()
@@ -88,10 +86,7 @@ def make_manifest_case(valid_inputs: ValidInputs, folder: Path, rng: random.Rand
 
 
 def make_external_data_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> Case:
-    """Make a graph file with an unusual name that refers to external data which the manifest does not list.
-
-    The returned function checks that opening the bundle raises a `LanternError`.
-    """
+    """Make a graph file that refers to external data which the manifest does not list; opening it must fail."""
     bundle = Path(shutil.copytree(valid_inputs.bundle, folder / "damaged"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     role = rng.choice(GRAPHS[:4])
@@ -292,11 +287,7 @@ def check_case(kind: str, seed: int, valid_inputs: ValidInputs, capture: pytest.
 
 
 def run_case(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Run a case; return the exit code and all output.
-
-    If a function raises a `LanternError`, the exit code is 2 and the message is part of the output. Other exceptions
-    are raised.
-    """
+    """Run a case; return the exit code, 2 for a `LanternError`, and all output."""
 
     def raise_timeout(*_: object) -> None:
         raise AssertionError(f"still running after {MAX_SECONDS} seconds: {case}")

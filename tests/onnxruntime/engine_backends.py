@@ -59,8 +59,6 @@ PROFILES = (
 
 
 class SmallModel:
-    """Graph files of a small target and drafter with random weights, and the distribution of the target's images."""
-
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
         torch.set_num_threads(1)
@@ -82,10 +80,7 @@ class SmallModel:
         self.drafter_spec = DrafterSpec(**get_decoder_spec_fields(drafter.config))
 
     def load_on_backend(self, backend: str) -> ToyModel:
-        """Load the model on a backend of `BACKENDS` or `GPU_BACKENDS`.
-
-        The backend `toy` is an exception: this backend is the NumPy model of the unit tests, with other logits.
-        """
+        """Load the model on a backend; `toy` is the NumPy model of the unit tests, with other logits."""
         if backend == "toy":
             return make_model(
                 vocabulary=SMALL_CONFIG.vocab_size, codes=4, prefix=SMALL_CONFIG.prefix, neighbors=NEIGHBORS

@@ -54,7 +54,6 @@ def make_graph(config: DecoderConfig, is_drafter: bool) -> Graph:
 
 
 def convert_to_device_inputs(arrays: Arrays, cache_names: list[str]) -> Arrays:
-    """Convert inputs of the exported graph to inputs of the device graph, which writes into the KV cache."""
     rows, nodes = arrays["position_ids"].shape
     past_length = arrays["attention_mask"].shape[3] - nodes
     mask = np.zeros((rows, nodes, MASK_COLUMNS), bool)

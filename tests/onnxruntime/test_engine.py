@@ -37,7 +37,6 @@ def wide_harness(tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
 
 @pytest.fixture(scope="session", params=["cpu", "device", "plan"])
 def harness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderHarness:
-    """Return the harness of a small decoder. A test with this fixture runs once for each backend."""
     torch.set_num_threads(1)
     return DecoderHarness(tmp_path_factory.mktemp("rig"), TINY_CONFIG, request.param)
 
@@ -215,7 +214,6 @@ def test_the_number_of_nodes_changes_no_bit(wide_harness: DecoderHarness, thread
 
 
 def append_random_entries(cache: KVCache, entries: int, seed: int) -> None:
-    """Append random entries to every row of a KV cache."""
     rng = np.random.default_rng(seed)
     shape = (entries, *cache.tensors[0].shape[1:])
     new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]

@@ -37,7 +37,6 @@ DECODER_SIZES = {
 
 @pytest.fixture(scope="module")
 def bundle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tiny class-conditional bundle with a drafter, and return the folder."""
     bundle_folder = tmp_path_factory.mktemp("bundle")
     torch.manual_seed(0)
     torch.set_num_threads(1)

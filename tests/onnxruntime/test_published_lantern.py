@@ -37,8 +37,6 @@ UNUSED: Any = None
 
 
 class RecordedFamily(NamedTuple):
-    """Recordings of a model family, and the bundle that reproduces them."""
-
     bundle: str
     golden: Any
     layout: DrafterLayout
@@ -84,8 +82,6 @@ DYNAMIC_RUNS, STATIC_RUNS = (
 
 
 class RecordedRun:
-    """Drafter of a recorded run, and the sequence for which the drafter drafts tokens."""
-
     def __init__(self, bundle: Path, family: RecordedFamily, run: str) -> None:
         loaded_bundle = open_bundle(bundle)
         ids = family.golden["token_ids"]

@@ -47,11 +47,7 @@ def run_in_shared_passes(service: Service, requests: list[dict[str, Any]], metho
 
 
 def check_edits(pipe: Pipeline, masks: list[Cells], images: list[Image.Image], prompts: list[str]) -> None:
-    """Check that every exact method generates the same edits, alone and in batches of four.
-
-    Args:
-        masks: `[16, 16]` for each image, true for cells to regenerate.
-    """
+    """Check that every exact method generates the same edits, alone and in batches of four."""
     requests: list[dict[str, Any]] = [
         {"prompts": prompt, "seed": 90 + i, "image": image, "mask": expand_to_pixels(cells)}
         for i, (cells, image, prompt) in enumerate(zip(masks, images, prompts, strict=True))

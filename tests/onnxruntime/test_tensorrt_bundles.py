@@ -57,7 +57,6 @@ def test_more_images_than_engine_rows_decode_in_several_runs(tmp_path: Path) -> 
 
 @pytest.fixture
 def host_library(monkeypatch: pytest.MonkeyPatch) -> HostTensorRT:
-    """Replace the TensorRT library by a stand-in that needs no GPU, and return the stand-in."""
     host_library = HostTensorRT()
 
     def build_on_host(name: str, graph: Path, inputs: list[Inputs], gpus: object, progress: object) -> Path:
@@ -72,7 +71,6 @@ def host_library(monkeypatch: pytest.MonkeyPatch) -> HostTensorRT:
 
 
 def build_host_engines(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
-    """Build the engines of a bundle with the stand-in for TensorRT, and return their folder."""
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=max_nodes, compute_capabilities=("SM89",))
     build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda stage, done, total: None)
     return folder
@@ -82,7 +80,6 @@ def build_host_engines(bundle: str | Path, folder: Path, max_nodes: int) -> Path
 def built_engines(
     tmp_path: Path, host_library: HostTensorRT, t2i_drafter_bundle: Path
 ) -> tuple[Path, Path, HostTensorRT]:
-    """Return a small bundle, a folder with engines of the bundle, and the stand-in that runs the engines."""
     return t2i_drafter_bundle, build_host_engines(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), host_library
 
 
@@ -164,7 +161,6 @@ def test_row_ends_halve_the_nodes_of_a_pass(tmp_path: Path, host_library: HostTe
 
 
 def generate_and_release(bundle: Path, folder: Path) -> None:
-    """Generate an image with engines, and release the engines."""
     pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
     prefix = pipeline.bundle.manifest.condition.prefix
     caption_dim = pipeline.bundle.manifest.condition.caption_dim
@@ -213,8 +209,6 @@ def test_verify_compares_device_graphs_and_engines(
     errors_by_output = {"logits": 1.0}
 
     class EngineRunner:
-        """Runner of an engine file on the stand-in, which adds the errors in `errors_by_output` to the outputs."""
-
         def __init__(self, backend: str, path: Path) -> None:
             self.engine = _CudaEngine(json.loads(path.read_bytes()), host_library.Runtime(None))
 

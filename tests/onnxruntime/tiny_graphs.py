@@ -35,7 +35,6 @@ def write_graph(graph: Graph, folder: Path, storage_rule: StorageRule = "fp32") 
 
 
 def make_tiny_drafter(config: DecoderConfig = TINY_CONFIG) -> EagleDrafter:
-    """Create an EAGLE drafter with an output projection and random weights."""
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
 

@@ -49,8 +49,6 @@ def make_drafter_spec(config: DecoderConfig) -> DrafterSpec:
 
 
 class DecoderHarness:
-    """Engine of a decoder with random weights, and the torch module that computes the expected logits."""
-
     def __init__(self, folder: Path, config: DecoderConfig, backend: str = "cpu") -> None:
         torch.manual_seed(0)
         self.config = config
@@ -97,11 +95,7 @@ class DecoderHarness:
         )
 
     def prefill(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
-        """Run the first `rows` prefixes and return their KV cache.
-
-        Args:
-            engine: engine to run; by default `self.engine`.
-        """
+        """Run the first `rows` prefixes and return their KV cache."""
         engine = engine or self.engine
         length = self.config.prefix
         cache = engine.make_cache(rows, capacity)
@@ -114,14 +108,7 @@ class DecoderHarness:
     def run_pass(
         self, cache: Any, tokens: np.ndarray | None, node_mask: np.ndarray, positions: np.ndarray, engine: Any = None
     ) -> PassOutput:
-        """Run a forward pass over tokens or prefixes.
-
-        Args:
-            tokens: token ids `[rows, nodes]`; None runs the prefixes.
-            node_mask: `[nodes, nodes]`; true where the node of a row attends to the node of a column.
-            positions: positions in the sequence, `[rows, nodes]`.
-            engine: engine to run; by default `self.engine`.
-        """
+        """Run a forward pass over tokens or prefixes."""
         engine = engine or self.engine
         rows, nodes = positions.shape
         past_length = engine.past_columns(cache, nodes)
@@ -134,11 +121,7 @@ class DecoderHarness:
         )
 
     def append_codes(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
-        """Append codes to the rows of a KV cache, two codes per forward pass.
-
-        Args:
-            engine: engine to run; by default `self.engine`.
-        """
+        """Append codes to the rows of a KV cache, two codes per forward pass."""
         for start in range(0, max(map(len, codes)), 2):
             row_chunks = [row[start : start + 2] for row in codes]
             tokens = np.array([[*row_chunk, 0, 0][:2] for row_chunk in row_chunks])

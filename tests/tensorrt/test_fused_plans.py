@@ -27,8 +27,6 @@ _KINDS_WITHOUT_WORK = ("shape_call", "signal", "wait")  # kinds of layers that c
 
 
 class EngineLayer(NamedTuple):
-    """A layer of a TensorRT engine."""
-
     name: str
     kind: str
     inputs: list[str]
@@ -38,7 +36,6 @@ class EngineLayer(NamedTuple):
 def write_decoder(
     folder: Path, num_layers: int, compute_dtype: str, weight_precision: str, is_drafter: bool
 ) -> tuple[Path, DecoderSpec | DrafterSpec]:
-    """Write the graph of a random decoder with the widths of LlamaGen-XL; return its path and description."""
     import torch
     from tiny_graphs import write_graph
 
@@ -111,7 +108,6 @@ def build_engine_layers(
 
 
 def find_cache_copies(layers: list[EngineLayer]) -> list[EngineLayer]:
-    """Return the engine layers that only copy a KV cache, perhaps multiplied by a number."""
     copying_operations = {"Conc", "Move", "Mul", "Repl", "Resh", "Slic", "Tran"}
     copying_layers = []
     for layer in layers:

@@ -20,7 +20,6 @@ RTX_OPTIONS = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capa
 
 
 def run_polygraphy(*arguments: object) -> int:
-    """Run the command-line program of Polygraphy in this process, and return the exit code."""
     from polygraphy.tools._main import main
 
     status: int = main([*map(str, arguments)])
