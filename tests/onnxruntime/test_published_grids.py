@@ -7,9 +7,8 @@ contains the size tokens.
 from __future__ import annotations
 
 import json
-import queue
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from device_pipeline import load_device_pipeline
 from PIL import Image
+from shared_passes import generate_in_shared_passes
 from toy_engine import make_decode_settings, make_raster_layout
 
 from lantern_rt import Pipeline
@@ -24,10 +24,8 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.methods import Autoregressive, MethodConfig, SpeculativeJacobi
 from lantern_rt.prepared import load_model
-from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.state import PrefixRow, Prompt
-from lantern_rt.service import Service
 
 DATA = Path(__file__).parent.parent / "data"
 EMU3_SUFFIX = " masterpiece, film grained, best quality."  # the published program and the bundle append this to prompts
@@ -217,16 +215,10 @@ def test_several_image_sizes_share_passes(
     load_pipeline: LoadPipeline, family: str, method: str, on_device: bool
 ) -> None:
     recordings = [recording for recording in RECORDINGS if recording.family == family]
-    step_queue: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
-    with Service(load_pipeline(family, on_device), max_images_per_pass=len(recordings)) as service:
-        for i, recording in enumerate(recordings):
-            listener = partial(lambda i, step_or_error: step_queue.put((i, step_or_error)), i)
-            service.submit(listener, **recording.options, wants_all_steps=False, method=method)
-        last_steps = dict(step_queue.get(timeout=60) for _ in recordings)
-    for i, recording in enumerate(recordings):
-        step = last_steps[i]
+    requests = [recording.options | {"method": method} for recording in recordings]
+    steps = generate_in_shared_passes(load_pipeline(family, on_device), requests, len(requests))
+    for step, recording in zip(steps, recordings, strict=True):
         shape = np.shape(recording.codes)
-        assert isinstance(step, StreamStep), step
         assert step.codes[0].reshape(shape).tolist() == recording.codes
         scale = {"lumina": 4, "lumina2": 8, "emu3": 2, "simplear": 16}[family]
         assert step.image(0).size == (scale * shape[1], scale * shape[0])
@@ -247,17 +239,10 @@ def test_near_ties_of_several_sizes_are_decided_as_in_ar(
     """Use a wide margin for near-ties, so that most steps compute the sequence again, including row ends."""
     monkeypatch.setattr("lantern_rt.runtime.batch.compute_rounding_margin", lambda model, sampling: 3.0)
     pipe = load_pipeline(family)
-    step_queue = queue.Queue[tuple[int, StreamStep | BaseException]]()
     options: dict[str, Any] = {"prompts": "a red fox", "seed": 3}
-    with Service(pipe, max_images_per_pass=len(sizes)) as service:
-        for i, size in enumerate(sizes):
-            listener = partial(lambda i, step_or_error: step_queue.put((i, step_or_error)), i)
-            service.submit(listener, **options, size=size, wants_all_steps=False, method="sjd:window=16")
-        last_steps = dict(step_queue.get(timeout=120) for _ in sizes)
-    for i, size in enumerate(sizes):
-        step = last_steps[i]
+    requests = [options | {"size": size, "method": "sjd:window=16"} for size in sizes]
+    for step, size in zip(generate_in_shared_passes(pipe, requests, len(sizes)), sizes, strict=True):
         expected = pipe(**options, size=size, method="ar")
-        assert isinstance(step, StreamStep), step
         assert step.stats is not None
         assert step.stats.per_image[0].tie_passes > 10
         np.testing.assert_array_equal(step.codes[0], expected.codes[0].ravel(), err_msg=size)
