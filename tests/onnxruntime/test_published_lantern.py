@@ -152,24 +152,6 @@ def test_static_draft_trees_hold_the_published_top_tokens(recorded_run: Recorded
         np.testing.assert_array_equal(tree.tokens + code_offset, candidates[indices])
 
 
-@pytest.mark.parametrize(("family", "run"), RECORDED_RUNS)
-def test_the_drafter_has_the_published_kv_cache_after_every_call(
-    recorded_run: RecordedRun, family: str, run: str
-) -> None:
-    golden = recorded_run.family.golden
-    eagle_drafter = recorded_run.eagle_drafter
-    for call, _ in recorded_run.draft_trees():
-        expected_length = int(golden[f"{run}_call{call}_kvlen"])
-        assert eagle_drafter.slots.cache.lengths.tolist() == [
-            expected_length,
-            expected_length - recorded_run.family.padding,
-        ]
-    if family == "llamagen":
-        for tensor, tensor_kind in zip(eagle_drafter.slots.cache.tensors, ("keys", "values"), strict=True):
-            cache_values = tensor[:expected_length].transpose(1, 2, 0, 3)  # [rows, heads, slots, head_dim]
-            np.testing.assert_allclose(cache_values, golden[f"{run}_stable_{tensor_kind}"], atol=1e-4)
-
-
 # ---------------------------------------------------------------- whole generations
 
 Trace = dict[str, Any]
