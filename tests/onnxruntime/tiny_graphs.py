@@ -39,19 +39,6 @@ def make_tiny_drafter(config: DecoderConfig = TINY_CONFIG) -> EagleDrafter:
     return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
 
 
-class ClassEmbedding(nn.Module):
-    """Module that maps class ids to prefix embeddings and unconditional prefix embeddings."""
-
-    def __init__(self, num_classes: int, prefix: int, width: int) -> None:
-        super().__init__()
-        self.shape = (-1, prefix, width)
-        self.table = nn.Embedding(num_classes + 1, prefix * width)
-
-    def forward(self, class_ids: Tensor) -> tuple[Tensor, Tensor]:
-        unconditional_ids = torch.full_like(class_ids, self.table.num_embeddings - 1)
-        return self.table(class_ids).view(self.shape), self.table(unconditional_ids).view(self.shape)
-
-
 class TinyImageDecoder(nn.Module):
     """Module that decodes codes to images; each code becomes 2 x 2 pixels."""
 
