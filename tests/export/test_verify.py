@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from bundle_folder import write_bundle_manifest
 from checkpoint_copies import (
     ANOLE,
     ANOLE_DRAFTER,
@@ -39,7 +40,6 @@ from onnx import TensorProto, external_data_helper
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
 from lantern_rt.export.families import emu35
 from lantern_rt.export.verify import compare_top_tokens, measure_kl_divergence
@@ -240,12 +240,10 @@ def copy_with_edited_file(bundle: Path, output_path: Path, role: str, edit: Call
     """Copy a bundle, edit a file of the copy, and update the hash in the manifest."""
     shutil.copytree(bundle, output_path)
     manifest = json.loads((output_path / "bundle.json").read_text())
-    path = output_path / manifest["files"][role]["path"]
-    edit(path)
-    manifest["files"][role] = FileEntry.from_file(path).model_dump()
+    edit(output_path / manifest["files"][role]["path"])
     if (output_path / "class.data").is_file():  # the file that `move_weight_to_file` writes
-        manifest["files"]["class.data"] = FileEntry.from_file(output_path / "class.data").model_dump()
-    (output_path / "bundle.json").write_text(json.dumps(manifest))
+        manifest["files"]["class.data"] = {"path": "class.data"}
+    write_bundle_manifest(output_path, manifest)
     return output_path
 
 

@@ -47,11 +47,8 @@ class ValidInputs:
         self.trained = trained
         self.shards = folder / "shards"
         with Pipeline.from_bundle(trained, threads=1) as pipeline:
-            list(
-                generate_shards(
-                    pipeline, Prompts("class_ids", [3, 1]), 2, self.shards, lambda *_: None, images_per_shard=2
-                )
-            )
+            prompts = Prompts("class_ids", [3, 1])
+            list(generate_shards(pipeline, prompts, 2, self.shards, lambda *_: None, images_per_shard=2))
 
     def _add_presets(self) -> None:
         """Add a prompt file and two quality presets to the bundle."""
@@ -72,14 +69,12 @@ class ValidInputs:
 
 
 def make_run_command(bundle: Path, out: Path, *options: object) -> list[str]:
-    """Return the command `lantern-rt run` for one image of a bundle, with an output file in the folder `out`."""
     condition = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
     common_options = ["--threads", "1", "--output", out / "picture.png"]
     return [str(word) for word in ("run", bundle, *condition, *common_options, *options)]
 
 
 def make_manifest_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a bundle with a damaged manifest, and return a command that opens the bundle."""
     bundle = Path(shutil.copytree(rng.choice((valid_inputs.bundle, valid_inputs.classes)), folder / "damaged"))
     damage_file(bundle / MANIFEST_FILE, rng)
     return _make_open_command(bundle, folder, rng)
@@ -121,34 +116,15 @@ def make_image_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random)
     path.write_bytes(encode_png(valid_inputs.image, texts))
     if not has_damaged_metadata or rng.random() < 0.3:
         damage_file(path, rng)
-    return [
-        "run",
-        str(valid_inputs.bundle),
-        "--from",
-        str(path),
-        "--output",
-        str(folder / "out/a.png"),
-        "--threads",
-        "1",
-    ]
+    options = ["--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
+    return ["run", str(valid_inputs.bundle), *options]
 
 
 def make_shard_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a damaged shard of training images, and return a command that trains a drafter on the shard."""
     damaged = Path(shutil.copytree(valid_inputs.shards, folder / "damaged"))
     damage_file(next(damaged.iterdir()), rng)
-    output = str(folder / "out/drafter")
-    return [
-        "train-drafter",
-        "fit",
-        str(valid_inputs.trained),
-        "--data",
-        str(damaged),
-        "--steps",
-        "1",
-        "--output",
-        output,
-    ]
+    options = ["--data", str(damaged), "--steps", "1", "--output", str(folder / "out/drafter")]
+    return ["train-drafter", "fit", str(valid_inputs.trained), *options]
 
 
 def make_bundle_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
@@ -174,7 +150,6 @@ def _choose_method_options(rng: random.Random) -> list[str]:
 
 
 def make_engine_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Make a damaged TensorRT engine or engine record, and return a command that reads the engine folder."""
     damaged = Path(shutil.copytree(valid_inputs.engines, folder / "damaged"))
     damage_file(damaged / rng.choice((ENGINE_FILE, ENGINE_FILE, "target.plan")), rng)
     if rng.random() < 0.4:
@@ -183,7 +158,6 @@ def make_engine_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random
 
 
 def make_tree_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Return a command with an invalid or unusual name of a draft tree."""
     numbers = [str(rng.choice((0, 1, 2, 3, 9, 40, 99, 100, 128, 999, 10**9))) for _ in range(3)]
     names = [
         "-".join(("dynamic", *numbers)),
@@ -203,7 +177,6 @@ def _keep_argument_characters(text: str) -> str:
 
 
 def make_prompt_case(valid_inputs: ValidInputs, folder: Path, rng: random.Random) -> list[str]:
-    """Return a command with a damaged prompt, as an argument or in a prompt file."""
     text = "red cube\ngreen sphere on sand\na cube on snow\n"
     if rng.random() < 0.3:
         words = _keep_argument_characters(damage_bytes(text.encode(), rng).decode("utf-8", "replace"))
