@@ -210,6 +210,22 @@ def test_indexed_shards_give_the_transformer_of_a_single_file(tmp_path: Path, mo
     assert [role for role, _ in result.checkpoint.sources] == ["target_config", "target_index", *["target"] * 3]
 
 
+def test_hidden_files_of_macos_are_not_read_as_weights(tmp_path: Path) -> None:
+    shutil.copy(C2I, tmp_path)
+    (tmp_path / f"._{C2I.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
+    assert read_llamagen_transformer(tmp_path, config=config_path(C2I)).checkpoint.sources[0] == (
+        "target",
+        tmp_path / C2I.name,
+    )
+
+
+def test_a_matching_configuration_beside_a_file_is_read(tmp_path: Path) -> None:
+    assert read_llamagen_transformer(C2I).checkpoint.sources == [("target", C2I), ("target_config", config_path(C2I))]
+    path = Path(shutil.copy(C2I, tmp_path))
+    copy_json(config_path(C2I), tmp_path / "config.json", architectures=["T5EncoderModel"])
+    assert "n_head" in catch_error(CheckpointError, read_llamagen_transformer, path).remedy
+
+
 def test_both_configurations_are_sources(tmp_path: Path) -> None:
     folder = LANTERN / "c2i"
     other_config = Path(shutil.copy(folder / "config.json", tmp_path / "other.json"))

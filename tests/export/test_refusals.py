@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,14 @@ from checkpoint_copies import (
     VQGAN,
     config_path,
     copy_as_shards,
+    copy_checkpoint,
     copy_published_emu3,
     copy_weights,
 )
 from edited_checkpoints import (
     LFS_POINTER,
     NESTED_ALIASES,
+    READERS,
     Reader,
     convert_to_booleans,
     copy_vq_file,
@@ -73,7 +76,9 @@ from family_readers import (
 from refusals import catch_error
 
 from lantern_rt.errors import CheckpointError, LanternError
+from lantern_rt.export.checkpoints.files import read_config, read_tokenizer, read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.export.models.vq_checkpoints import read_llamagen_vq
 
 ROTARY_TABLE = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}  # one prefix position and 5 x 5 cells
@@ -159,6 +164,10 @@ INVALID_CHECKPOINTS: list[tuple[Reader, str, str]] = [
         ).read_weights(),
         "shards",
         f"model-00001-of-00003.safetensors, {SHARD}, model-00003-of-00003.safetensors without an index",
+    ),
+    *(
+        (write_index({"weight_map": {"x": "model-1.safetensors", "y": name}}), "index.json: 'y'", repr(name))
+        for name in ("*", "model-[0-9].safetensors", ".hidden", "a/b", "a\\b", "-rf", "", "..", 7)
     ),
     (write_index({"weight_map": {}}), "weight_map", "{}"),
     (read_duplicate_weights, "b.pt: x", "in an earlier file"),
@@ -350,3 +359,68 @@ def test_a_checkpoint_errors_message_has_file_field_and_remedy(tmp_path: Path) -
     assert str(error) == (
         f"{config_file}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
     )
+
+
+# ---------------------------------------------------------------- wrong downloads
+
+
+WEB_PAGES = (
+    "<!DOCTYPE html>\n<html>not found</html>",
+    "\n <HTML>log in</HTML>",
+    '<?xml version="1.0"?><Error>denied</Error>',
+)
+# By family, or the text encoder: function that reads a checkpoint as this family.
+FAMILY_READERS: dict[str, Reader] = {
+    "llamagen": lambda folder: read_llamagen(folder, VQ),
+    "anole": READERS[ANOLE],
+    "lumina": READERS[LUMINA],
+    "lumina2": READERS[LUMINA2],
+    "janus": READERS[JANUS],
+    "emu3": READERS[EMU3],
+    "simplear": READERS[SIMPLEAR],
+    "text encoder": lambda folder: read_text_encoder(folder, 32),
+}
+# The keys are values of `model_type` in `config.json`.
+FOLDERS = {"chameleon": ANOLE, "emu3": EMU3, "qwen2": SIMPLEAR, "multi_modality": JANUS}
+FAMILIES = {"chameleon": "anole or lumina or lumina2", "emu3": "emu3", "qwen2": "simplear", "multi_modality": "janus"}
+
+
+@pytest.mark.parametrize("family", FAMILY_READERS)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_folder_of_another_model_is_rejected_with_its_family(tmp_path: Path, model_type: str, family: str) -> None:
+    read = FAMILY_READERS[family]
+    folder = FOLDERS[model_type]
+    if family == FAMILIES[model_type].partition(" ")[0]:
+        read(folder)
+        return
+    error = catch_error(CheckpointError, read, folder)
+    if model_type == "chameleon" and family in ("lumina", "lumina2"):
+        assert error.remedy == "family anole takes Anole, family lumina Lumina-mGPT"
+        return
+    assert error.field == f"{folder / 'config.json'}: model_type"
+    assert error.found == repr(model_type)
+    if family == "text encoder":
+        assert "google/flan-t5-xl" in error.remedy
+    else:
+        assert error.expected == f"a model of family {family}"
+        assert error.remedy == f"give `--family {FAMILIES[model_type]}`, or another target"
+
+
+@pytest.mark.parametrize("value", [["chameleon"], {"a": 1}, 7, None, "x" * 10_000])
+def test_an_invalid_model_type_is_rejected_with_a_short_error(tmp_path: Path, value: Any) -> None:
+    error = catch_error(
+        CheckpointError, read_anole, copy_checkpoint(ANOLE, tmp_path / "target", model_type=value), VQGAN
+    )
+    assert error.field.endswith("config.json: model_type")
+    assert len(error.found) <= 80
+
+
+@pytest.mark.parametrize("text", [LFS_POINTER, *WEB_PAGES])
+@pytest.mark.parametrize("name", ["a.pt", "model.safetensors", "config.json", "tokenizer.json"])
+def test_a_git_lfs_pointer_or_web_page_is_named_so(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    read = {"config.json": read_config, "tokenizer.json": lambda path: read_tokenizer(path, 9)}.get(name, read_weights)
+    error = catch_error(CheckpointError, read, path)
+    assert error.field == str(path)
+    assert error.found == ("a Git LFS pointer" if text == LFS_POINTER else "a web page")
