@@ -246,14 +246,6 @@ def test_shards_without_an_index_give_the_same_transformer(tmp_path: Path, names
     )
 
 
-@pytest.mark.parametrize("prefix", ["", "module._orig_mod."])
-def test_a_file_from_fsdp_may_have_prefixes_before_names(tmp_path: Path, prefix: str) -> None:
-    weights = torch.load(C2I, weights_only=True)["model"]
-    torch.save({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "consolidated.pth")
-    result = read_llamagen_transformer(tmp_path / "consolidated.pth", config=config_path(C2I))
-    assert_same_transformer(result, read_llamagen_transformer(C2I, config=config_path(C2I)))
-
-
 # ---------------------------------------------------------------- drafters
 
 
