@@ -32,6 +32,14 @@ def read_manifest(bundle: Path) -> Manifest:
     return Manifest.model_validate_json((bundle / "bundle.json").read_text())
 
 
+def assert_same_bundles(first: Path, second: Path, differing_role: str = "") -> None:
+    """Compare the manifests of two bundles, with the hashes of all files but one, and without provenance."""
+    fields, other_fields = (read_manifest(folder).model_dump(exclude={"provenance"}) for folder in (first, second))
+    for manifest in (fields, other_fields):
+        manifest["files"].pop(differing_role, None)
+    assert fields == other_fields
+
+
 def assert_close(values: np.ndarray, expected: np.ndarray, tolerance: float = TOLERANCE) -> None:
     np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance, strict=True)
 

@@ -102,11 +102,6 @@ def test_pytorch_modules_are_exported_as_a_complete_bundle(tmp_path: Path) -> No
     assert stages[:4] == ["preparing graphs", "sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx"]
 
 
-def test_two_exports_of_the_same_model_have_the_same_digest(tmp_path: Path) -> None:
-    first_bundle, second_bundle = (open_bundle(export_model(make_model(), tmp_path / name)) for name in ("one", "two"))
-    assert first_bundle.digest == second_bundle.digest
-
-
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     output = tmp_path / "toy"
     output.mkdir()

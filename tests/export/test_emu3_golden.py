@@ -13,18 +13,25 @@ import pytest
 import torch
 from checkpoint_copies import EMU3, EMU3_ORIGINAL, copy_checkpoint, copy_published_emu3
 from family_readers import read_emu3
-from goldens import DATA, GUIDED_TOLERANCE, PromptRunner, assert_close, load_golden, log_softmax, mix_guided
+from goldens import (
+    DATA,
+    GUIDED_TOLERANCE,
+    PromptRunner,
+    assert_close,
+    assert_same_bundles,
+    load_golden,
+    log_softmax,
+    mix_guided,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_graphs import write_graph
 from tokenizers import Tokenizer
 
 from lantern_rt.bundle.conditions import ConditionSpec
-from lantern_rt.export.checkpoints.deferred import compute_deferred_tensor
 from lantern_rt.export.families.common_emu3 import convert_tiktoken, make_emu3_image_size
 from lantern_rt.export.families.emu3 import SUFFIX, make_emu3_prompt_layout
-from lantern_rt.export.model import BundleContents
+from lantern_rt.export.writer import export_model
 from lantern_rt.prompts import build_prompt_requests
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
@@ -62,45 +69,31 @@ def tokenizers(original_folders: tuple[Path, Path]) -> dict[str, Tokenizer]:
     return {name: Tokenizer.from_buffer(model.extra_files["tokenizer"][1]) for name, model in models.items()}
 
 
-def get_contents(model: BundleContents) -> tuple[Any, ...]:
-    weights = [(graph.role, *entry) for graph in model.graphs for entry in graph.module.state_dict().items()]
-    weight_bytes = {(role, name): compute_deferred_tensor(weight).numpy().tobytes() for role, name, weight in weights}
-    code_embeddings = compute_deferred_tensor(model.code_embeddings).tolist()
-    return {**model.manifest_fields}, code_embeddings, model.codebook.tolist(), weight_bytes
-
-
-def write_graphs(model: BundleContents, folder: Path) -> dict[str, bytes]:
-    folder.mkdir()
-    for graph in model.graphs:
-        write_graph(graph, folder)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 # ---------------------------------------------------------------- layouts
 
 
-def test_both_published_layouts_give_the_same_bundle(original_folders: tuple[Path, Path], tmp_path: Path) -> None:
-    hf_model = read_emu3(EMU3, grid=4)
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_model(read_emu3(EMU3, grid=4), tmp_path_factory.mktemp("export") / "emu3")
+
+
+def test_both_published_layouts_give_the_same_bundle(
+    bundle: Path, original_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     original_model = read_emu3(*original_folders, grid=4)
-    assert get_contents(hf_model) == get_contents(original_model)
-    assert write_graphs(hf_model, tmp_path / "hf") == write_graphs(original_model, tmp_path / "original")
-    assert [role for role, _ in original_model.sources] == [
-        "target_config",
-        "target_tokenizer",
-        "target_tokenizer",
-        "target",
-        "vq",
-    ]
+    assert_same_bundles(bundle, export_model(original_model, tmp_path / "emu3"), differing_role="tokenizer")
+    roles = ["target_config", "target_tokenizer", "target_tokenizer", "target", "vq"]
+    assert [role for role, _ in original_model.sources] == roles
 
 
-def test_a_checkpoint_of_transformers_5_gives_the_same_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_transformers_5_gives_the_same_bundle(bundle: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.Emu3ForConditionalGeneration.from_pretrained(EMU3)
     folder = copy_checkpoint(EMU3, tmp_path / "transformers-5")
     model.save_pretrained(folder, save_original_format=False)
     names = load_file(folder / "model.safetensors").keys()
     assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
-    assert get_contents(read_emu3(folder, grid=4)) == get_contents(read_emu3(EMU3, grid=4))
+    assert_same_bundles(bundle, export_model(read_emu3(folder, grid=4), tmp_path / "emu3"))
 
 
 def test_omitted_configuration_fields_have_the_usual_defaults(tmp_path: Path) -> None:
